@@ -1,0 +1,39 @@
+"""ArraySpec: an array without data."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from sharding_rules.axes import ARRAY_AXES, check_axes
+from sharding_rules.errors import ShardingError
+
+Role = Literal["parameter", "optimizer", "activation"]
+
+_ITEM_BYTES = {"bool": 1, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Sizes, a name for each dimension (None: never split), dtype, and what the array is for."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str = "float32"
+    role: Role = "parameter"
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ShardingError(f"shape {self.shape} and axes {self.axes} differ in length")
+        check_axes(self.axes, ARRAY_AXES, f"array of shape {self.shape}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element, from the dtype's name ("bfloat16", "int32", "float8_e4m3fn")."""
+    if dtype in _ITEM_BYTES:
+        return _ITEM_BYTES[dtype]
+    bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return max(1, int(bits) // 8)

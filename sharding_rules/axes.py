@@ -1,0 +1,45 @@
+"""The vocabulary: every array axis and mesh axis, with its meaning."""
+
+import difflib
+from collections.abc import Iterable
+
+from sharding_rules.errors import ShardingError
+
+# Slowest link first: neighbours on the last axis exchange the most data and sit closest together.
+MESH_AXES = {
+    "data": "copies of the model that see different sequences",
+    "fsdp": "sequences and weights both split; weights are gathered for use (ZeRO-3)",
+    "stage": "consecutive layers, as a pipeline",
+    "expert": "experts of a mixture",
+    "context": "positions of long sequences",
+    "tensor": "heads, MLP and vocabulary, with the residual stream split by position",
+}
+
+ARRAY_AXES = {
+    "batch": "sequences of a step",
+    "embed": "the residual stream",
+    "head_dim": "inside one attention head",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "layers": "the scanned stack of layers",
+    "microbatch": "parts of a batch whose gradients are accumulated one after the other",
+    "mlp": "the hidden width of the MLP",
+    "positions": "rows of a learned position table",
+    "residual": "positions of the residual stream, between attention and MLP",
+    "seq": "positions, where attention and MLP need whole sequences",
+    "vocab": "tokens of the vocabulary",
+}
+
+
+def check_axes(names: Iterable[str | None], known: dict[str, str], where: str) -> None:
+    """Refuse a name outside the vocabulary: a misspelt axis would replicate its array in silence.
+
+    Raises:
+        ShardingError: with the nearest known name.
+    """
+    for name in names:
+        if name is None or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known axes: {', '.join(known)}"
+        raise ShardingError(f"{where}: unknown axis {name!r}; {hint}")

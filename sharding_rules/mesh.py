@@ -1,0 +1,59 @@
+"""MeshShape: mesh axes and their sizes, without devices."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sharding_rules.axes import MESH_AXES, check_axes
+from sharding_rules.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes by mesh axis, slowest link first, whatever the order they were given in."""
+
+    axes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        check_axes(self.axes, MESH_AXES, "mesh")
+        for name, size in self.axes.items():
+            if size < 1:
+                raise ShardingError(f"mesh: {name} = {size}; a mesh axis has at least 1 device")
+        ordered = {name: self.axes[name] for name in MESH_AXES if name in self.axes}
+        object.__setattr__(self, "axes", ordered)
+
+    @classmethod
+    def resolve(cls, sizes: Mapping[str, int | Literal["rest"]], devices: int) -> "MeshShape":
+        """Give the axis marked "rest" what the others leave of the devices.
+
+        Raises:
+            ShardingError: two axes are "rest", or the sizes do not multiply to the devices.
+        """
+        fixed = cls({name: size for name, size in sizes.items() if size != "rest"})
+        rest = [name for name, size in sizes.items() if size == "rest"]
+        if len(rest) > 1:
+            raise ShardingError(f'mesh: only one axis can be "rest", not {" and ".join(rest)}')
+        left, over = divmod(devices, fixed.devices)
+        if over or not (rest or left == 1):
+            remedy = (
+                f"{devices} is not a multiple of {fixed.devices}"
+                if over
+                else f'set one axis to "rest", or use a target of {fixed.devices} devices'
+            )
+            raise ShardingError(
+                f"mesh: {fixed} does not fill the target's {devices} devices; {remedy}"
+            )
+        return cls({**fixed.axes, **dict.fromkeys(rest, left)})
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Devices along several mesh axes; an axis the mesh lacks counts as 1."""
+        return math.prod(self.axes.get(name, 1) for name in names)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "1 device"
+

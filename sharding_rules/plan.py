@@ -1,0 +1,88 @@
+"""make_plan: rules applied to every array, or an error that says why not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.errors import ShardingError
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How each dimension of one array is split, as mesh axes by dimension."""
+
+    spec: ArraySpec
+    split: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For every array by path, where it lives on the mesh."""
+
+    mesh: MeshShape
+    layouts: Mapping[str, Layout]
+
+    def shard_shape(self, path: str) -> tuple[int, ...]:
+        """Sizes of the piece one device holds."""
+        layout = self.layouts[path]
+        return tuple(
+            size // self.mesh.size(names)
+            for size, names in zip(layout.spec.shape, layout.split, strict=True)
+        )
+
+    def bytes_of(self, path: str) -> int:
+        """Bytes of the piece one device holds."""
+        layout = self.layouts[path]
+        shards = self.mesh.size(tuple(name for names in layout.split for name in names))
+        return layout.spec.nbytes // shards
+
+    def bytes_per_device(self, role: str | None = None) -> int:
+        """Bytes one device holds of all arrays, or of those of one role."""
+        return sum(
+            self.bytes_of(path)
+            for path, layout in self.layouts.items()
+            if role is None or layout.spec.role == role
+        )
+
+
+def make_plan(arrays: Mapping[str, ArraySpec], rules: Rules, mesh: MeshShape) -> Plan:
+    """Place every array.
+
+    Raises:
+        ShardingError: a dimension does not divide, or one mesh axis would split two dimensions.
+    """
+    return Plan(mesh, {path: layout(path, spec, rules, mesh) for path, spec in arrays.items()})
+
+
+def layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Layout:
+    """Place one array; mesh axes the mesh lacks, or has one device of, split nothing."""
+    table = rules.of(spec.role)
+    split: list[tuple[str, ...]] = []
+    for axis, size in zip(spec.axes, spec.shape, strict=True):
+        wanted = table.get(axis, ()) if axis else ()
+        names = tuple(name for name in wanted if mesh.axes.get(name, 1) > 1)
+        for name in names:
+            if any(name in earlier for earlier in split):
+                raise ShardingError(
+                    f"{path}: mesh axis {name!r} would split two dimensions of "
+                    f"{spec.axes}; change the rule for {axis!r}"
+                )
+        if size % mesh.size(names):
+            raise ShardingError(_does_not_divide(path, axis, size, names, mesh))
+        split.append(names)
+    return Layout(spec, tuple(split))
+
+
+def _does_not_divide(
+    path: str, axis: str | None, size: int, names: tuple[str, ...], mesh: MeshShape
+) -> str:
+    shards = mesh.size(names)
+    below = size // shards * shards
+    sizes = f"{below} or {below + shards}" if below else f"{shards}"
+    divisors = ", ".join(str(n) for n in range(1, shards + 1) if size % n == 0)
+    return (
+        f"{path}: axis {axis!r} has size {size}, which {' x '.join(names)} = {shards} does not "
+        f"divide; sizes that would: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"
+    )
