@@ -1,0 +1,6 @@
+"""`python -m graphtrain`: the command."""
+
+from graphtrain.cli import main
+
+if __name__ == "__main__":
+    main()

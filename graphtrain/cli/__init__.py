@@ -1,0 +1,64 @@
+"""The command. Each module is one command or group; it parses, calls, prints, and decides nothing.
+
+Modules are imported when their command is asked for, so that no command pays for another's imports.
+"""
+
+import importlib
+import sys
+
+import click
+
+_COMMANDS = {
+    "cache": "list, explain, verify and prune compiled programs",
+    "compile": "compile every graph of a run into the cache, in parallel",
+    "config": "show a resolved configuration, or the JSON schema for editors",
+    "data": "make a sample corpus; prepare text for training",
+    "doctor": "say what this machine can compile for and run on",
+    "evaluate": "measure the validation loss of a trained model",
+    "plan": "show where every array lives and what each device holds",
+    "run": "train from compiled programs; never traces or compiles",
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are the function `command` of the module of the same name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        return importlib.import_module(f"graphtrain.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="graphtrain")
+def _root() -> None:
+    """Train language models the way a compiler builds programs."""
+
+
+def main() -> None:
+    """Entry point: print what a user can fix as one line and exit with its status."""
+    try:
+        _root.main(prog_name="graphtrain")
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise  # our defect: keep the traceback, exit 1
+        click.echo(f"error: {error}", err=True)
+        sys.exit(status)
+
+
+def _status(error: Exception) -> int | None:
+    from graphtrain.errors import GraphtrainError
+    from lowering.errors import LoweringError
+    from sharding_rules.errors import ShardingError
+
+    if isinstance(error, GraphtrainError):
+        return error.exit_status
+    return 2 if isinstance(error, ShardingError | LoweringError) else None

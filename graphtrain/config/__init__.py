@@ -1,0 +1,34 @@
+"""What a run is asked to do: TOML files to frozen dataclasses, and back.
+
+May import pydantic and the standard library, so that reading a configuration stays cheap.
+"""
+
+from graphtrain.config.load import load_config
+from graphtrain.config.render import render
+from graphtrain.config.schema import (
+    Batch,
+    Config,
+    Data,
+    Loss,
+    Mesh,
+    Model,
+    Optimizer,
+    Program,
+    Run,
+    Schedule,
+)
+
+__all__ = [
+    "Batch",
+    "Config",
+    "Data",
+    "Loss",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "Program",
+    "Run",
+    "Schedule",
+    "load_config",
+    "render",
+]

@@ -1,0 +1,199 @@
+"""What is wrong with a configuration, in words: which setting, who set it, what it should be."""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from graphtrain.config.lines import KeyPath, line_numbers
+from graphtrain.config.overrides import Override
+from graphtrain.config.render import dotted, toml
+from graphtrain.config.settings import known_settings, words
+
+_LONGEST_VALUE = 60  # characters of a value shown
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file and the flags that changed it."""
+
+    path: Path
+    text: str
+    overrides: tuple[Override, ...]
+
+    @cached_property
+    def lines(self) -> dict[KeyPath, int]:
+        return line_numbers(self.text)
+
+    def line(self, path: KeyPath) -> int | None:
+        """Where the file sets path or the first setting in it."""
+        inside = [line for key, line in self.lines.items() if _within(key, path)]
+        return self.lines.get(path) or min(inside, default=None)
+
+    def place(self, line: int | None) -> str:
+        return f"{self.path}:{line}" if line else f"{self.path}"
+
+    def flag(self, path: KeyPath) -> Override | None:
+        """The last override that gave path its value."""
+        given = [change for change in self.overrides if _within(path, change.path)]
+        return given[-1] if given else None
+
+
+def explain(
+    source: Source,
+    document: dict[str, Any],
+    errors: Sequence[ErrorDetails],
+    foreign: Collection[KeyPath],
+) -> Iterator[str]:
+    """One line per problem: misspelt settings, then values, then what is missing."""
+    by_type: dict[str, dict[KeyPath, ErrorDetails]] = {}
+    for error in errors:
+        kind = error["type"] if error["type"] in _OWN_WORDS else "value"
+        path = tuple(map(str, error["loc"]))
+        by_type.setdefault(kind, {}).setdefault(path if kind != "value" else _setting(path), error)
+
+    suggested: set[KeyPath] = set()
+    for place, path in _unknown(source, by_type.get("unexpected_keyword_argument", {})):
+        nearest = _nearest(path)
+        suggested.add(nearest)
+        hint = f"did you mean {dotted(nearest)}?" if nearest else _choices(path[:-1])
+        yield f"{place}: unknown setting {dotted(path)}; {hint}"
+
+    values = dict.fromkeys(by_type.get("value", {})) | dict.fromkeys(sorted(foreign))
+    for path in values:
+        if path in known_settings() and not _made_by_a_flag_below(source, path):
+            yield _wrong_value(source, path, _look_up(document, path))
+    for path, error in by_type.get("value_error", {}).items():
+        yield _failed_check(source, path, str(error.get("ctx", {}).get("error", error["msg"])))
+    for path in by_type.get("missing", {}):
+        if path not in suggested:  # its misspelling has been reported
+            yield _missing(source, path)
+    for error in by_type.get("json_invalid", {}).values():
+        yield f"{source.path}: {error['msg']}"
+
+
+_OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid"}
+
+
+def _within(path: KeyPath, table: KeyPath) -> bool:
+    """Is path the table itself or something in it?"""
+    return path[: len(table)] == table
+
+
+def _setting(location: KeyPath) -> KeyPath:
+    """Drop what pydantic adds below a setting: the branch of a union, the index of an element."""
+    while location and location not in known_settings():
+        location = location[:-1]
+    return location
+
+
+def _look_up(document: Any, path: KeyPath) -> Any:
+    for name in path:
+        document = document[name]
+    return document
+
+
+def _unknown(source: Source, errors: Collection[KeyPath]) -> Iterator[tuple[str, KeyPath]]:
+    """Who wrote each unknown setting: the file, flags for something in it, or both."""
+    for path in errors:
+        flag = source.flag(path)
+        if flag and flag.path != path:  # a table given on the command line
+            yield flag.flag, path
+        elif source.line(path) or not any(
+            _within(change.path, path) for change in source.overrides
+        ):
+            yield source.place(source.line(path)), path
+    for change in source.overrides:
+        below_a_value = any(
+            "properties" not in known_settings().get(change.path[:depth], {"properties": {}})
+            for depth in range(1, len(change.path))
+        )
+        if below_a_value or any(_within(change.path, path) for path in errors):
+            yield change.flag, change.path
+
+
+def _made_by_a_flag_below(source: Source, path: KeyPath) -> bool:
+    """Is path wrong only because an unknown setting below it, reported before, made it a table?"""
+    below = any(_within(change.path, path) for change in source.overrides)
+    return below and not source.flag(path) and not source.line(path)
+
+
+def _nearest(path: KeyPath) -> KeyPath:
+    """The setting most likely meant; empty if none is close.
+
+    A right name in the wrong table comes first, then a slip of the pen in the right table.
+    """
+    known = known_settings()
+
+    def alike(other: KeyPath) -> float:
+        return SequenceMatcher(None, ".".join(path), ".".join(other)).ratio()
+
+    if (above := _setting(path)) and "properties" not in known[above]:
+        return above
+    siblings = [other for other in known if other[:-1] == path[:-1]]
+    for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.75)):
+        names = {other[-1] for other in candidates}
+        if close := get_close_matches(path[-1].lower(), names, n=1, cutoff=cutoff):
+            return max((other for other in candidates if other[-1] == close[0]), key=alike)
+    return ()
+
+
+def _choices(table: KeyPath) -> str:
+    """What a table takes, for a setting that is like none of them."""
+    names = [path[-1] for path in known_settings() if path[:-1] == table]
+    return (
+        f"{dotted(table) or 'a configuration'} takes {', '.join(names)}" if names else "remove it"
+    )
+
+
+def _wrong_value(source: Source, path: KeyPath, value: Any) -> str:
+    node = known_settings()[path]
+    should = f"should be {words(node)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        should = "should be finite"
+    elif isinstance(value, int) and value.bit_length() > 63:
+        should = "should fit in 64 bits"
+    flag = source.flag(path)
+    if words(node) == "a string" and not isinstance(value, dict | list):
+        quoted = toml(toml(value))
+        should += f"; write {dotted(path)}='{quoted}'" if flag else f"; write {quoted}"
+    if flag and flag.path == path:
+        return f"{flag.flag}: {should}"
+    shown = toml(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = shown[:_LONGEST_VALUE] + "..."
+    place = flag.flag if flag else source.place(source.line(path))
+    return f"{place}: {dotted(path)} = {shown}: {should}"
+
+
+def _failed_check(source: Source, table: KeyPath, message: str) -> str:
+    """A check of several settings: blame the last flag, else the first line, of those it names."""
+    named = [
+        path
+        for path in known_settings()
+        if len(path) > len(table)
+        and _within(path, table)
+        and re.search(rf"(?<![\w.]){re.escape('.'.join(path[len(table) :]))}(?![\w.])", message)
+    ]
+    flags = [
+        change.flag
+        for change in source.overrides
+        if any(_within(path, change.path) for path in named)
+    ]
+    lines = [line for path in named if (line := source.lines.get(path))]
+    place = flags[-1] if flags else source.place(min(lines, default=source.line(table)))
+    return f"{place}: {dotted(table)}: {message}"
+
+
+def _missing(source: Source, path: KeyPath) -> str:
+    flag = source.flag(path)
+    place = flag.flag if flag else source.place(source.lines.get(path[:-1]))
+    needs = known_settings()[path].get("required", [])
+    more = f"; it needs {', '.join(needs)}" if needs else ""
+    return f"{place}: {dotted(path)} is missing{more}"

@@ -1,0 +1,61 @@
+"""A configuration as a TOML file that loads back to the same configuration."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from graphtrain.config.lines import KeyPath
+from graphtrain.config.schema import Config
+from graphtrain.errors import ConfigError
+
+
+def render(config: Config) -> str:
+    """The resolved settings as TOML, each with its meaning; those without a value are left out."""
+    return "\n".join(_table((), config)).lstrip("\n") + "\n"
+
+
+def _table(path: KeyPath, table: Any) -> Iterator[str]:
+    """The lines of one table: its own settings first, as TOML wants them, then the tables in it."""
+    from graphtrain.config.settings import meanings  # only here: loading a file needs none
+
+    if path:
+        summary = (type(table).__doc__ or "").partition("\n")[0]
+        yield from ["", f"[{dotted(path)}]" + (f"  # {summary}" if summary else "")]
+    inner: dict[str, Any] = {}
+    for field in fields(table):
+        value = getattr(table, field.name)
+        if is_dataclass(value):
+            inner[field.name] = value
+        elif value is not None:
+            meaning = meanings().get((type(table).__name__, field.name))
+            yield f"{field.name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
+        elif field.default is not None:  # left out, it would load as its default
+            raise ConfigError(f"{dotted((*path, field.name))} = None cannot be written as TOML")
+    for name, value in inner.items():
+        yield from _table((*path, name), value)
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON's strings are TOML's, except that TOML also wants DEL escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(map(toml, value))}]"
+        case dict():
+            pairs = (f"{dotted((name,))} = {toml(inner)}" for name, inner in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case int() | float():
+            return repr(value)
+        case _:
+            return str(value)  # dates and times
+
+
+def dotted(path: KeyPath) -> str:
+    """A key as TOML writes it: quoted where it has to be."""
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else toml(part) for part in path)

@@ -1,0 +1,116 @@
+"""The settings as data: their JSON schema, their meanings, and words for what they take."""
+
+import ast
+import inspect
+import io
+import json
+import tokenize
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from graphtrain.config import schema
+from graphtrain.config.lines import KeyPath
+
+Node = dict[str, Any]
+
+
+def json_schema() -> Node:
+    """JSON schema (draft 2020-12) of a configuration file."""
+    made = TypeAdapter(schema.Config).json_schema()
+    made["$defs"]["Config"] = {key: value for key, value in made.items() if key != "$defs"}
+    for name, table in made["$defs"].items():
+        for setting, node in table["properties"].items():
+            node.pop("title", None)  # only the name again, capitalized
+            _without_null(node)
+            if meaning := meanings().get((name, setting)):
+                node["description"] = meaning
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "graphtrain configuration",
+        "$ref": "#/$defs/Config",
+        "$defs": made["$defs"],
+    }
+
+
+def _without_null(node: Node) -> None:
+    """TOML has no null: a setting without a value is left out."""
+    if "anyOf" in node:
+        options = [option for option in node.pop("anyOf") if option != {"type": "null"}]
+        node.update(options[0] if len(options) == 1 else {"anyOf": options})
+    if "default" in node and node["default"] is None:
+        del node["default"]
+
+
+@cache
+def known_settings() -> dict[KeyPath, Node]:
+    """Every table and setting by its path, with its part of the JSON schema."""
+    made = json_schema()
+    known: dict[KeyPath, Node] = {}
+
+    def visit(path: KeyPath, node: Node) -> None:
+        if "$ref" in node:
+            node = made["$defs"][node["$ref"].rpartition("/")[2]]
+        known[path] = node
+        for name, inner in node.get("properties", {}).items():
+            visit((*path, name), inner)
+
+    visit((), made)
+    del known[()]
+    return known
+
+
+def words(node: Node) -> str:
+    """What a setting takes: `a whole number, at least 1, or "rest"`."""
+    if "anyOf" in node:
+        return ", or ".join(words(option) for option in node["anyOf"])
+    if "const" in node:
+        return json.dumps(node["const"])
+    if "enum" in node:
+        *most, last = map(json.dumps, node["enum"])
+        return f"{', '.join(most)} or {last}" if most else last
+    if node.get("type") == "array":
+        return f"an array of {words(node['items']).removeprefix('a ')}s"
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "a string",
+        "boolean": "true or false",
+        "object": "a table",
+    }
+    bounds = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    limits = [f"{bound} {node[name]}" for name, bound in bounds.items() if name in node]
+    return ", ".join([names[node["type"]], *limits])
+
+
+@cache
+def meanings() -> dict[tuple[str, str], str]:
+    """The comment beside each field of the schema, by class and field.
+
+    Read from the source when asked for, so that the meaning is written once, beside the field, and
+    starting up does not pay for it. Empty where the source is not installed.
+    """
+    try:
+        source = inspect.getsource(schema)
+    except OSError:
+        return {}
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    return {
+        (table.name, field.target.id): comments[field.end_lineno or 0]
+        for table in ast.parse(source).body
+        if isinstance(table, ast.ClassDef)
+        for field in table.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and field.end_lineno in comments
+    }

@@ -1,0 +1,29 @@
+"""What a user can fix; the command prints these in one line and exits with their status."""
+
+
+class GraphtrainError(Exception):
+    """Base of the errors of this package that a user can fix."""
+
+    exit_status = 2
+
+
+class ConfigError(GraphtrainError):
+    """A configuration file or a --set value is wrong."""
+
+
+class DataError(GraphtrainError):
+    """A corpus, tokenizer or dataset cannot be used."""
+
+
+class CacheError(GraphtrainError):
+    """The store of compiled programs cannot be used."""
+
+
+class MissingProgram(GraphtrainError):
+    """`graphtrain run` found no compiled program for what it was asked."""
+
+    exit_status = 3
+
+
+class TrainingError(GraphtrainError):
+    """A run stopped: the loss is not finite, or its directory cannot be used."""

@@ -1,0 +1,5 @@
+"""What a user can fix about lowering, compiling and loading."""
+
+
+class LoweringError(RuntimeError):
+    """A graph cannot be lowered, compiled or loaded for a target; the message says what to change."""

@@ -1,0 +1,80 @@
+"""What distinguishes this machine's processor, read without starting a backend."""
+
+import functools
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def processor() -> dict[str, str]:
+    """Name and instruction-set digest of this processor.
+
+    XLA compiles CPU programs for the processor it runs on, and on another one only logs that
+    features are missing before it dies of an illegal instruction; so both go into the key.
+    """
+    fields = _cpuinfo()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    features = " ".join(sorted((fields.get("flags") or fields.get("Features") or name).split()))
+    return {
+        "architecture": platform.machine(),
+        "name": name,
+        "features": hashlib.sha256(features.encode()).hexdigest()[:16],
+    }
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident_bytes() -> int:
+    """Memory this process holds now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_flops(dtype: str) -> float:
+    """Multiply-adds of this machine's cores, counted twice, per second; an upper bound.
+
+    Per core and cycle: AMX 2048 for bfloat16; else float32 on two FMA units of 16 (AVX-512) or
+    8 (AVX2) lanes, and bfloat16 no faster than that. The clock is what the kernel reports now.
+    Source: Intel 64 and IA-32 Optimization Reference Manual, 248966-050, sections 18 and 20.
+    """
+    fields = _cpuinfo()
+    flags = set(fields.get("flags", "").split())
+    if not flags:
+        return 0.0
+    per_cycle = 64 if "avx512f" in flags else 32 if "fma" in flags else 8
+    if dtype == "bfloat16" and "amx_bf16" in flags:
+        per_cycle = 2048
+    hertz = float(fields.get("cpu MHz", 0)) * 1e6
+    return per_cycle * hertz * _physical_cores()
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """The kernel's lines about the first processor; empty where there is no such file."""
+    try:
+        first = _CPUINFO.read_text().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _physical_cores() -> int:
+    """Cores this process may use; two hardware threads of one core count once."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    siblings = Path("/sys/devices/system/cpu")
+    cores = set()
+    for cpu in usable:
+        path = siblings / f"cpu{cpu}/topology/thread_siblings_list"
+        cores.add(path.read_text() if path.exists() else str(cpu))
+    return len(cores)

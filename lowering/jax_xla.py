@@ -1,0 +1,222 @@
+"""JAX to XLA, for cpu, cuda and tpu: plan, lower, compile, load.
+
+Executables are serialized only from fresh compilations, with JAX's own cache off: one that came from a
+cache hit serializes to a broken payload (jaxlib 0.10.2).
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowering import host
+from lowering.artifact import Artifact
+from lowering.constrain import placed, sharding
+from lowering.errors import LoweringError
+from lowering.graph import Graph
+from lowering.lowered import Lowered
+from lowering.target import Target
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import Plan, make_plan
+from sharding_rules.rules import Rules
+
+
+def devices(target: Target) -> list[jax.Device]:
+    """The target's devices in this process; a CPU is split into as many as asked, if not yet begun.
+
+    Raises:
+        LoweringError: the machine is not here, or has fewer devices.
+    """
+    if target.platform != "cpu":
+        raise LoweringError(
+            f"{target}: this version compiles and runs for cpu targets; for {target.machine} it "
+            "plans only (graphtrain plan)"
+        )
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", target.devices)
+    except RuntimeError:
+        pass  # the backend has begun; what it has is counted below
+    jax.config.update("jax_enable_compilation_cache", False)
+    found = jax.devices("cpu")
+    if len(found) < target.devices:
+        raise LoweringError(
+            f"{target} needs {target.devices} devices; this process began with {len(found)}"
+        )
+    return found[: target.devices]
+
+
+def make_mesh(shape: MeshShape, placed_on: list[jax.Device]) -> Mesh:
+    """The mesh with its devices; the partitioner propagates shardings along every axis."""
+    return Mesh(np.array(placed_on).reshape(tuple(shape.axes.values())), tuple(shape.axes))
+
+
+def plan_graph(graph: Graph, rules: Rules, mesh: MeshShape) -> Plan:
+    """Place every input and output of a graph."""
+    return make_plan(graph.arrays(), rules, mesh)
+
+
+def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
+    """Trace a graph and attach its shardings.
+
+    Raises:
+        ShardingError: an array cannot be placed.
+    """
+    plan = plan_graph(graph, rules, mesh_shape)
+    mesh = make_mesh(mesh_shape, devices(target))
+
+    def described(tree: Tree, prefix: str) -> Tree:
+        return unflatten(
+            {
+                path.removeprefix(prefix).lstrip("/"): jax.ShapeDtypeStruct(
+                    spec.shape, spec.dtype, sharding=sharding(plan.layouts[path], mesh)
+                )
+                for path, spec in flatten(tree, prefix).items()
+            }
+        )
+
+    outputs = jax.tree.map(lambda leaf: leaf.sharding, described(graph.outputs, ""))
+    names = list(graph.inputs)
+    jitted = jax.jit(
+        graph.step,
+        out_shardings=outputs,
+        donate_argnums=tuple(names.index(name) for name in graph.donated),
+    )
+    with placed(mesh, rules):
+        handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
+    return Lowered(graph.name, handle.as_text(), plan, target, _facts(graph, plan), handle)
+
+
+def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
+    def arrays(tree: Tree) -> dict[str, Any]:
+        return {
+            path: {
+                "shape": list(spec.shape),
+                "dtype": spec.dtype,
+                "split": [list(names) for names in plan.layouts[path].split],
+            }
+            for path, spec in flatten(tree).items()
+        }
+
+    return {
+        "graph": graph.name,
+        "mesh": dict(plan.mesh.axes),
+        "arguments": list(graph.inputs),
+        "inputs": arrays(dict(graph.inputs)),
+        "outputs": arrays(graph.outputs),
+        "donated": list(graph.donated),
+    }
+
+
+def compile(lowered: Lowered) -> Artifact:
+    """Compile and serialize; the record says what the loader has to check."""
+    began = time.perf_counter()
+    compiled = lowered.handle.compile()
+    seconds = time.perf_counter() - began
+    payload, _, _ = serialize_executable.serialize(compiled)
+    memory = compiled.memory_analysis()
+    record = lowered.facts | {
+        "target": str(lowered.target),
+        "compile_seconds": round(seconds, 3),
+        "stablehlo_bytes": len(lowered.text),
+        "fingerprint": _fingerprint(devices(lowered.target)),
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+        },
+    }
+    return Artifact(payload, record)
+
+
+class Executable:
+    """A loaded program: call it with the trees its graph names, in order."""
+
+    def __init__(self, compiled: Any, record: Mapping[str, Any], mesh: Mesh) -> None:
+        self._compiled = compiled
+        self.record = record
+        self.mesh = mesh
+
+    def __call__(self, *inputs: Tree) -> Tree:
+        return self._compiled(*inputs)
+
+    def inputs(self, name: str) -> Tree:
+        """Shapes, dtypes and shardings of one argument, as jax.ShapeDtypeStruct."""
+        return unflatten(
+            {
+                path.removeprefix(name).lstrip("/"): self._struct(fact)
+                for path, fact in self.record["inputs"].items()
+                if path == name or path.startswith(f"{name}/")
+            }
+        )
+
+    def _struct(self, fact: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+        split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
+        return jax.ShapeDtypeStruct(
+            fact["shape"], fact["dtype"], sharding=NamedSharding(self.mesh, split)
+        )
+
+
+def load(artifact: Artifact, target: Target) -> Executable:
+    """Load an executable; the payload must already have been checked against its digest.
+
+    Raises:
+        LoweringError: it was compiled for a processor that differs from this one. XLA itself would
+            load it and die of an illegal instruction later.
+    """
+    record = artifact.record
+    placed_on = devices(target)
+    here = _fingerprint(placed_on)
+    if record["fingerprint"] != here:
+        raise LoweringError(
+            f"the compiled {record['graph']} step was made for another processor (XLA topology "
+            f"{record['fingerprint']}, here {here}); compile on this machine"
+        )
+    arguments = unflatten(dict.fromkeys(record["inputs"], 0))
+    inputs = tuple(arguments[name] for name in record["arguments"]), {}
+    outputs = unflatten(dict.fromkeys(record["outputs"], 0))
+    compiled = serialize_executable.deserialize_and_load(
+        artifact.payload,
+        jax.tree.structure(inputs),
+        jax.tree.structure(outputs),
+        backend=placed_on[0].client,
+        execution_devices=placed_on,
+    )
+    return Executable(compiled, record, make_mesh(MeshShape(record["mesh"]), placed_on))
+
+
+def _fingerprint(placed_on: list[jax.Device]) -> str:
+    """XLA's own digest of the devices and, for a CPU, its instruction set."""
+    from jax._src.lib import xla_client  # the digest JAX's own cache uses; no public name (0.10)
+
+    return f"{xla_client.get_topology_for_devices(placed_on).fingerprint():016x}"
+
+
+def forbid_tracing() -> AbstractContextManager[Any]:
+    """While inside, on this thread, anything JAX would have to trace is an error; loaded programs run.
+
+    One stray eager operation would otherwise compile in the middle of a run, on every host.
+    """
+    from jax._src import config  # no public name for this guard (jax 0.11)
+
+    return config.no_tracing(True)
+
+
+def put(tree: Tree, described: Tree) -> Tree:
+    """Host arrays onto the devices, where an executable's inputs() say."""
+    return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
+
+
+def memory_in_use() -> int:
+    """Bytes in use on the fullest device; a CPU's devices share what the process holds."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    used = [stat["bytes_in_use"] for stat in stats if stat]
+    return max(used) if used else host.resident_bytes()

@@ -1,0 +1,19 @@
+"""Lowered: the traced, sharded program: what the compiler is given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.target import Target
+from sharding_rules.plan import Plan
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One graph's StableHLO with its shardings, and what its record will say."""
+
+    name: str
+    text: str
+    plan: Plan
+    target: Target
+    facts: dict[str, Any]  # for the record: paths, layouts and donations of inputs and outputs
+    handle: Any  # the backend's own object, which compile() takes

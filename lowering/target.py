@@ -1,0 +1,75 @@
+"""Target: the machine compiled for, attached or not."""
+
+import difflib
+import functools
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowering import host
+from lowering.errors import LoweringError
+
+_TOPOLOGIES = Path(__file__).parent / "topologies.toml"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine by name, as in cpu:8, h100:64 or v5p:4x4x4."""
+
+    machine: str  # cpu, or a name of topologies.toml
+    topology: tuple[int, ...]  # devices along each physical dimension
+
+    @classmethod
+    def parse(cls, name: str) -> "Target":
+        """Read "machine:devices".
+
+        Raises:
+            LoweringError: no such machine, or no such topology; with what there is.
+        """
+        machine, _, sizes = name.partition(":")
+        known = ["cpu", *_topologies()]
+        if machine not in known:
+            near = difflib.get_close_matches(machine, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise LoweringError(f"no target machine {machine!r}; {hint}")
+        parts = (sizes or "1").split("x")
+        if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+            raise LoweringError(f"target {name!r}: write devices as in cpu:8 or v5p:4x4x4")
+        return cls(machine, tuple(int(part) for part in parts))
+
+    @property
+    def platform(self) -> str:
+        """What the compiler calls the machine: cpu, cuda or tpu."""
+        return "cpu" if self.machine == "cpu" else _topologies()[self.machine]["platform"]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.topology)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device; devices of a CPU share the machine's."""
+        if self.machine == "cpu":
+            return host.memory_bytes() // self.devices
+        return int(_topologies()[self.machine]["memory"])
+
+    def peak_flops(self, dtype: str) -> float:
+        """Of all devices together, per second; 0.0 where no number is known."""
+        if self.machine == "cpu":
+            return host.peak_flops(dtype)
+        return self.devices * _topologies()[self.machine]["flops"].get(dtype, 0.0)
+
+    def ingredients(self) -> dict[str, Any]:
+        """What of the machine a compiled program depends on, for its key."""
+        about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
+        return about | ({"processor": host.processor()} if self.machine == "cpu" else {})
+
+    def __str__(self) -> str:
+        return f"{self.machine}:{'x'.join(map(str, self.topology))}"
+
+
+@functools.cache
+def _topologies() -> dict[str, Any]:
+    return tomllib.loads(_TOPOLOGIES.read_text())

@@ -1,0 +1,62 @@
+"""`graphtrain config` and the options commands share."""
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from graphtrain.cli.config import command
+from graphtrain.cli.options import cache_option
+from graphtrain.config import load_config
+from graphtrain.errors import ConfigError
+
+GUIDE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The first file of the guide, which so is known to be right."""
+    path = tmp_path / "a.toml"
+    path.write_text(re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0])
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(command, list(map(str, arguments)), catch_exceptions=False).stdout
+
+
+def test_show_prints_a_file_that_loads_to_the_same(file, tmp_path):
+    shown = tmp_path / "shown.toml"
+    shown.write_text(invoke("show", file, "--set", "run.steps=7", "--target", "cpu:8"))
+    assert load_config(shown) == load_config(file, ["run.steps=7"], "cpu:8")
+
+
+def test_show_prints_json(file):
+    shown = json.loads(invoke("show", file, "--json"))
+    assert shown["program"]["mesh"] == {"data": "rest", "fsdp": 1, "tensor": 1}
+
+
+def test_a_wrong_file_is_left_to_the_command_to_report(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        invoke("show", tmp_path / "none.toml")
+
+
+def test_schema_prints_json():
+    assert json.loads(invoke("schema"))["title"] == "graphtrain configuration"
+
+
+def test_the_cache_is_an_option_then_the_environment_then_a_folder_here():
+    @click.command()
+    @cache_option
+    def show(cache):
+        click.echo(cache)
+
+    def shown(*arguments, **environment):
+        return CliRunner().invoke(show, arguments, env=environment).stdout.strip()
+
+    assert shown(GRAPHTRAIN_CACHE=None) == "cache"
+    assert shown(GRAPHTRAIN_CACHE="b") == "b"
+    assert shown("--cache", "a", GRAPHTRAIN_CACHE="b") == "a"

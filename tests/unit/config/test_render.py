@@ -1,0 +1,107 @@
+"""A rendered configuration loads back to the same one."""
+
+import tomllib
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from graphtrain.config import (
+    Batch,
+    Config,
+    Data,
+    Loss,
+    Mesh,
+    Model,
+    Optimizer,
+    Program,
+    Run,
+    Schedule,
+    load_config,
+    render,
+)
+from graphtrain.config.render import toml
+from graphtrain.errors import ConfigError
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+count = st.integers(1, 2**63 - 1)
+number = st.floats(allow_nan=False, allow_infinity=False)
+above_zero = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+fraction = st.floats(0, 1)
+
+
+@st.composite
+def configs(draw):
+    heads, groups = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    mesh = draw(st.tuples(st.just("rest") | count, count, count).flatmap(st.permutations))
+    steps = draw(count)
+    model = Model(
+        layers=draw(count),
+        embed=draw(count),
+        heads=heads * groups,
+        kv_heads=heads,
+        head_dim=2 * draw(st.integers(1, 512)),
+        mlp=draw(count),
+        vocab=draw(count),
+        positions="learned",
+        max_length=2**63 - 1,
+        rope_base=draw(number),
+        tied_head=draw(st.booleans()),
+    )
+    batch = Batch(sequences=heads * groups, length=draw(count), microbatches=groups)
+    program = Program(
+        target=draw(text),
+        rules=tuple(draw(st.lists(text, max_size=3))),
+        mesh=Mesh(**dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))),
+        model=model,
+        batch=batch,
+        optimizer=Optimizer(beta1=draw(fraction), epsilon=draw(number), clip_norm=draw(above_zero)),
+        loss=Loss(z_loss=draw(number)),
+    )
+    run = Run(
+        directory=draw(text),
+        steps=steps,
+        data=Data(train=draw(text), validation=draw(st.none() | text)),
+        schedule=Schedule(peak=draw(above_zero), warmup=draw(st.integers(0, steps))),
+        evaluate_every=draw(st.none() | count),
+    )
+    return Config(program=program, run=run)
+
+
+@given(configs())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rendered_configurations_load_back(tmp_path, config):
+    path = Path(tmp_path, "config.toml")
+    path.write_text(render(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@given(text | number | st.lists(st.dictionaries(text, text | st.booleans() | st.integers())))
+def test_values_are_toml(value):
+    assert tomllib.loads(f"value = {toml(value)}") == {"value": value}
+
+
+def small(**optimizer):
+    return Config(
+        program=Program(
+            model=Model(layers=2, embed=64, heads=4, mlp=256, vocab=256),
+            batch=Batch(sequences=8, length=128),
+            optimizer=Optimizer(**optimizer),
+        ),
+        run=Run(directory="runs/small", steps=100, data=Data(train="data/train")),
+    )
+
+
+def test_settings_come_with_their_meaning():
+    lines = render(small()).splitlines()
+    assert lines[0] == "[program]  # " + (Program.__doc__ or "")
+    assert "embed = 64  # width of the residual stream" in lines
+    assert "kv_heads = 4  # key and value heads; as many as heads if left out" in lines
+    assert 'positions = "rope"' in lines
+    assert not any(line.startswith(("max_length", "validation")) for line in lines)
+
+
+def test_a_none_that_would_load_as_something_else_is_refused():
+    with pytest.raises(ConfigError, match=r"program\.optimizer\.clip_norm = None cannot be"):
+        render(small(clip_norm=None))
