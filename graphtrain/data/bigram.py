@@ -1,0 +1,67 @@
+"""A bigram model: what a language model must beat to have learned more than pairs of tokens."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.packing import Batch
+from graphtrain.errors import DataError
+
+_CHUNK = 1 << 22  # tokens counted at a time
+
+
+@dataclass(frozen=True)
+class Bigram:
+    """Counts of the pairs of tokens that occur; memory grows with those, not with vocab squared."""
+
+    vocab: int
+    pairs: np.ndarray  # first * vocab + second, ascending
+    pair_counts: np.ndarray
+    first_counts: np.ndarray  # by token: how often it is followed by another
+
+    @classmethod
+    def count(cls, dataset: IndexedDataset, vocab: int) -> "Bigram":
+        """Count the pairs of a dataset, documents end to end in their own order.
+
+        Raises:
+            DataError: a token is outside the vocabulary.
+        """
+        pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        for first in range(0, len(dataset.tokens) - 1, _CHUNK):
+            tokens = dataset.tokens[first : first + _CHUNK + 1].astype(np.int64)
+            if tokens.max() >= vocab:
+                raise DataError(f"{dataset.prefix}: holds token {tokens.max()}, vocab is {vocab}")
+            found, found_counts = np.unique(tokens[:-1] * vocab + tokens[1:], return_counts=True)
+            pairs, counts = _added(pairs, counts, found, found_counts)
+        first_counts = np.bincount(pairs // vocab, counts, minlength=vocab).astype(np.int64)
+        return cls(vocab, pairs, counts, first_counts)
+
+    def probabilities(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Of each target after its token, with one added to every count.
+
+        Source: Jurafsky and Martin, "Speech and Language Processing", section 3.6.1 (Laplace)
+        """
+        wanted = tokens.astype(np.int64) * self.vocab + targets
+        places = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
+        counts = np.where(self.pairs[places] == wanted, self.pair_counts[places], 0)
+        return (counts + 1) / (self.first_counts[tokens] + self.vocab)
+
+    def loss(self, batches: Iterable[Batch]) -> float:
+        """Mean negative log likelihood of the targets, in nats per token, by their weights."""
+        total = weight = 0.0
+        for batch in batches:
+            logarithms = np.log(self.probabilities(batch["tokens"], batch["targets"]))
+            total -= float((logarithms * batch["weights"]).sum())
+            weight += float(batch["weights"].sum())
+        return total / weight
+
+
+def _added(
+    pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of two tables of counts."""
+    merged, places = np.unique(np.concatenate([pairs, more]), return_inverse=True)
+    summed = np.bincount(places, np.concatenate([counts, more_counts]), len(merged))
+    return merged, summed.astype(np.int64)

@@ -1,0 +1,85 @@
+"""What the numbers of a dataset mean: PREFIX.json, beside its .bin and .idx."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.replacing import replacing
+from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
+from graphtrain.errors import DataError
+
+_BEGINNING = 256  # tokens of the first document that a summary shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The tokenizer a dataset was made with, and its size."""
+
+    tokenizer: str  # its kind
+    tokenizer_digest: str
+    tokenizer_file: str | None  # in the directory of the dataset
+    vocab: int
+    eod: int | None  # the token at the end of every document; None: there is none
+    documents: int
+    tokens: int
+
+
+def write_description(prefix: str | Path, description: Description) -> None:
+    with replacing(Path(f"{prefix}.json")) as file:
+        file.write((json.dumps(asdict(description), indent=2) + "\n").encode())
+
+
+def read_description(prefix: str | Path) -> Description | None:
+    """The description of a dataset; None where it has none, as those that Megatron made.
+
+    Raises:
+        DataError: the file does not hold a description.
+    """
+    path = Path(f"{prefix}.json")
+    try:
+        return Description(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path}: not the description of a dataset ({error})") from None
+
+
+def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
+    """The tokenizer a dataset was made with; None where it has no description.
+
+    Raises:
+        DataError: the tokenizer's file is missing, or is not the one the dataset was made with.
+    """
+    description = read_description(prefix)
+    if description is None:
+        return None
+    file = description.tokenizer_file
+    tokenizer = load_tokenizer(Path(prefix).parent / file if file else description.tokenizer)
+    if tokenizer.digest != description.tokenizer_digest:
+        raise DataError(
+            f"{Path(prefix).parent / str(file)}: not the tokenizer that {prefix} was made with; "
+            "prepare the dataset again"
+        )
+    return tokenizer
+
+
+def summary(prefix: str | Path) -> dict[str, int | str | None]:
+    """What a dataset holds, for a person to look at; text is None where the tokenizer is unknown.
+
+    Raises:
+        DataError: the dataset or its description cannot be used.
+    """
+    dataset = IndexedDataset(prefix)
+    description = read_description(prefix)
+    tokenizer = dataset_tokenizer(prefix)
+    beginning = dataset.document(0)[:_BEGINNING].tolist()
+    return {
+        "documents": len(dataset),
+        "tokens": len(dataset.tokens),
+        "dtype": dataset.dtype.name,
+        "tokenizer": description.tokenizer if description else None,
+        "vocab": description.vocab if description else None,
+        "eod": description.eod if description else None,
+        "text": tokenizer.decode(beginning) if tokenizer else None,
+    }

@@ -1,0 +1,89 @@
+"""Chunks of text to chunks of tokens, in worker processes, in order."""
+
+import collections
+import itertools
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphtrain.data.corpus import Chunk, texts
+from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.errors import DataError
+
+_AHEAD = 3  # chunks in flight per worker; more only costs memory
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of a chunk as tokens, one after another; a document without text has none."""
+
+    chunk: Chunk
+    tokens: np.ndarray
+    sizes: np.ndarray  # tokens of each document
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What a worker does with a chunk."""
+
+    tokenizer: Tokenizer
+    key: str
+    append_eod: bool
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        documents = self.tokenizer.encode_batch(texts(chunk, self.key))
+        if self.append_eod:
+            assert self.tokenizer.eod is not None
+            end = np.array([self.tokenizer.eod], np.int32)
+            documents = [np.append(tokens, end) if len(tokens) else tokens for tokens in documents]
+        sizes = np.array([len(tokens) for tokens in documents])
+        return Encoded(chunk, np.concatenate(documents).astype(np.int32), sizes)
+
+
+def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """Encode chunks in `workers` processes, or in this one if it is one; the order is kept.
+
+    Raises:
+        DataError: a line cannot be used, or a worker was killed.
+    """
+    if workers == 1:
+        yield from map(encoder, chunks)
+        return
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
+    try:
+        yield from _in_order(pool, iter(chunks), _AHEAD * workers)
+    except BrokenProcessPool:
+        raise DataError(
+            f"one of {workers} worker processes was killed, perhaps for want of memory; "
+            "give fewer with --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) -> Iterator[Encoded]:
+    """Results in the order of the chunks, of which no more than `ahead` are read in advance."""
+    waiting: collections.deque[Future[Encoded]] = collections.deque()
+    for chunk in itertools.islice(chunks, ahead):
+        waiting.append(pool.submit(_encode, chunk))
+    while waiting:
+        encoded = waiting.popleft().result()
+        waiting.extend(pool.submit(_encode, chunk) for chunk in itertools.islice(chunks, 1))
+        yield encoded
+
+
+_encoders: list[Encoder] = []  # of a worker process: one, kept as it costs more than a chunk
+
+
+def _set_encoder(encoder: Encoder) -> None:
+    _encoders[:] = [encoder]
+
+
+def _encode(chunk: Chunk) -> Encoded:
+    return _encoders[0](chunk)

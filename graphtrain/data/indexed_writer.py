@@ -1,0 +1,134 @@
+"""Writes an indexed dataset document by document, in memory that does not grow with the corpus."""
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from graphtrain.data.indexed import DTYPES, HEADER, MAGIC, VERSION, dataset_paths, token_dtype
+from graphtrain.data.replacing import naming, partial_path, settle
+
+_CHUNK = 1 << 20  # sequences whose pointers are computed at a time
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx; each document is one sequence.
+
+    Both take their names when the block ends; when it raises, neither does, and a dataset that was
+    there before stays as it was.
+    """
+
+    def __init__(self, prefix: str | Path, vocab: int) -> None:
+        self.vocab = vocab
+        self.dtype = token_dtype(vocab)
+        self.documents = 0
+        self.token_count = 0
+        self._tokens_path, self._index_path = dataset_paths(prefix)
+
+    def __enter__(self) -> "IndexedWriter":
+        self._tokens = _open(self._tokens_path, "wb")
+        try:
+            self._index = _open(self._index_path, "w+b")
+        except BaseException:
+            _discard(self._tokens, self._tokens_path)
+            raise
+        self._index.write(bytes(HEADER.size))  # the counts are known only at the end
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.complete()
+                self._rename()
+        finally:
+            _discard(self._tokens, self._tokens_path)
+            _discard(self._index, self._index_path)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the two files, were they finished now."""
+        return self.token_count * self.dtype.itemsize + HEADER.size + self.documents * 20 + 8
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Add one document."""
+        self.extend(tokens, np.array([len(tokens)]))
+
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
+        """Add documents whose tokens follow one another, `sizes` of them each.
+
+        Raises:
+            ValueError: a token is outside the vocabulary, or sizes do not add up.
+            OSError: the disk is full; the error names the file.
+        """
+        if sizes.sum() != len(tokens) or (len(sizes) and sizes.max() > np.iinfo(np.int32).max):
+            raise ValueError(f"sizes of {sizes.sum()} tokens in all for {len(tokens)} tokens")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab:
+            raise ValueError(f"a token is outside the vocabulary of {self.vocab}")
+        with naming(self._tokens_path):
+            self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
+        with naming(self._index_path):
+            self._index.write(np.ascontiguousarray(sizes, "<i4").data)
+        self.documents += len(sizes)
+        self.token_count += len(tokens)
+
+    def complete(self) -> None:
+        """Write all that is left, so that only the names are still to come; then nothing is added.
+
+        Raises:
+            OSError: the disk is full; the error names the file.
+        """
+        if self._index.closed:
+            return
+        with naming(self._tokens_path):
+            settle(self._tokens)
+        with naming(self._index_path):
+            self._write_pointers()
+            self._write_boundaries()
+            self._index.seek(0)
+            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+            counts = self.documents, self.documents + 1
+            self._index.write(HEADER.pack(MAGIC, VERSION, code, *counts))
+            settle(self._index)
+
+    def _rename(self) -> None:
+        # Without an index there is no dataset: at any moment a reader finds the old one, none, or
+        # the new one, never the tokens of one under the index of the other.
+        self._index_path.unlink(missing_ok=True)
+        partial_path(self._tokens_path).replace(self._tokens_path)
+        partial_path(self._index_path).replace(self._index_path)
+
+    def _write_pointers(self) -> None:
+        end = 0
+        for first in range(0, self.documents, _CHUNK):
+            count = min(_CHUNK, self.documents - first)
+            self._index.seek(HEADER.size + 4 * first)
+            sizes = np.frombuffer(self._index.read(4 * count), "<i4")
+            ends = end + np.cumsum(sizes, dtype=np.int64)
+            pointers = np.concatenate([[end], ends[:-1]]) * self.dtype.itemsize
+            self._index.seek(0, 2)
+            self._index.write(pointers.astype("<i8").data)
+            end = int(ends[-1])
+
+    def _write_boundaries(self) -> None:
+        self._index.seek(0, 2)
+        for first in range(0, self.documents + 1, _CHUNK):
+            last = min(first + _CHUNK, self.documents + 1)
+            self._index.write(np.arange(first, last, dtype="<i8").data)
+
+
+def _open(path: Path, mode: str) -> BinaryIO:
+    return partial_path(path).open(mode, buffering=1 << 20)  # type: ignore[return-value]
+
+
+def _discard(file: BinaryIO, path: Path) -> None:
+    """Remove a partial file, if it still has that name."""
+    with contextlib.suppress(OSError):  # the disk is full, and what was buffered is not wanted
+        file.close()
+    partial_path(path).unlink(missing_ok=True)

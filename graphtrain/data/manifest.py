@@ -1,0 +1,74 @@
+"""manifest.json: what a directory of datasets was made from, so that it is not made again."""
+
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graphtrain.data.corpus import Corpus, content_digest
+from graphtrain.data.replacing import replacing
+from graphtrain.data.tokenizer import load_tokenizer
+
+_FORMAT = 1  # of what prepare writes; raised when the same request would give other files
+_LEARNED = "sentencepiece:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that decides what `prepare` writes; contents, never names or places."""
+
+    inputs: tuple[str, ...]  # digests, in order
+    tokenizer: str
+    key: str
+    append_eod: bool
+    validation: float
+    seed: int
+    format: int = _FORMAT
+
+    @classmethod
+    def of(cls, corpus: Corpus, tokenizer: str, append_eod: bool) -> "Request":
+        """Digest the contents of the files and of the tokenizer.
+
+        Raises:
+            DataError: one of them cannot be read.
+        """
+        return cls(
+            inputs=tuple(content_digest(path) for path in corpus.paths),
+            tokenizer=_tokenizer_identity(tokenizer),
+            key=corpus.key,
+            append_eod=append_eod,
+            validation=corpus.validation,
+            seed=corpus.seed,
+        )
+
+
+def write_manifest(directory: Path, request: Request, files: Sequence[str]) -> None:
+    """Record what was asked and the lengths of the files made from it."""
+    lengths = {name: (directory / name).stat().st_size for name in files}
+    with replacing(directory / "manifest.json") as file:
+        record = {"request": asdict(request), "files": lengths}
+        file.write((json.dumps(record, indent=2) + "\n").encode())
+
+
+def remove_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink(missing_ok=True)
+
+
+def is_up_to_date(directory: Path, request: Request) -> bool:
+    """Whether the directory holds, whole, what the request would make."""
+    try:
+        record = json.loads((directory / "manifest.json").read_text())
+        asked, lengths = record["request"], record["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # absent or damaged: make everything again
+    if asked != json.loads(json.dumps(asdict(request))):
+        return False
+    files = [(directory / name, length) for name, length in lengths.items()]
+    return all(path.is_file() and path.stat().st_size == length for path, length in files)
+
+
+def _tokenizer_identity(spec: str) -> str:
+    if spec.startswith(_LEARNED):
+        return f"{spec} by {importlib.metadata.version('sentencepiece')}"
+    return load_tokenizer(spec).digest

@@ -1,0 +1,145 @@
+"""Documents end to end, cut into sequences of one length.
+
+Documents follow one another in an order drawn anew for each epoch. A sequence is `length` inputs
+and the `length` targets that follow each, so neighbouring sequences share one token and every token
+but an epoch's first is a target once. The last sequence of an epoch is padded, with weight 0.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.order import permutation
+from graphtrain.errors import DataError
+
+Batch = dict[str, np.ndarray]  # tokens and targets int32, weights float32: (sequences, length)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The order of one epoch: slot i holds documents[i], which ends before position ends[i]."""
+
+    documents: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The parts of documents that make up a sequence, in order; none is empty."""
+
+    documents: np.ndarray
+    starts: np.ndarray  # positions in the dataset's tokens
+    sizes: np.ndarray
+
+
+class Packing:
+    """Random access to the sequences of a dataset; number i is row i % len(self) of its epoch.
+
+    Without a seed the documents keep their order, as a validation set should.
+
+    Raises:
+        DataError: the dataset has fewer than two tokens, so there is nothing to predict.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        length: int,
+        *,
+        seed: int | None = None,
+        vocab: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.length = length
+        self._seed = seed
+        self._vocab = vocab
+        self._epochs: dict[int, _Epoch] = {}
+        self._lock = threading.Lock()  # sequences are read by threads ahead of their use
+        if len(dataset.tokens) < 2:
+            raise DataError(
+                f"{dataset.prefix}: has one token, which leaves none to predict; add text"
+            )
+
+    def __len__(self) -> int:
+        """Sequences in one epoch."""
+        return -(-(len(self.dataset.tokens) - 1) // self.length)
+
+    def sequence(self, index: int) -> np.ndarray:
+        """The length + 1 tokens of a sequence; fewer for the last of an epoch.
+
+        Raises:
+            DataError: a token is outside the vocabulary.
+        """
+        pieces = self._pieces(index)
+        skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
+        positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
+        tokens = self.dataset.tokens[positions]
+        self._check(tokens, pieces)
+        return tokens
+
+    def documents(self, index: int) -> np.ndarray:
+        """The numbers of the documents that a sequence touches, in order."""
+        return self._pieces(index).documents
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Sequences as rows of inputs, targets and weights; index -1 gives a row of padding."""
+        tokens = np.zeros((len(indices), self.length + 1), np.int32)
+        weights = np.zeros((len(indices), self.length), np.float32)
+        for row, index in enumerate(indices):
+            if index >= 0:
+                sequence = self.sequence(int(index))
+                tokens[row, : len(sequence)] = sequence
+                weights[row, : len(sequence) - 1] = 1
+        return {
+            "tokens": np.ascontiguousarray(tokens[:, :-1]),
+            "targets": np.ascontiguousarray(tokens[:, 1:]),
+            "weights": weights,
+        }
+
+    def _pieces(self, index: int) -> _Pieces:
+        number, row = divmod(index, len(self))
+        epoch = self._epoch(number)
+        begin = row * self.length
+        end = min(begin + self.length + 1, len(self.dataset.tokens))
+        first = np.searchsorted(epoch.ends, begin, side="right")
+        last = np.searchsorted(epoch.ends, end, side="left") + 1
+        documents, ends = epoch.documents[first:last], epoch.ends[first:last]
+        before = epoch.ends[first - 1] if first else 0
+        begins = np.concatenate([[before], ends[:-1]])
+        inside = np.maximum(begins, begin)
+        sizes = np.minimum(ends, end) - inside
+        starts = self.dataset.document_offsets[documents] + (inside - begins)
+        full = sizes > 0  # a document may have no tokens
+        return _Pieces(documents[full], starts[full], sizes[full])
+
+    def _epoch(self, number: int) -> _Epoch:
+        if self._seed is None:
+            number = 0  # every epoch has the same order
+        with self._lock:
+            if number not in self._epochs:
+                while len(self._epochs) > 1:  # reading ahead needs two where one ends
+                    self._epochs.pop(min(self._epochs))
+                self._epochs[number] = self._order(number)
+            return self._epochs[number]
+
+    def _order(self, number: int) -> _Epoch:
+        count = len(self.dataset)
+        order = np.arange(count) if self._seed is None else permutation(count, self._seed, number)
+        return _Epoch(order, np.cumsum(np.diff(self.dataset.document_offsets)[order]))
+
+    def _check(self, tokens: np.ndarray, pieces: _Pieces) -> None:
+        wrong = tokens < 0
+        if self._vocab is not None:
+            wrong |= tokens >= self._vocab
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            piece = np.searchsorted(np.cumsum(pieces.sizes), place, side="right")
+            vocabulary = f"a vocabulary of {self._vocab}" if self._vocab else "any vocabulary"
+            raise DataError(
+                f"{self.dataset.prefix}: document {pieces.documents[piece]} holds token "
+                f"{tokens[place]}, which is outside {vocabulary}; prepare it with the tokenizer of "
+                "the model, or make the model's vocabulary larger"
+            )

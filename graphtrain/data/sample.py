@@ -1,0 +1,147 @@
+"""A corpus of real text that needs no network: what every CPython carries.
+
+Reference topics of `pydoc`, docstrings of the standard library, and its sources.
+"""
+
+import ast
+import importlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphtrain.data.replacing import replacing
+from graphtrain.errors import DataError
+
+PARTS = ("topics", "docstrings", "sources")
+
+_SKIPPED = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",  # tables of character codes, not text
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",  # holds the topics
+    "site-packages",
+    "test",
+    "tests",
+}
+_DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was written."""
+
+    documents: int
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class _Docstring:
+    """A docstring, and where its literal is: lines from 1, columns in bytes, as in `ast`."""
+
+    name: str
+    text: str
+    first_line: int
+    first_column: int
+    last_line: int
+    last_column: int
+
+
+def write_sample(
+    path: str | Path, *, include: Sequence[str] = PARTS, limit: int = 8_000_000
+) -> Sample:
+    """Write JSON lines, as many documents as `limit` bytes of text hold; the same each time.
+
+    A source is written without its docstrings when these are written too, so that no text is both
+    in what a model learns from and in what it is tested on.
+
+    Raises:
+        DataError: this Python carries no such text, or the file cannot be written.
+    """
+    documents = text_bytes = 0
+    try:
+        with replacing(Path(path)) as file:
+            for source, text in _documents(include):
+                size = len(text.encode())
+                if text_bytes + size > limit:
+                    break
+                file.write(json.dumps({"text": text, "source": source}).encode() + b"\n")
+                documents += 1
+                text_bytes += size
+            if not documents:
+                raise DataError(
+                    f"this Python has no text of {', '.join(include)} below {limit} bytes; "
+                    "raise the limit or use a Python with its standard library as files"
+                )
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    return Sample(documents, text_bytes)
+
+
+def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of a source's name and its text, part by part."""
+    if "topics" in include:
+        yield from _topics()
+    docstrings: dict[str, list[_Docstring]] = {}
+    if "docstrings" in include:
+        for name, source in _modules():
+            docstrings[name] = _docstrings(name, source)
+            text = "\n\n".join(f"{found.name}\n{found.text}" for found in docstrings[name])
+            if text:
+                yield f"docstrings/{name}", text
+    if "sources" in include:
+        for name, source in _modules():
+            text = _without(source, docstrings.get(name, []))
+            if text.strip():
+                yield f"sources/{name}", text
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ModuleNotFoundError:
+        return  # some distributions package it apart
+    for name in sorted(topics):
+        yield f"topics/{name}", topics[name]
+
+
+def _modules() -> Iterator[tuple[str, str]]:
+    """Paths below the standard library and sources, in the order of the paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIPPED.isdisjoint(relative.parts) or not path.is_file():
+            continue
+        try:
+            yield relative.as_posix(), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # of the few in other encodings
+
+
+def _docstrings(name: str, source: str) -> list[_Docstring]:
+    """Docstrings in the order of the file; none where it is for another version of Python."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node)):
+            literal = node.body[0]
+            assert literal.end_lineno is not None and literal.end_col_offset is not None
+            place = literal.lineno, literal.col_offset, literal.end_lineno, literal.end_col_offset
+            found.append(_Docstring(getattr(node, "name", name), text, *place))
+    return sorted(found, key=lambda docstring: docstring.first_line)
+
+
+def _without(source: str, docstrings: list[_Docstring]) -> str:
+    """The source with `...` for each docstring, which keeps it valid."""
+    lines = source.encode().splitlines(keepends=True)
+    for docstring in reversed(docstrings):
+        before = lines[docstring.first_line - 1][: docstring.first_column]
+        after = lines[docstring.last_line - 1][docstring.last_column :]
+        lines[docstring.first_line - 1 : docstring.last_line] = [before + b"..." + after]
+    return b"".join(lines).decode()

@@ -1,0 +1,198 @@
+"""Tokenizers: text to numbers and back, each with a digest that says which it is."""
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from graphtrain.data.replacing import replacing
+from graphtrain.errors import DataError
+
+
+class Tokenizer(Protocol):
+    """Text to numbers below `vocab` and back."""
+
+    @property
+    def kind(self) -> str:
+        """The word that names this sort of tokenizer in a dataset's description."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def eod(self) -> int | None:
+        """The number that ends a document, if the vocabulary has one."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Equal digests promise equal numbers for equal text."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+    def save(self, directory: Path) -> str | None:
+        """Write what `load_tokenizer` needs; return the file's name, None where it needs none."""
+        ...
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8, and 256 for the end of a document."""
+
+    kind = "bytes"
+    vocab = 257
+    eod = 256
+    digest = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text; an incomplete character is replaced, as a model may write one, and 256 left out."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        return None
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model; `eod` is its end-of-sentence piece.
+
+    Raises:
+        DataError: the bytes are not a sentencepiece model.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
+        import sentencepiece
+
+        self._model = model
+        self._name = name
+        self._processor: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise DataError(f"{name}: not a sentencepiece model ({error})") from None
+        self.vocab: int = self._processor.vocab_size()
+        end = self._processor.eos_id()
+        self.eod: int | None = end if end >= 0 else None
+        self.digest = hashlib.sha256(model).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentencePieceTokenizer, (self._model, self._name)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._processor.encode(
+            list(texts), num_threads=1
+        )  # processes are the parallelism
+        return [np.array(tokens, np.int32) for tokens in encoded]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._processor.decode([int(token) for token in tokens])
+
+    def save(self, directory: Path) -> str:
+        path = directory / "tokenizer.model"
+        with replacing(path) as file:
+            file.write(self._model)
+        return path.name
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer called `bytes`, or the sentencepiece model in a .model file.
+
+    Raises:
+        DataError: there is no such file, it is not a model, or the name has another ending.
+    """
+    if str(spec) == ByteTokenizer.kind:
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.suffix != ".model":
+        raise DataError(
+            f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model or sentencepiece:VOCAB"
+        )
+    try:
+        return SentencePieceTokenizer(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def train_sentencepiece(texts: Iterable[str], vocab: int) -> SentencePieceTokenizer:
+    """Learn `vocab` pieces by byte-pair encoding; the same texts give the same pieces.
+
+    Text is learned line by line and comes back from decoding as it was: nothing is normalized,
+    runs of spaces may be pieces, and what no piece covers is spelled in bytes. At most
+    5 million lines are held in memory, drawn evenly from all.
+
+    Raises:
+        DataError: the text does not hold that many pieces, or more than fit in the vocabulary.
+    """
+    import sentencepiece
+
+    lines = _Lines(texts)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,  # as Llama: numbers are spelled, https://arxiv.org/abs/2302.13971
+            max_sentence_length=1 << 16,  # bytes; longer lines are not learned from
+            input_sentence_size=5_000_000,
+            shuffle_input_sentence=True,
+            num_threads=4,  # a constant: it is written into the model, and so into its digest
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if lines.error is not None:  # sentencepiece reports what the texts raised as its own
+            raise lines.error from None
+        raise DataError(
+            f"sentencepiece cannot learn {vocab} pieces from {lines.count} lines of training text: "
+            f"{_reason(error)}; give more text, or choose another size (260 are needed for bytes)"
+        ) from None
+    return SentencePieceTokenizer(model.getvalue())
+
+
+class _Lines:
+    """The lines of texts that are not blank; remembers what stopped them."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.count = 0
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._texts:
+                for line in text.split("\n"):
+                    if line and not line.isspace():
+                        self.count += 1
+                        yield line
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def _reason(error: RuntimeError) -> str:
+    """The sentence sentencepiece ends with, without the place in its source."""
+    return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"

@@ -1,0 +1,157 @@
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.loader import Loader, evaluation_batches
+from graphtrain.data.packing import Packing
+from graphtrain.errors import DataError
+
+DOCUMENTS = [[100 * i + j for j in range(3 + i % 5)] for i in range(40)]
+SHAPE = {"sequences": 8, "length": 6, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def prefix(make_dataset):
+    return make_dataset(DOCUMENTS, 4001)
+
+
+def take(loader: Loader, count: int) -> dict[str, np.ndarray]:
+    batches = list(itertools.islice(loader, count))
+    loader.close()
+    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def assert_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    for name in ("tokens", "targets", "weights"):
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_batches_have_the_shapes_and_dtypes_of_the_step(prefix):
+    batch = take(Loader(prefix, **SHAPE), 1)
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "tokens": ((1, 8, 6), "int32"),
+        "targets": ((1, 8, 6), "int32"),
+        "weights": ((1, 8, 6), "float32"),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_stream_does_not_depend_on_the_number_of_ranks(prefix, ranks):
+    want = take(Loader(prefix, **SHAPE), 12)
+    parts = [take(Loader(prefix, **SHAPE, rank=rank, ranks=ranks), 12) for rank in range(ranks)]
+    assert_equal({n: np.concatenate([p[n] for p in parts], axis=1) for n in want}, want)
+
+
+@given(step=st.integers(0, 25), ranks=st.sampled_from([1, 2, 4]))
+@settings(max_examples=8, deadline=None)
+def test_a_restored_loader_continues_exactly(prefix, step, ranks):
+    first = Loader(prefix, **SHAPE)
+    list(itertools.islice(first, step))
+    state = json.loads(json.dumps(first.state()))
+    want = take(first, 3)
+
+    restored = Loader(prefix, **SHAPE, rank=0, ranks=ranks)
+    restored.restore(state)
+    rows = slice(0, 8 // ranks)
+    assert_equal(take(restored, 3), {name: array[:, rows] for name, array in want.items()})
+    assert_equal(take(Loader(prefix, **SHAPE, start_step=step), 3), want)
+
+
+def test_restoring_after_some_steps_goes_back(prefix):
+    loader = Loader(prefix, **SHAPE)
+    start = loader.state()
+    want = list(itertools.islice(loader, 5))
+    loader.restore(start)
+    assert loader.state()["step"] == 0
+    for batch, other in zip(want, loader, strict=False):
+        assert_equal(other, batch)
+    loader.close()
+
+
+def test_every_epoch_takes_every_sequence_once_and_in_another_order(make_dataset):
+    prefix = make_dataset([list(range(i * 16, i * 16 + 16)) for i in range(16)], 256)
+    batches = take(Loader(prefix, sequences=4, length=16, seed=1), 8)
+    epochs = batches["targets"].reshape(2, -1), batches["weights"].reshape(2, -1)
+    seen = [targets[weights == 1] for targets, weights in zip(*epochs, strict=True)]
+    assert [len(np.unique(targets)) for targets in seen] == [255, 255]
+    assert seen[0].tolist() != seen[1].tolist()
+
+
+def test_seeds_give_other_streams(prefix):
+    streams = [take(Loader(prefix, sequences=8, length=6, seed=s), 3)["tokens"] for s in (0, 1)]
+    assert (streams[0] != streams[1]).any()
+
+
+def test_the_stream_is_the_one_that_earlier_versions_gave(prefix):
+    """If this fails, runs resumed under the new code or the new Grain see other data."""
+    tokens = take(Loader(prefix, **SHAPE), 2)["tokens"]
+    assert tokens[:, :3, 0].tolist() == [[3102, 1803, 3901], [2600, 405, 1100]]
+
+
+def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
+    loader = Loader(prefix, **SHAPE, rank=1, ranks=2)
+    batches = take(Loader(prefix, **SHAPE), 9)
+    for step in range(9):
+        scored = batches["weights"][step] == 1
+        tokens = np.concatenate([batches[n][step][scored] for n in ("tokens", "targets")])
+        assert loader.document_ids(step).tolist() == np.unique(tokens // 100).tolist()
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed was 3 and is 4"),
+        ({"sequences": 16}, "sequences was 8 and is 16"),
+        ({"length": 5}, "length was 6 and is 5"),
+    ],
+)
+def test_a_position_of_another_stream_is_refused(prefix, change, message):
+    loader = Loader(prefix, **SHAPE, start_step=7)
+    other = Loader(prefix, **{**SHAPE, **change})
+    with pytest.raises(DataError, match=f"cannot continue at step 7: {message}"):
+        other.restore(loader.state())
+    loader.close()
+    other.close()
+
+
+def test_a_position_in_another_dataset_is_refused(prefix, make_dataset):
+    loader = Loader(prefix, **SHAPE)
+    other = Loader(make_dataset(DOCUMENTS[:-1], 4001), **SHAPE)
+    with pytest.raises(DataError, match="documents was 40 and is 39"):
+        other.restore(loader.state())
+    loader.close()
+    other.close()
+
+
+def test_a_token_outside_the_vocabulary_stops_the_loader(prefix):
+    loader = Loader(prefix, **SHAPE, vocab=3000)
+    with pytest.raises(DataError, match=r"train: document 3\d holds token 3\d\d\d.* of 3000"):
+        list(itertools.islice(loader, 20))
+    loader.close()
+
+
+@given(tokens=st.integers(2, 60), sequences=st.integers(1, 5), length=st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_evaluation_scores_every_token_but_the_first_once(make_dataset, tokens, sequences, length):
+    prefix = make_dataset([list(range(tokens))], 100)
+    batches = list(evaluation_batches(prefix, sequences=sequences, length=length))
+    assert {batch["tokens"].shape for batch in batches} == {(sequences, length)}
+    scored = np.concatenate([batch["targets"][batch["weights"] == 1] for batch in batches])
+    assert scored.tolist() == list(range(1, tokens))
+    assert len(batches) == -(-len(Packing(IndexedDataset(prefix), length)) // sequences)
+
+
+def test_modules_other_than_a_loader_do_not_import_grain():
+    code = (
+        "import sys, graphtrain.data.prepare, graphtrain.data.bigram, graphtrain.data.loader\n"
+        "assert not {'grain', 'jax', 'sentencepiece'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

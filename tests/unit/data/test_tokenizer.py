@@ -1,0 +1,79 @@
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_sentencepiece
+from graphtrain.errors import DataError
+
+TEXTS = [
+    "the quick brown fox\n    jumps over the lazy dog 123\n" * 3,
+    "def f(x):\n\treturn x\n",
+] * 9
+unicode = st.text(st.characters(exclude_categories=["Cs"]).filter(lambda c: c not in "\u2581\0"))
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return train_sentencepiece(TEXTS, 300)
+
+
+@given(text=unicode)
+@settings(max_examples=100, deadline=None)
+def test_text_comes_back_as_it_was(learned, text):
+    for tokenizer in (ByteTokenizer(), learned):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.encode_batch([text, "x"])[0].tolist() == tokens
+        assert all(0 <= token < tokenizer.vocab for token in tokens)
+
+
+def test_bytes_end_documents_with_256_which_is_no_text():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab, tokenizer.eod) == (257, 256)
+    assert tokenizer.decode([104, 105, 256]) == "hi"
+
+
+def test_the_same_text_teaches_the_same_model(learned):
+    assert train_sentencepiece(iter(TEXTS), 300).digest == learned.digest
+    assert train_sentencepiece(TEXTS, 299).digest != learned.digest
+
+
+def test_a_learned_tokenizer_is_saved_loaded_and_pickled(learned, tmp_path):
+    name = learned.save(tmp_path)
+    loaded = load_tokenizer(tmp_path / name)
+    copied = pickle.loads(pickle.dumps(learned))
+    assert loaded.digest == copied.digest == learned.digest
+    assert loaded.encode("the fox") == copied.encode("the fox") == learned.encode("the fox")
+    assert (loaded.vocab, loaded.eod) == (300, 2)
+
+
+@pytest.mark.parametrize(("texts", "vocab"), [(["a b"], 5000), (TEXTS, 100), ([], 300)])
+def test_text_that_does_not_fit_the_vocabulary_says_so(texts, vocab):
+    with pytest.raises(DataError, match=rf"cannot learn {vocab} pieces from \d+ lines.*more text"):
+        train_sentencepiece(texts, vocab)
+
+
+def test_an_error_in_the_texts_is_raised_as_it_is():
+    def texts():
+        yield "some text"
+        raise DataError("corpus.jsonl: line 2")
+
+    with pytest.raises(DataError, match=r"^corpus.jsonl: line 2$"):
+        train_sentencepiece(texts(), 300)
+
+
+def test_sentencepiece_says_nothing_on_the_terminal(capfd):
+    train_sentencepiece(TEXTS, 300)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tokenizers_that_cannot_be_loaded_say_why(tmp_path):
+    (tmp_path / "bad.model").write_bytes(b"not a model")
+    with pytest.raises(DataError, match=r"bad\.model: not a sentencepiece model"):
+        load_tokenizer(tmp_path / "bad.model")
+    with pytest.raises(DataError, match=r"absent\.model: No such file"):
+        load_tokenizer(tmp_path / "absent.model")
+    with pytest.raises(DataError, match=r"unknown tokenizer 'gpt2'; use bytes, FILE\.model or"):
+        load_tokenizer("gpt2")
