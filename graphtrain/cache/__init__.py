@@ -1,0 +1,24 @@
+"""The store of compiled programs: files by digest, written once, checked before use.
+
+May import `graphtrain.key`, `graphtrain.errors` and `lowering.artifact`, and no compiler, since a
+warm start waits for it.
+"""
+
+from graphtrain.cache.collect import Collected
+from graphtrain.cache.entries import Entry
+from graphtrain.cache.explain import Explanation, Neighbour
+from graphtrain.cache.programs import CacheWarning
+from graphtrain.cache.store import Cache, default_root
+from graphtrain.cache.verify import Problem, Report
+
+__all__ = [
+    "Cache",
+    "CacheWarning",
+    "Collected",
+    "Entry",
+    "Explanation",
+    "Neighbour",
+    "Problem",
+    "Report",
+    "default_root",
+]

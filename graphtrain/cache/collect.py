@@ -1,0 +1,106 @@
+"""Garbage collection: what leaves a store, and in which order."""
+
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphtrain.cache.entries import Entry, list_entries
+from graphtrain.cache.layout import Layout
+from graphtrain.cache.locks import hold_all_free
+from graphtrain.cache.programs import is_present
+from graphtrain.cache.requests import read_all
+from graphtrain.cache.writing import discard, is_stale, writing
+
+_DAY = 86_400  # seconds
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one collection did."""
+
+    removed: tuple[Entry, ...]
+    locked: tuple[Entry, ...]  # would have been removed, but a process holds their lock
+    kept_bytes: int  # of the programs that remain
+    leftovers: int  # dangling requests, temporary files, quarantined entries and old failures
+
+    @property
+    def removed_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.removed)
+
+
+def collect(
+    layout: Layout, *, max_bytes: int | None, max_age_days: float | None, keep: Collection[str]
+) -> Collected:
+    """Remove programs, oldest use first, until the limits hold; then what is left over.
+
+    Raises:
+        CacheError: the store cannot be written.
+    """
+    now = time.time()
+    entries = list_entries(layout)
+    oldest_use = 0.0 if max_age_days is None else now - max_age_days * _DAY
+    removed, locked = [], []
+    for entry in _excess(entries, max_bytes, oldest_use, frozenset(keep)):
+        (removed if _remove(layout, entry) else locked).append(entry)
+    leftovers = _remove_dangling(layout) + _remove_temporary(layout, now)
+    leftovers += _remove_children(layout.quarantine, made_before=now)
+    if max_age_days is not None:
+        leftovers += _remove_children(layout.failures, made_before=oldest_use)
+    kept_bytes = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in removed)
+    return Collected(tuple(removed), tuple(locked), kept_bytes, leftovers)
+
+
+def _excess(
+    entries: Sequence[Entry], max_bytes: int | None, oldest_use: float, keep: frozenset[str]
+) -> list[Entry]:
+    """The entries to remove; entries are sorted by last use, newest first."""
+    total = sum(entry.nbytes for entry in entries)
+    chosen = []
+    for entry in reversed(entries):
+        too_many = max_bytes is not None and total > max_bytes
+        if keep.isdisjoint((entry.program, *entry.requests)) and (
+            too_many or entry.last_used < oldest_use
+        ):
+            chosen.append(entry)
+            total -= entry.nbytes
+    return chosen
+
+
+def _remove(layout: Layout, entry: Entry) -> bool:
+    path = layout.program(entry.program)
+    with hold_all_free(layout, (entry.program, *entry.requests)) as free:
+        if free:
+            with writing(path, 0):
+                discard(layout, path)
+    return free
+
+
+def _remove_dangling(layout: Layout) -> int:
+    dangling = [r for r in read_all(layout) if not is_present(layout.program(r.program))]
+    return _unlink(layout.request(request.digest) for request in dangling)
+
+
+def _remove_temporary(layout: Layout, now: float) -> int:
+    return _unlink(_children(layout.temporary), lambda path: is_stale(path, now=now))
+
+
+def _remove_children(directory: Path, made_before: float) -> int:
+    return _unlink(_children(directory), lambda path: path.lstat().st_mtime < made_before)
+
+
+def _children(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.exists() else []
+
+
+def _unlink(paths: Iterable[Path], wanted: Callable[[Path], bool] = lambda _: True) -> int:
+    """Remove those files and directories that wanted picks; return how many."""
+    count = 0
+    for path in paths:
+        with writing(path, 0), suppress(FileNotFoundError):  # its owner or another gc was first
+            if wanted(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                count += 1
+    return count

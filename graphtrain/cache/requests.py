@@ -1,0 +1,94 @@
+"""A stored request: what was asked for, and which program answers it."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphtrain.cache.layout import SCHEMA, Layout, is_digest
+from graphtrain.cache.programs import Damaged, Unusable, parse, read_bytes, reading, timestamp
+from graphtrain.key import CacheKey
+
+
+@dataclass(frozen=True)
+class Request:
+    """One file of requests/."""
+
+    digest: str  # the name of the file; equal to the digest of parts unless the file is damaged
+    graph: str
+    program: str  # digest
+    created: str  # UTC
+    parts: Mapping[str, Any]  # of the key
+
+    @property
+    def key(self) -> CacheKey:
+        return CacheKey.from_json(self.parts)
+
+    @property
+    def target(self) -> str:
+        return target_name(self.parts.get("target"))
+
+
+def encode(request: CacheKey, program: str, graph: str) -> bytes:
+    """The text of a request's file; one line, since there are thousands to read."""
+    body = {
+        "schema": SCHEMA,
+        "graph": graph,
+        "program": program,
+        "created": timestamp(),
+        "parts": request.to_json(),
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def read(path: Path) -> Request:
+    """The request of a file.
+
+    Raises:
+        Unusable: it is missing, damaged, or of another version.
+        CacheError: it cannot be read.
+    """
+    body = parse(read_bytes(path), "request")
+    strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
+    if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
+        raise Damaged("request lacks its graph, program, time or parts")
+    return Request(path.stem, body["graph"], body["program"], body["created"], body["parts"])
+
+
+def read_all(layout: Layout, chosen: Iterable[str] | None = None) -> Iterator[Request]:
+    """Every request, or those of the chosen digests; of those that cannot be read, verify tells."""
+    for digest in digests(layout.requests, ".json") if chosen is None else chosen:
+        try:
+            yield read(layout.request(digest))
+        except Unusable:
+            continue  # removed meanwhile, or damaged; either way nothing to list or to compare with
+
+
+def digests(directory: Path, suffix: str = "") -> list[str]:
+    """The digests in the names of a directory, sorted; none where there is no directory.
+
+    Raises:
+        CacheError: it cannot be read.
+    """
+    try:
+        with reading(directory):
+            names = os.listdir(directory)
+    except Damaged:
+        return []
+    return sorted(
+        name.removesuffix(suffix)
+        for name in names
+        if name.endswith(suffix) and is_digest(name.removesuffix(suffix))
+    )
+
+
+def target_name(part: object) -> str:
+    """A target as people write it, as in cpu:8, from the part of a key."""
+    if not isinstance(part, Mapping):
+        return "" if part is None else str(part)
+    topology = part.get("topology", "")
+    if isinstance(topology, list):
+        topology = "x".join(map(str, topology))
+    return f"{part.get('machine', '')}:{topology}".strip(":")

@@ -1,0 +1,25 @@
+"""Sizes of files as people write them."""
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")  # powers of 1000, as disks are sold
+
+
+def readable(nbytes: int) -> str:
+    """As in 512 B, 18.7 MB."""
+    size, unit = float(nbytes), 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:  # 999.95 would print as 1000.0
+        size, unit = size / 1000, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def parse(text: str) -> int:
+    """Bytes of a size as in 500, 500MB or 1.5 GB.
+
+    Raises:
+        ValueError: text is not a size.
+    """
+    number = text.strip().rstrip("BbKkMmGgTtPp ")
+    unit = text.strip()[len(number) :].strip().lower().rstrip("b")
+    powers = {name.lower().rstrip("b"): power for power, name in enumerate(_UNITS)}
+    if unit not in powers or not number.replace(".", "", 1).isdecimal():
+        raise ValueError(f"{text!r} is not a size; write it as in 500MB or 1.5GB")
+    return int(float(number) * 1000 ** powers[unit])

@@ -1,0 +1,244 @@
+"""Cache: the store of compiled programs."""
+
+import errno
+import os
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from graphtrain.cache import collect, entries, explain, failures, locks, programs, requests, verify
+from graphtrain.cache.layout import Layout, digest_of
+from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
+from graphtrain.cache.writing import (
+    quarantine,
+    replace_file,
+    sync_directory,
+    temporary_directory,
+    write_file,
+    writing,
+)
+from graphtrain.errors import CacheError
+from graphtrain.key import CacheKey
+from lowering.artifact import Artifact
+
+_RENAME_ATTEMPTS = 3  # each loses only to another process that has just stored the same program
+
+
+def default_root() -> Path:
+    """$GRAPHTRAIN_CACHE, else cache/ under the current directory."""
+    named = os.environ.get("GRAPHTRAIN_CACHE")
+    return Path(named).expanduser() if named else Path.cwd() / "cache"
+
+
+class Cache:
+    """Compiled programs by key, and which program answers which request.
+
+    Processes and machines may share a store. Nothing in it is edited: an entry appears whole, by
+    one rename, and is checked before every use. Its payloads are code, so use only a store that
+    nobody else can write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Open the store at root; nothing is made there before the first write."""
+        self.root = root
+        self._layout = Layout(root)
+
+    def put(self, key: CacheKey, artifact: Artifact) -> None:
+        """Store a program, unless a sound one is stored under its key already.
+
+        Raises:
+            CacheError: the disk is full, or the store cannot be written; nothing partial remains.
+            TypeError: the artifact's record is not JSON.
+        """
+        if self.get(key) is not None:
+            return
+        record = programs.encode(key, artifact)
+        path = self._layout.program(key.digest)
+        with writing(path, len(record) + len(artifact.payload)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary_directory(self._layout) as temporary:
+                write_file(temporary / programs.RECORD, record)
+                write_file(temporary / programs.PAYLOAD, artifact.payload)
+                sync_directory(temporary)
+                self._install(temporary, key.digest)
+
+    def get(self, key: CacheKey | str) -> Artifact | None:
+        """The program of a key or digest, checked to be what was stored, or None.
+
+        What cannot be used is moved to quarantine/ (where that is allowed) with a CacheWarning,
+        and is then absent.
+
+        Raises:
+            CacheError: the store cannot be read, or a string is not a digest.
+        """
+        digest = digest_of(key)
+        directory = self._layout.program(digest)
+        if not is_present(directory):
+            return None
+        try:
+            artifact = programs.read(directory, digest)
+        except OtherVersion as reason:
+            warnings.warn(f"{directory} is ignored: {reason}", CacheWarning, stacklevel=2)
+            return None
+        except Damaged as reason:
+            self._set_aside(digest, reason)
+            return None
+        with suppress(OSError):  # the store may be read-only, or another user's
+            os.utime(directory / programs.PAYLOAD)  # last used, for gc
+        return artifact
+
+    def link(self, request: CacheKey, program: CacheKey | str, *, graph: str = "") -> None:
+        """Remember which program answers a request, in place of what was remembered before.
+
+        Args:
+            request: what was asked for.
+            program: the key or digest of a stored program.
+            graph: the name to list and explain it by; by default the request's part "graph".
+
+        Raises:
+            CacheError: the disk is full, or the store cannot be written.
+        """
+        graph = graph or str(request.part("graph") or "")
+        data = requests.encode(request, digest_of(program), graph)
+        path = self._layout.request(request.digest)
+        with writing(path, len(data)):
+            replace_file(self._layout, path, data)
+
+    def find(self, request: CacheKey) -> Artifact | None:
+        """The program that answers a request, or None; as get."""
+        digest = self._answer(request)
+        return None if digest is None else self.get(digest)
+
+    def program_of(self, request: CacheKey) -> str | None:
+        """The digest of the program that find would return, checked as find does."""
+        digest = self._answer(request)
+        return digest if digest and self.get(digest) else None
+
+    def has(self, request: CacheKey) -> bool:
+        """Whether find would find a program, without reading its payload."""
+        digest = self._answer(request)
+        if digest is None:
+            return False
+        try:
+            programs.check(self._layout.program(digest), digest, contents=False)
+        except Unusable:
+            return False
+        return True
+
+    def lock(
+        self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Hold the lock of a key, so that only one process compiles it; free when its owner dies.
+
+        Look in the store again once it is held: the last owner may have stored the program. Do
+        not fork while holding it, since the child would keep it.
+
+        Args:
+            key: of a request or a program, or its digest.
+            on_wait: called once with a description of the owner, if there is one to wait for.
+
+        Raises:
+            CacheError: the store cannot be written.
+        """
+        return locks.hold(self._layout, digest_of(key), on_wait)
+
+    def list(self) -> tuple[entries.Entry, ...]:
+        """Every stored program with the requests it answers, last used first."""
+        return tuple(entries.list_entries(self._layout))
+
+    def resolve(self, prefix: str) -> str:
+        """The digest of the one program that a prefix of its own or its request's digest means.
+
+        Raises:
+            CacheError: it means none or several.
+        """
+        return entries.resolve(self._layout, prefix)
+
+    def describe(self, prefix: str) -> dict[str, Any]:
+        """Everything recorded of the program that resolve finds, and the requests it answers.
+
+        Raises:
+            CacheError: prefix means no program or several, or the record cannot be used.
+        """
+        return entries.describe(self._layout, self.resolve(prefix))
+
+    def verify(self, *, repair: bool = False) -> verify.Report:
+        """Read every byte stored and say what is wrong.
+
+        With repair, damaged programs go to quarantine, and requests that lead nowhere are removed.
+        """
+        return verify.verify(self._layout, repair=repair)
+
+    def gc(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_age_days: float | None = None,
+        keep: Collection[str] = (),
+    ) -> collect.Collected:
+        """Remove what is left over, then programs that are too old or too many.
+
+        Left over are requests without a program, what killed processes left behind, and everything
+        in quarantine. Programs go in the order of their last use; locked ones never.
+
+        Args:
+            max_bytes: how much may remain stored.
+            max_age_days: since last used; failures older than that go too.
+            keep: digests of programs or requests that stay in any case.
+        """
+        return collect.collect(
+            self._layout, max_bytes=max_bytes, max_age_days=max_age_days, keep=keep
+        )
+
+    def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
+        """Why find finds a program or none: the stored requests of that graph nearest to this."""
+        graph = graph or str(request.part("graph") or "")
+        return explain.explain(self._layout, request, graph)
+
+    def store_failure(self, key: CacheKey | str, name: str, text: str, log: str) -> Path:
+        """Keep the program text and log of a graph that did not compile; return their directory.
+
+        Raises:
+            CacheError: the disk is full, or the store cannot be written.
+        """
+        return failures.store_failure(self._layout, digest_of(key), name, text, log)
+
+    def _answer(self, request: CacheKey) -> str | None:
+        path = self._layout.request(request.digest)
+        if not is_present(path):
+            return None
+        try:
+            stored = requests.read(path)
+            if stored.key != request:
+                raise Damaged("request is not as it was written")
+        except Unusable as reason:
+            warnings.warn(f"{path} is ignored: {reason}", CacheWarning, stacklevel=3)
+            return None
+        return stored.program
+
+    def _install(self, temporary: Path, digest: str) -> None:
+        """Rename an entry into place, unless another process put a sound one there first."""
+        path = self._layout.program(digest)
+        for _ in range(_RENAME_ATTEMPTS):
+            try:
+                os.rename(temporary, path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            else:
+                sync_directory(path.parent)
+                return
+            if self.get(digest) is not None:
+                return
+            quarantine(self._layout, path, "replaced: it could not be used")  # another version
+        raise CacheError(f"cannot write {path}: other processes keep storing what cannot be used")
+
+    def _set_aside(self, digest: str, reason: Damaged) -> None:
+        path = self._layout.program(digest)
+        if not is_present(path):
+            return  # removed by another process while it was read, which is no damage
+        moved = quarantine(self._layout, path, str(reason))
+        where = f"moved to {moved}" if moved else "left there, since it cannot be moved"
+        warnings.warn(f"{path} is damaged: {reason}; {where}", CacheWarning, stacklevel=3)

@@ -1,0 +1,90 @@
+"""Verification: every byte of a store against what was written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from graphtrain.cache import programs, requests
+from graphtrain.cache.layout import Layout
+from graphtrain.cache.programs import Damaged, OtherVersion, Unusable, is_present
+from graphtrain.cache.writing import quarantine
+
+Kind = Literal["damaged", "other version", "dangling"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One program or request that cannot be used."""
+
+    path: Path
+    kind: Kind  # dangling: a request whose program is not stored
+    reason: str
+    repaired: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verification found."""
+
+    programs: int  # sound ones
+    requests: int  # sound ones
+    orphans: tuple[str, ...]  # sound programs that no request leads to; a trace still finds them
+    problems: tuple[Problem, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong, or everything that was is repaired."""
+        return all(problem.repaired for problem in self.problems)
+
+
+def verify(layout: Layout, *, repair: bool) -> Report:
+    """Check every program and request.
+
+    Raises:
+        CacheError: the store cannot be read.
+    """
+    problems: list[Problem] = []
+    sound_programs: set[str] = set()
+    for digest in requests.digests(layout.programs):
+        path = layout.program(digest)
+        try:
+            programs.check(path, digest, contents=True)
+            sound_programs.add(digest)
+        except Unusable as reason:
+            if is_present(path):  # else another process removed it meanwhile
+                problems.append(_problem(layout, path, _kind(reason), str(reason), repair))
+    answered: list[str] = []
+    for path, result in _checked_requests(layout):
+        if isinstance(result, Unusable):
+            problems.append(_problem(layout, path, _kind(result), str(result), repair))
+        elif not is_present(layout.program(result.program)):
+            reason = f"its program {result.program} is not stored"
+            problems.append(_problem(layout, path, "dangling", reason, repair))
+        else:
+            answered.append(result.program)
+    orphans = tuple(sorted(sound_programs.difference(answered)))
+    return Report(len(sound_programs), len(answered), orphans, tuple(problems))
+
+
+def _checked_requests(layout: Layout) -> Iterator[tuple[Path, requests.Request | Unusable]]:
+    for digest in requests.digests(layout.requests, ".json"):
+        path = layout.request(digest)
+        try:
+            request = requests.read(path)
+            if request.key.digest != digest:
+                raise Damaged("request is not as it was written")
+            yield path, request
+        except Unusable as reason:
+            if is_present(path):
+                yield path, reason
+
+
+def _kind(reason: Unusable) -> Kind:
+    return "other version" if isinstance(reason, OtherVersion) else "damaged"
+
+
+def _problem(layout: Layout, path: Path, kind: Kind, reason: str, repair: bool) -> Problem:
+    """The problem, repaired if asked: what another version may need is never touched."""
+    repaired = repair and kind != "other version" and quarantine(layout, path, reason) is not None
+    return Problem(path, kind, reason, repaired)

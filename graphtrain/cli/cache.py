@@ -1,0 +1,174 @@
+"""`graphtrain cache`: list, show, verify, explain and prune compiled programs."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from graphtrain.cache import Cache, Entry, Explanation, default_root
+from graphtrain.cache.sizes import parse, readable
+from graphtrain.errors import CacheError
+
+_DIGITS = 12  # of a digest in a table
+_LINES = 20  # differences of one explanation
+
+
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _store(function: Callable) -> Callable:
+    """Add --cache; the function is given the store as `cache`."""
+    return click.option(
+        "--cache",
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=default_root,
+        show_default="$GRAPHTRAIN_CACHE, else ./cache",
+        callback=lambda _context, _option, root: Cache(root),
+        help="The store of compiled programs.",
+    )(function)
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+@click.group("cache")
+def command() -> None:
+    """List, show, verify, explain and prune compiled programs."""
+
+
+@command.command("ls")
+@_store
+@_as_json
+def ls(cache: Cache, as_json: bool) -> None:
+    """List the stored programs, last used first; times are UTC."""
+    entries = cache.list()
+    if as_json:
+        _print_json([asdict(entry) for entry in entries])
+        return
+    table = Table("program", "graph", "target", "created", "last used", box=None, pad_edge=False)
+    table.add_column("size", justify="right")
+    for entry in entries:
+        table.add_row(*_row(entry))
+    if entries:
+        Console().print(table)
+    total = readable(sum(entry.nbytes for entry in entries))
+    click.echo(f"{len(entries)} programs, {total}, in {cache.root}", err=True)
+
+
+command.add_command(ls, "list")
+
+
+@command.command("show")
+@click.argument("digest_prefix")
+@_store
+@_as_json
+def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
+    """Show what is recorded of a program; a request's digest shows its program."""
+    facts = cache.describe(digest_prefix)
+    if as_json:
+        _print_json(facts)
+        return
+    Console().print_json(json.dumps(facts))
+
+
+@command.command("verify")
+@_store
+@click.option("--repair", is_flag=True, help="Move what is damaged to quarantine.")
+@_as_json
+def verify(cache: Cache, repair: bool, as_json: bool) -> None:
+    """Read every byte stored and say what is wrong; exits 2 if something is."""
+    report = cache.verify(repair=repair)
+    if as_json:
+        facts = asdict(report)
+        for problem in facts["problems"]:
+            problem["path"] = str(problem["path"])
+        _print_json(facts)
+    else:
+        for problem in report.problems:
+            click.echo(f"{problem.kind}: {problem.path}: {problem.reason}")
+    sound = f"{report.programs} programs and {report.requests} requests are sound"
+    if report.sound:
+        click.echo(f"{sound}; {len(report.problems)} repaired" if repair else sound, err=True)
+        return
+    unrepaired = sum(not problem.repaired for problem in report.problems)
+    remedy = "" if repair else "; run: graphtrain cache verify --repair"
+    raise CacheError(f"{sound}, {unrepaired} more cannot be used{remedy}")
+
+
+@command.command("explain")
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--target", metavar="NAME", help="The machine compiled for, as cpu:8.")
+@click.option("--set", "overrides", multiple=True, metavar="K=V", help="A setting.")
+@_store
+@_as_json
+def explain(
+    config: Path, target: str | None, overrides: tuple[str, ...], cache: Cache, as_json: bool
+) -> None:
+    """Say for every graph of CONFIG whether it is stored, and if not, what changed."""
+    from graphtrain.config import load_config
+    from graphtrain.requests import request_keys
+
+    program = load_config(config, overrides, target=target).program
+    explanations = {
+        graph: cache.explain(key, graph=graph) for graph, key in request_keys(program).items()
+    }
+    if as_json:
+        _print_json({graph: explained.to_json() for graph, explained in explanations.items()})
+        return
+    for explained in explanations.values():
+        _print_explanation(explained)
+
+
+@command.command("gc")
+@_store
+@click.option("--max-size", type=_Size(), help="Remove until no more is stored, as 20GB.")
+@click.option("--max-age-days", type=click.FloatRange(min=0), help="Remove what is unused longer.")
+@click.option("--keep", multiple=True, metavar="DIGEST", help="A program that stays in any case.")
+def gc(
+    cache: Cache, max_size: int | None, max_age_days: float | None, keep: tuple[str, ...]
+) -> None:
+    """Remove what is left over, and programs beyond a limit, oldest use first."""
+    kept = [cache.resolve(prefix) for prefix in keep]
+    done = cache.gc(max_bytes=max_size, max_age_days=max_age_days, keep=kept)
+    for entry in done.removed:
+        click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {readable(entry.nbytes)}")
+    for entry in done.locked:
+        click.echo(f"in use, kept {entry.program[:_DIGITS]} {entry.graph}", err=True)
+    freed, remaining = readable(done.removed_bytes), readable(done.kept_bytes)
+    click.echo(
+        f"removed {len(done.removed)} programs ({freed}) and {done.leftovers} leftovers; "
+        f"{remaining} remain in {cache.root}",
+        err=True,
+    )
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.last_used))
+    program, day = entry.program[:_DIGITS], entry.created[:10]
+    return program, entry.graph, entry.target, day, used, readable(entry.nbytes)
+
+
+def _print_explanation(explanation: Explanation) -> None:
+    click.echo(explanation.reason)
+    for line in explanation.lines[:_LINES]:
+        click.echo(f"  {line}")
+    if len(explanation.lines) > _LINES:
+        click.echo(f"  and {len(explanation.lines) - _LINES} more")
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1))

@@ -1,0 +1,131 @@
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from graphtrain.cache import Cache
+from graphtrain.cli.cache import command
+from graphtrain.errors import CacheError
+from graphtrain.key import CacheKey
+from lowering.artifact import Artifact
+
+KEY = CacheKey.of(text="module {}")
+PARTS = {"program": {}, "rules": {}, "sources": {}, "target": "cpu:8", "toolchain": {"jax": "1"}}
+REQUEST = CacheKey.of(graph="train", **PARTS)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = Cache(tmp_path / "store")
+    cache.put(KEY, Artifact(bytes(18_700), {"compile_seconds": 4.2}))
+    cache.link(REQUEST, KEY)
+    return cache
+
+
+@pytest.fixture
+def invoke(cache):
+    """A function that runs the command on the store."""
+
+    def run(name, *arguments):
+        command_line = [name, *map(str, arguments), "--cache", str(cache.root)]
+        return CliRunner().invoke(command, command_line, catch_exceptions=False)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["ls", "list"])
+def test_ls_is_a_table_with_short_digests_and_readable_sizes(invoke, name):
+    result = invoke(name)
+    row = result.stdout.splitlines()[1].split()
+    assert row[:3] == [KEY.digest[:12], "train", "cpu:8"]
+    assert row[-2].startswith("19.")
+    assert row[-1] == "kB"
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert result.stderr.startswith("1 programs, ")
+
+
+def test_ls_as_json_is_every_fact(invoke):
+    (entry,) = json.loads(invoke("ls", "--json").stdout)
+    assert entry["program"] == KEY.digest
+    assert entry["requests"] == [REQUEST.digest]
+
+
+def test_ls_of_no_store_prints_nothing_and_says_so(tmp_path):
+    result = CliRunner().invoke(command, ["ls", "--cache", str(tmp_path / "none")])
+    assert result.stdout == ""
+    assert result.stderr == f"0 programs, 0 B, in {tmp_path / 'none'}\n"
+
+
+def test_the_environment_names_the_store(cache, monkeypatch):
+    monkeypatch.setenv("GRAPHTRAIN_CACHE", str(cache.root))
+    assert KEY.digest[:12] in CliRunner().invoke(command, ["ls"]).stdout
+
+
+def test_show_is_the_record(invoke):
+    assert json.loads(invoke("show", KEY.digest[:6]).stdout)["record"] == {"compile_seconds": 4.2}
+    facts = json.loads(invoke("show", REQUEST.digest[:6], "--json").stdout)
+    assert facts["program"] == KEY.digest
+
+
+def test_verify_says_that_all_is_sound(invoke):
+    result = invoke("verify")
+    assert result.stdout == ""
+    assert result.stderr == "1 programs and 1 requests are sound\n"
+
+
+def test_verify_fails_on_damage_and_repairs_it(invoke, cache):
+    (cache.root / "v1" / "programs" / KEY.digest / "payload").write_bytes(b"")
+    with pytest.raises(CacheError, match=r"1 more cannot be used; run: .* verify --repair"):
+        invoke("verify")
+    result = invoke("verify", "--repair", "--json")
+    kinds = [problem["kind"] for problem in json.loads(result.stdout)["problems"]]
+    assert kinds == ["damaged", "dangling"]
+    assert result.stderr.endswith("2 repaired\n")
+
+
+def test_gc_removes_down_to_a_size_but_what_is_kept(invoke, cache):
+    assert invoke("gc", "--max-size", "1kB", "--keep", KEY.digest[:8]).stdout == ""
+    result = invoke("gc", "--max-size", "1kB")
+    assert result.stdout.startswith(f"removed {KEY.digest[:12]} train 19.")
+    assert cache.list() == ()
+
+
+def test_gc_refuses_what_is_no_size(invoke):
+    result = invoke("gc", "--max-size", "lots")
+    assert result.exit_code == 2
+    assert "'lots' is not a size" in result.stderr
+
+
+@pytest.fixture
+def explained(invoke, monkeypatch, tmp_path):
+    """A function that explains a configuration whose one request key is given."""
+
+    def run(key, *arguments):
+        program = SimpleNamespace(program=key)
+        loader = SimpleNamespace(load_config=lambda path, overrides, target: program)
+        keys = SimpleNamespace(request_keys=lambda program: {"train": program})
+        monkeypatch.setitem(sys.modules, "graphtrain.config", loader)
+        monkeypatch.setitem(sys.modules, "graphtrain.requests", keys)
+        (tmp_path / "config.toml").touch()
+        return invoke("explain", tmp_path / "config.toml", *arguments)
+
+    return run
+
+
+def test_explain_prints_what_changed(explained):
+    result = explained(CacheKey.of(graph="train", **PARTS | {"toolchain": {"jax": "2"}}))
+    assert result.stdout.splitlines()[1:] == ["  toolchain: jax 1 → 2"]
+
+
+def test_explain_prints_the_first_of_many_changes(explained):
+    sources = {f"{number}.py": "" for number in range(30)}
+    result = explained(CacheKey.of(graph="train", **PARTS | {"sources": sources}))
+    assert len(result.stdout.splitlines()) == 22
+    assert result.stdout.endswith("  and 10 more\n")
+
+
+def test_explain_as_json_is_by_graph(explained):
+    facts = json.loads(explained(REQUEST, "--json").stdout)
+    assert facts["train"]["hit"] is True
