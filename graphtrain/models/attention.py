@@ -1,0 +1,86 @@
+"""Causal self-attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from graphtrain.config.schema import Model
+from graphtrain.models import weights
+from graphtrain.models.dot import dot
+from graphtrain.models.positions import alibi_slopes, rotate
+from graphtrain.models.projection import project
+from lowering.constrain import constrain
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+
+class Attention(nnx.Module):
+    """Projections to query, key and value, attention, and the projection back."""
+
+    def __init__(self, model: Model, rngs: nnx.Rngs):
+        self.model = model
+        self.query = weights.normal(model, rngs, "embed", "heads", "head_dim")
+        self.key = weights.normal(model, rngs, "embed", "kv_heads", "head_dim")
+        self.value = weights.normal(model, rngs, "embed", "kv_heads", "head_dim")
+        self.output = weights.normal(
+            model, rngs, "heads", "head_dim", "embed", scale=(2 * model.layers) ** -0.5
+        )
+        if model.bias != "none":
+            self.query_bias = weights.zeros(model, "heads", "head_dim")
+            self.key_bias = weights.zeros(model, "kv_heads", "head_dim")
+            self.value_bias = weights.zeros(model, "kv_heads", "head_dim")
+        if model.bias == "all":
+            self.output_bias = weights.zeros(model, "embed")
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        x = constrain(x, "batch", "seq", "embed")
+        query = project(self, "query", "bse,ehd->bshd", x)
+        key = project(self, "key", "bse,ehd->bshd", x)
+        value = project(self, "value", "bse,ehd->bshd", x)
+        query = constrain(query, "batch", "seq", "heads", "head_dim")
+        key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
+        value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
+        if self.model.positions == "rope":
+            query = rotate(query, self.model.rope_base)
+            key = rotate(key, self.model.rope_base)
+        alibi = self.model.positions == "alibi"
+        mixed = attention(query, key, value, alibi_slopes(self.model.heads) if alibi else None)
+        mixed = constrain(mixed, "batch", "seq", "heads", "head_dim")
+        return project(self, "output", "bshd,hde->bse", mixed)
+
+
+def attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    slopes: list[float] | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Causal attention in which groups of query heads share one key and value head.
+
+    Scores and softmax are float32 whatever the dtype of the inputs. Slopes, one per query head,
+    lower a score by the distance (ALiBi).
+
+    Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+
+    # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
+    # comes in; any other would transpose the largest array of the model.
+    scores = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32) * head_dim**-0.5
+    positions = jnp.arange(length)
+    distance = positions[:, None, None] - positions  # (q, 1, k)
+    if slopes is not None:
+        by_head = jnp.array(slopes, jnp.float32).reshape(kv_heads, 1, -1, 1)
+        scores = scores - by_head * distance
+    scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    shares = jax.nn.softmax(scores, axis=-1)
+    mixed = dot("bhqgk,bkhd->bqhgd", shares, value)
+    return mixed.reshape(query.shape)

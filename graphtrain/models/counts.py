@@ -1,0 +1,63 @@
+"""Parameters and floating-point operations of a model, by arithmetic; imports no JAX."""
+
+from graphtrain.config.schema import Model
+
+
+def parameter_count(model: Model) -> int:
+    """Numbers in all parameters; a tied head counts once."""
+    return _weights(model) + _biases(model) + _scales(model) + _tables(model)
+
+
+def flops_per_token(model: Model, length: int) -> float:
+    """Floating-point operations of a training step per token, without recomputation.
+
+    Every weight of a matrix product works once forward and twice backward; the head does even if
+    tied, the embedding is a look-up. Attention counts whole rows, as if it were not causal.
+
+    Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
+    """
+    _, query, _ = _widths(model)
+    products = _weights(model) + model.embed * model.vocab
+    return 6 * products + 12 * model.layers * query * length
+
+
+def _weights(model: Model) -> int:
+    """Weights of the matrix products in the layers."""
+    embed, query, key = _widths(model)
+    attention = 2 * embed * query + 2 * embed * key
+    mlp = (3 if is_gated(model) else 2) * embed * model.mlp
+    return model.layers * (attention + mlp)
+
+
+def _biases(model: Model) -> int:
+    embed, query, key = _widths(model)
+    qkv = query + 2 * key
+    hidden = (2 if is_gated(model) else 1) * model.mlp
+    by_choice = {"none": 0, "qkv": qkv, "all": qkv + embed + hidden + embed}
+    return model.layers * by_choice[model.bias]
+
+
+def _scales(model: Model) -> int:
+    norms = 2 * model.layers + 1
+    return norms * model.embed * (2 if norm_has_bias(model) else 1)
+
+
+def _tables(model: Model) -> int:
+    heads = 1 if model.tied_head else 2
+    return heads * model.vocab * model.embed + (model.max_length or 0) * model.embed
+
+
+def _widths(model: Model) -> tuple[int, int, int]:
+    """Of the residual stream, all query heads, and all key heads."""
+    assert model.head_dim and model.kv_heads
+    return model.embed, model.heads * model.head_dim, model.kv_heads * model.head_dim
+
+
+def is_gated(model: Model) -> bool:
+    """Whether the MLP multiplies two projections of its input."""
+    return model.activation in ("swiglu", "geglu")
+
+
+def norm_has_bias(model: Model) -> bool:
+    """Whether norms shift as well as scale; an RMS norm never does."""
+    return model.norm == "layer" and model.bias == "all"

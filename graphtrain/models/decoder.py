@@ -1,0 +1,138 @@
+"""The decoder-only transformer, and its pure functions on nested dicts of arrays.
+
+Those dicts are what is compiled, split, cached and checkpointed. In `layers` every array has a
+leading layer axis. Norms and biases are the arrays named "scale", "bias" or "..._bias".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from graphtrain.config.schema import Model
+from graphtrain.models import weights
+from graphtrain.models.dot import dot
+from graphtrain.models.layers import apply_layers, dropout, residual, split_key, stack_layers
+from graphtrain.models.norms import Norm
+from lowering.constrain import constrain
+from sharding_rules.arrays import ArraySpec
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+Parameters = Mapping[str, Any]  # nested; leaves are arrays
+
+
+class Embedding(nnx.Module):
+    """Rows by token (NaN for one past the vocabulary) and, for learned positions, by position."""
+
+    def __init__(self, model: Model, rngs: nnx.Rngs):
+        self.model = model
+        self.tokens = weights.normal(model, rngs, "vocab", "embed")
+        if model.positions == "learned":
+            self.positions = weights.normal(model, rngs, "positions", "embed")
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        # Gathered over embed first: rows are looked up by a batch split over the same devices.
+        table = constrain(self.tokens[...], "vocab", "embed")
+        x = constrain(jnp.take(table, tokens, axis=0), "batch", "seq", "embed")
+        if self.model.positions == "learned":
+            length, rows = tokens.shape[1], self.model.max_length
+            if rows is not None and length > rows:
+                raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
+            x = x + constrain(self.positions[:length], "seq", "embed")
+        return x.astype(self.model.dtype)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, norm and head."""
+
+    def __init__(self, model: Model, rngs: nnx.Rngs):
+        self.model = model
+        self.embedding = Embedding(model, rngs)
+        self.layers = stack_layers(model, rngs)
+        self.final_norm = Norm(model)
+        if not model.tied_head:
+            self.head = weights.normal(model, rngs, "embed", "vocab")
+
+    def hidden(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        for_embedding, for_layers = split_key(dropout_key)
+        x = dropout(residual(self.embedding(tokens)), self.model.dropout, for_embedding)
+        x = apply_layers(self.model, self.layers, x, for_layers)
+        return self.final_norm(x)
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        x = constrain(hidden, "batch", "seq", "embed")
+        if self.model.tied_head:
+            scores = dot("bse,ve->bsv", x, self.embedding.tokens[...], jnp.float32)
+        else:
+            scores = dot("bse,ev->bsv", x, self.head[...], jnp.float32)
+        return constrain(scores, "batch", "seq", "vocab")
+
+
+def parameter_specs(model: Model) -> dict[str, Any]:
+    """The tree of parameters as ArraySpecs; allocates nothing."""
+    _, state = _abstract(model)
+    return nnx.to_pure_dict(jax.tree.map_with_path(_spec, state, is_leaf=_is_variable))
+
+
+def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
+    """New float32 parameters, in the tree of parameter_specs."""
+    return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(key))))
+
+
+def hidden(
+    model: Model,
+    parameters: Parameters,
+    tokens: Int[Array, "batch seq"],
+    *,
+    dropout_key: jax.Array | None = None,
+) -> Float[Array, "batch seq embed"]:
+    """What the head reads: the residual stream after the last norm, in the model's dtype.
+
+    Without a dropout key nothing is dropped.
+    """
+    return _merge(model, parameters).hidden(tokens, dropout_key)
+
+
+def unembed(
+    model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
+) -> Float[Array, "batch seq vocab"]:
+    """Scores of every token from hidden, in float32; any part of a sequence will do."""
+    return _merge(model, parameters).unembed(hidden)
+
+
+def logits(
+    model: Model,
+    parameters: Parameters,
+    tokens: Int[Array, "batch seq"],
+    *,
+    dropout_key: jax.Array | None = None,
+) -> Float[Array, "batch seq vocab"]:
+    """Scores of every next token, in float32. Without a dropout key nothing is dropped."""
+    decoder = _merge(model, parameters)
+    return decoder.unembed(decoder.hidden(tokens, dropout_key))
+
+
+def _merge(model: Model, parameters: Parameters) -> Decoder:
+    return nnx.merge(_abstract(model)[0], nnx.State(parameters))
+
+
+def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
+
+
+def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:
+    axes = parameter.get_metadata("axes")
+    stacked = ("layers",) if path[0].key == "layers" else ()
+    array = parameter.get_value()
+    return ArraySpec(array.shape, (*stacked, *axes), str(array.dtype), "parameter")
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

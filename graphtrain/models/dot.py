@@ -1,0 +1,64 @@
+"""dot: the one matrix product of the models; bfloat16 in, float32 inside, forward and backward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Einsum of two arrays, in bfloat16 if either is, with sums in float32.
+
+    The result has the dtype the product is computed in, unless told another. Each gradient is
+    computed alike and has the dtype of its operand, so a float32 weight gets the float32 sums.
+
+    XLA:CPU uses matrix units only for bfloat16 x bfloat16 -> float32, and JAX's own gradient of
+    that product is float32 x bfloat16; hence the gradient here.
+
+    Args:
+        equation: As for einsum; every letter is in at least two of the three arrays.
+        a: One operand, float32 or bfloat16.
+        b: The other.
+        dtype: Of the result; float32 keeps the sums unrounded.
+    """
+    return _dot(equation, a, b, dtype or _computed_in(a, b))
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
+    computed_in = _computed_in(a, b)
+    # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
+    exact = jax.lax.Precision.HIGHEST if computed_in == jnp.float32 else None
+    a, b = a.astype(computed_in), b.astype(computed_in)
+    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)
+    return sums.astype(dtype)
+
+
+def _computed_in(a: jax.Array, b: jax.Array) -> DTypeLike:
+    return jnp.bfloat16 if jnp.bfloat16 in (a.dtype, b.dtype) else jnp.float32
+
+
+def _forward(
+    equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(equation, a, b, dtype), (a, b)
+
+
+def _backward(
+    equation: str,
+    dtype: DTypeLike,
+    operands: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    a, b = operands
+    gradient = gradient.astype(_computed_in(a, b))
+    inputs, out = equation.split("->")
+    a_axes, b_axes = inputs.split(",")
+    return (
+        _product(f"{out},{b_axes}->{a_axes}", gradient, b, a.dtype),
+        _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype),
+    )
+
+
+_dot = jax.custom_vjp(_product, nondiff_argnums=(0, 3))
+_dot.defvjp(_forward, _backward)

@@ -1,0 +1,97 @@
+"""A block of the decoder, and how a stack of them is made and applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from graphtrain.config.schema import Model
+from graphtrain.models.attention import Attention
+from graphtrain.models.mlp import MLP
+from graphtrain.models.norms import Norm
+from graphtrain.models.projection import PROJECTION
+from lowering.constrain import constrain
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, model: Model, rngs: nnx.Rngs):
+        self.dropout = model.dropout
+        self.attention_norm = Norm(model)
+        self.attention = Attention(model, rngs)
+        self.mlp_norm = Norm(model)
+        self.mlp = MLP(model, rngs)
+
+    def __call__(self, x: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """(batch, seq, embed) to the same; without a key nothing is dropped."""
+        for_attention, for_mlp = split_key(dropout_key)
+        update = residual(self.attention(self.attention_norm(x)))
+        x = x + dropout(update, self.dropout, for_attention)
+        update = residual(self.mlp(self.mlp_norm(x)))
+        x = x + dropout(update, self.dropout, for_mlp)
+        return residual(x)
+
+
+def residual(x: jax.Array) -> jax.Array:
+    """Place x as the residual stream."""
+    return constrain(x, "batch", "residual", "embed")
+
+
+def split_key(key: jax.Array | None) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Two keys for one, or none for none."""
+    if key is None:
+        return None, None
+    first, second = jax.random.split(key)
+    return first, second
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero a part of x, the rate, and scale the rest so that the mean stays; no key: x as it is."""
+    if key is None or rate == 0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
+def stack_layers(model: Model, rngs: nnx.Rngs) -> Block:
+    """All blocks of the model as one, whose parameters have a leading axis of layers."""
+    keys = jax.random.split(rngs.params(), model.layers)
+    return nnx.vmap(lambda key: Block(model, nnx.Rngs(key)))(keys)
+
+
+def apply_layers(
+    model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Run x through a stack, one layer after the other.
+
+    A scan, so that neither the program nor the time to compile it grows with depth.
+    """
+    block, parameters = nnx.split(layers)
+
+    def one_layer(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, None]:
+        parameters, key = layer
+        return nnx.merge(block, parameters)(x, key), None
+
+    keys = None if dropout_key is None else jax.random.split(dropout_key, model.layers)
+    x, _ = jax.lax.scan(_checkpoint(one_layer, model.remat), x, (parameters, keys))
+    return x
+
+
+def _checkpoint(one_layer: Any, remat: str) -> Any:
+    """Choose what of a layer the backward pass finds kept; the rest it computes again.
+
+    "dots" keeps the products with weights, named where they are made: a policy that looks for dots
+    would keep their float32 sums, twice the bytes, instead of the bfloat16 results.
+    """
+    if remat == "none":
+        return one_layer
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.save_only_these_names(PROJECTION),
+        "full": policies.nothing_saveable,
+    }[remat]
+    return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)  # a scan already prevents it

@@ -1,0 +1,33 @@
+"""Normalisation of the residual stream."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from graphtrain.config.schema import Model
+from graphtrain.models import weights
+from graphtrain.models.counts import norm_has_bias
+
+
+class Norm(nnx.Module):
+    """RMS or layer norm over embed, in float32.
+
+    Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467;
+    Ba et al. 2016, https://arxiv.org/abs/1607.06450
+    """
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.scale = weights.ones(model, "embed")
+        if norm_has_bias(model):
+            self.bias = weights.zeros(model, "embed")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.model.norm == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(mean_square + self.model.norm_epsilon) * self.scale[...]
+        if norm_has_bias(self.model):
+            y = y + self.bias[...]
+        return y.astype(x.dtype)
