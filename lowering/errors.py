@@ -2,4 +2,4 @@
 
 
 class LoweringError(RuntimeError):
-    """A graph cannot be lowered, compiled or loaded for a target; the message says what to change."""
+    """A graph cannot be lowered, compiled or loaded; the message says what to change."""

@@ -16,6 +16,7 @@ class Graph:
     inputs: Mapping[str, Tree]  # of ArraySpec
     outputs: Tree  # of ArraySpec
     donated: tuple[str, ...] = ()  # inputs whose memory the outputs may take
+    runs_once: bool = False  # so compile it quickly rather than well
 
     def arrays(self) -> dict[str, ArraySpec]:
         """Every input and output by path; what a step returns of its state has the same path."""

@@ -16,4 +16,5 @@ class Lowered:
     plan: Plan
     target: Target
     facts: dict[str, Any]  # for the record: paths, layouts and donations of inputs and outputs
+    options: dict[str, Any]  # for the compiler
     handle: Any  # the backend's own object, which compile() takes

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from importlib import metadata
 
-# Everything between the model's source and the executable; a package that is absent is not in a key.
+# Everything between the model's source and the executable.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 _PLATFORM_PACKAGES = {
     "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),

@@ -1,4 +1,4 @@
-"""Nested dictionaries as flat paths and back, so that trees are stored by name and never pickled."""
+"""Nested dictionaries as flat paths and back: trees are stored by name and never pickled."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -56,4 +56,3 @@ class MeshShape:
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "1 device"
-

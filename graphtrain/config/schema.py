@@ -44,7 +44,7 @@ class Model:
     bias: Literal["none", "qkv", "all"] = "none"
     tied_head: bool = False  # the head is the embedding, transposed
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after embedding, attention and MLP
-    initial_deviation: PositiveFloat = 0.02  # of weights; outputs of a block: divided by sqrt(2 layers)
+    initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
 
@@ -107,7 +107,7 @@ class Optimizer:
 class Loss:
     """Cross-entropy over the targets whose weight is not zero."""
 
-    z_loss: NotNegativeFloat = 0.0  # weight of log(Z)^2; PaLM: 1e-4, arxiv.org/abs/2204.02311 section 5
+    z_loss: NotNegativeFloat = 0.0  # weight of log(Z)^2; PaLM (arxiv.org/abs/2204.02311): 1e-4
 
 
 MeshSize = Positive | Literal["rest"]
@@ -173,7 +173,7 @@ class Schedule:
 class Run:
     """Everything else. Changing it never compiles anything."""
 
-    directory: Annotated[str, Field(min_length=1)]  # checkpoints, metrics and the resolved configuration
+    directory: Annotated[str, Field(min_length=1)]  # of checkpoints, metrics and config.toml
     steps: Positive
     data: Data
     schedule: Schedule = Schedule()

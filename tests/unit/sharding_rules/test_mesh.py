@@ -19,7 +19,9 @@ def test_a_size_that_does_not_divide_the_devices_is_refused():
 
 
 def test_idle_devices_are_refused():
-    with pytest.raises(ShardingError, match=r'set one axis to "rest", or use a target of 2 devices'):
+    with pytest.raises(
+        ShardingError, match=r'set one axis to "rest", or use a target of 2 devices'
+    ):
         MeshShape.resolve({"data": 2}, devices=8)
 
 

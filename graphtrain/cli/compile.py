@@ -1,0 +1,96 @@
+"""graphtrain compile: every graph of a run into the cache, in parallel."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cli.options import cache_option, overrides_option, target_option
+
+if TYPE_CHECKING:
+    from graphtrain.compile import Observer, Report
+
+
+@click.command("compile")
+@click.argument("configs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@target_option
+@overrides_option
+@cache_option
+@click.option("--jobs", type=click.IntRange(1), help="Graphs at once; the number of cores.")
+@click.option(
+    "--retries",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Further attempts for a compiler that was killed.",
+)
+@click.option(
+    "--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the summary as JSON."
+)
+def command(
+    configs: Sequence[Path],
+    target: str | None,
+    overrides: Sequence[str],
+    cache: Path,
+    jobs: int | None,
+    retries: int,
+    report: Path | None,
+) -> None:
+    """Compile every graph of the runs CONFIGS describe, with no accelerator, into the cache.
+
+    Exits with 2 if a graph failed; the others are stored all the same.
+    """
+    from graphtrain.cache import Cache
+    from graphtrain.compile import compile_tasks, tasks_of
+    from graphtrain.config import load_config
+
+    programs = {str(path): load_config(path, overrides, target).program for path in configs}
+    with progress() as observe:
+        result = compile_tasks(
+            tasks_of(programs), Cache(cache), jobs=jobs, retries=retries, observe=observe
+        )
+    if report is not None:
+        report.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    print_report(result)
+    if result.count("failed"):
+        sys.exit(2)
+
+
+@contextmanager
+def progress() -> Iterator["Observer"]:
+    """A live line for each graph on a terminal; elsewhere a line for each change."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda label, stage: click.echo(f"{label}: {stage}", err=True)
+        return
+    columns = SpinnerColumn(), TextColumn("{task.fields[label]:<24}{task.description}")
+    with Progress(*columns, TimeElapsedColumn(), console=console) as display:
+        rows = {}
+
+        def observe(label: str, stage: str) -> None:
+            if label not in rows:
+                rows[label] = display.add_task(stage, total=1, label=label)
+            ended = stage in ("cached", "compiled", "failed")
+            display.update(rows[label], description=stage, completed=int(ended))
+
+        yield observe
+
+
+def print_report(report: "Report") -> None:
+    """The summary that people who compile ahead of a run look for."""
+    for outcome in report.outcomes:
+        if outcome.status == "failed":
+            click.echo(f"{outcome.label} failed: {outcome.error}", err=True)
+            click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
+    click.echo(f"Total graphs:      {len(report.outcomes)}")
+    click.echo(f"  compiled:        {report.count('compiled')}")
+    click.echo(f"  failed:          {report.count('failed')}")
+    click.echo(f"  already cached:  {report.count('cached')}")
+    click.echo(f"Seconds:           {report.seconds:.1f}")

@@ -1,0 +1,29 @@
+"""graphtrain doctor: what this machine can do, what is missing, and the command that mends it."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from graphtrain.cli.options import cache_option, json_option
+
+
+@click.command("doctor")
+@cache_option
+@json_option
+def command(cache: Path, as_json: bool) -> None:
+    """Say what this machine can compile for and run on. Exits with 2 if something is missing."""
+    from graphtrain.doctor import examine
+
+    findings = examine(cache)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            mark = "ok     " if finding.good else "missing"
+            remedy = f"; run: {finding.remedy}" if finding.remedy else ""
+            click.echo(f"{mark}  {finding.subject}: {finding.state}{remedy}")
+    if not all(finding.good for finding in findings):
+        sys.exit(2)

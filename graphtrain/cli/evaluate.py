@@ -1,0 +1,50 @@
+"""graphtrain evaluate: the validation loss of a trained model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from graphtrain.cli.options import (
+    cache_option,
+    config_argument,
+    json_option,
+    overrides_option,
+    target_option,
+)
+
+
+@click.command("evaluate")
+@config_argument
+@target_option
+@overrides_option
+@cache_option
+@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
+@click.option("--bigram", is_flag=True, help="Also measure an add-one-smoothed bigram model.")
+@json_option
+def command(
+    config: Path,
+    target: str | None,
+    overrides: Sequence[str],
+    cache: Path,
+    step: int | None,
+    bigram: bool,
+    as_json: bool,
+) -> None:
+    """Measure the loss of a run's checkpoint on its whole validation set, in nats per token."""
+    from graphtrain.cache import Cache
+    from graphtrain.config import load_config
+    from graphtrain.evaluate import bigram_loss, checkpoint_loss
+
+    settings = load_config(config, overrides, target)
+    result = checkpoint_loss(settings, Cache(cache), source=config, step=step)
+    if bigram:
+        result["bigram_loss"] = bigram_loss(settings)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    click.echo(f"validation loss of step {result['step']}: {result['validation_loss']:.4f}")
+    click.echo(f"perplexity: {result['perplexity']:.2f}")
+    if bigram:
+        click.echo(f"validation loss of an add-one bigram model: {result['bigram_loss']:.4f}")

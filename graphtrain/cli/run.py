@@ -1,0 +1,139 @@
+"""graphtrain run: train from compiled programs."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from graphtrain.cli.options import cache_option, config_argument, overrides_option, target_option
+
+_SIGNAL_STATUS = 128  # plus the number of the signal, as shells have it
+
+
+@click.command("run")
+@config_argument
+@target_option
+@overrides_option
+@cache_option
+@click.option("--compile", "compile_missing", is_flag=True, help="First compile what is missing.")
+def command(
+    config: Path,
+    target: str | None,
+    overrides: Sequence[str],
+    cache: Path,
+    compile_missing: bool,
+) -> None:
+    """Train as CONFIG says, from compiled programs and from the last checkpoint if there is one.
+
+    Nothing is traced or compiled: a missing program is an error (status 3), unless --compile.
+    SIGTERM and Ctrl-C save a checkpoint and stop; the same command goes on from there.
+    """
+    from graphtrain.cache import Cache
+    from graphtrain.config import load_config
+
+    settings = load_config(config, overrides, target)
+    store = Cache(cache)
+    if compile_missing:
+        _compile_missing(config, settings.program, store)
+    from graphtrain.run import train
+
+    with reporting(settings.run.steps, settings.run.report_every) as report:
+        summary = train(settings, store, source=config, report=report)
+    click.echo(_ending(summary, settings.run.directory))
+    if summary.stopped_by:
+        import signal
+
+        sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
+    print_curve(Path(settings.run.directory))
+
+
+def _compile_missing(config: Path, program, store) -> None:
+    from graphtrain.cli.compile import print_report, progress
+    from graphtrain.compile import compile_tasks, tasks_of
+
+    tasks = tasks_of({str(config): program})
+    missing = [task.label for task in tasks if not store.has(task.request)]
+    if not missing:
+        return
+    click.echo(f"compiling what is missing: {', '.join(missing)}", err=True)
+    with progress() as observe:
+        report = compile_tasks(tasks, store, observe=observe)
+    if report.count("failed"):
+        print_report(report)
+        sys.exit(2)
+
+
+def _ending(summary, directory: str) -> str:
+    loss = summary.validation_loss
+    told = "" if loss is None else f", validation loss {loss:.4f}"
+    if summary.stopped_by:
+        return (
+            f"stopped by {summary.stopped_by} after step {summary.steps}; saved in {directory}; "
+            "the same command goes on from there"
+        )
+    resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
+    return f"trained {summary.steps} steps{resumed}{told}; in {directory}"
+
+
+@contextmanager
+def reporting(steps: int, every: int) -> Iterator[Callable]:
+    """A progress line on a terminal; elsewhere a line each time a report is due."""
+    if not sys.stderr.isatty():
+
+        def report(record) -> None:
+            if "validation_loss" in record or record["step"] % every == 0:
+                click.echo(f"step {record['step']}/{steps}  {_told(record)}", err=True)
+
+        yield report
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        row = display.add_task("starting", total=steps)
+
+        def show(record) -> None:
+            if "validation_loss" in record:
+                display.console.print(f"step {record['step']}  {_told(record)}")
+            else:
+                display.update(row, completed=record["step"], description=_told(record))
+
+        yield show
+
+
+def _told(record) -> str:
+    if "validation_loss" in record:
+        return f"validation loss {record['validation_loss']:.4f}"
+    words = [
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+    ]
+    if record["mfu"] is not None:
+        words.append(f"mfu {record['mfu']:.1%}")
+    return "  ".join(words)
+
+
+def print_curve(directory: Path) -> None:
+    """The loss by step, of training and validation, as a chart of characters."""
+    from graphtrain.metrics import read_journal
+    from graphtrain.report import loss_curve
+
+    records = read_journal(directory)
+    if len(records) > 1:
+        click.echo(loss_curve(records))

@@ -1,0 +1,243 @@
+"""Every graph of a run through worker processes into the cache.
+
+This process imports neither JAX nor the model: it hands out graphs, watches, and reports.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+from graphtrain.cache import Cache
+from graphtrain.config.schema import Program
+from graphtrain.key import CacheKey
+from graphtrain.requests import request_keys
+
+Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
+
+
+@dataclass(frozen=True)
+class Task:
+    """One graph to have in the cache."""
+
+    label: str  # what progress and reports call it
+    program: Program
+    graph: str
+    request: CacheKey
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one graph."""
+
+    label: str
+    status: Literal["compiled", "cached", "failed"]
+    seconds: float
+    digest: str | None = None  # of the stored program
+    error: str | None = None
+    failure: str | None = None  # directory with the StableHLO and the log
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of all of them."""
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+    def count(self, status: str) -> int:
+        return sum(outcome.status == status for outcome in self.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "total": len(self.outcomes),
+            "successful": self.count("compiled"),
+            "failed": self.count("failed"),
+            "cached": self.count("cached"),
+            "seconds": round(self.seconds, 3),
+            "graphs": [asdict(outcome) for outcome in self.outcomes],
+        }
+
+
+def tasks_of(programs: dict[str, Program]) -> list[Task]:
+    """The graphs of several programs by name; the name is left out of labels where there is one."""
+    return [
+        Task(graph if len(programs) == 1 else f"{name} {graph}", program, graph, request)
+        for name, program in programs.items()
+        for graph, request in request_keys(program).items()
+    ]
+
+
+def compile_tasks(
+    tasks: Sequence[Task],
+    cache: Cache,
+    *,
+    jobs: int | None = None,
+    retries: int = 1,
+    observe: Observer = lambda label, stage: None,
+) -> Report:
+    """Have every graph in the cache; one that fails does not stop the others.
+
+    Args:
+        jobs: worker processes at once; as many as there are cores if None.
+        retries: further attempts for a worker that was killed. A compiler's error is final.
+    """
+    began = time.perf_counter()
+    outcomes = {task.label: _cached(task, cache, observe) for task in tasks}
+    missing = [task for task in tasks if outcomes[task.label] is None]
+    if missing:
+        pool = _Pool(cache, min(jobs or os.cpu_count() or 1, len(missing)), retries, observe)
+        outcomes |= pool.run(missing)
+    done = tuple(outcome for outcome in outcomes.values() if outcome is not None)
+    return Report(done, time.perf_counter() - began)
+
+
+def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
+    began = time.perf_counter()
+    digest = cache.program_of(task.request)
+    if digest is None:
+        observe(task.label, "queued")
+        return None
+    observe(task.label, "cached")
+    return Outcome(task.label, "cached", round(time.perf_counter() - began, 3), digest)
+
+
+@dataclass
+class _Worker:
+    """A running process and the graph it has."""
+
+    task: Task
+    process: Any
+    pipe: Connection
+    scratch: Path
+    began: float
+    attempt: int
+    message: tuple[Any, ...] | None = None  # its last word
+
+
+class _Pool:
+    """One process for each graph, a bounded number at once."""
+
+    def __init__(self, cache: Cache, jobs: int, retries: int, observe: Observer) -> None:
+        self._cache = cache
+        self._jobs = jobs
+        self._retries = retries
+        self._observe = observe
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["graphtrain.worker"])
+
+    def run(self, tasks: Sequence[Task]) -> dict[str, Outcome]:
+        queue = deque((task, 1) for task in tasks)
+        running: list[_Worker] = []
+        outcomes: dict[str, Outcome] = {}
+        with _scratch_directory() as scratch, _stopped_at_exit(running):
+            while queue or running:
+                while queue and len(running) < self._jobs:
+                    running.append(self._start(*queue.popleft(), scratch))
+                for worker in self._finished(running):
+                    running.remove(worker)
+                    if self._is_worth_another(worker):
+                        queue.append((worker.task, worker.attempt + 1))
+                    else:
+                        outcomes[worker.task.label] = self._outcome(worker)
+        return outcomes
+
+    def _start(self, task: Task, attempt: int, parent: Path) -> _Worker:
+        scratch = Path(tempfile.mkdtemp(dir=parent))
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_work,
+            args=(task.program, task.graph, task.request, self._cache.root, scratch, theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self._observe(task.label, "starting" if attempt == 1 else f"attempt {attempt}")
+        return _Worker(task, process, ours, scratch, time.perf_counter(), attempt)
+
+    def _finished(self, running: list[_Worker]) -> list[_Worker]:
+        """Wait for news, take it in, and return the workers that have ended."""
+        by_pipe = {worker.pipe: worker for worker in running}
+        ended = []
+        for ready in wait(list(by_pipe)):
+            worker = by_pipe[ready]  # type: ignore[index]
+            try:
+                message = worker.pipe.recv()
+            except EOFError:
+                worker.process.join()
+                ended.append(worker)
+                continue
+            if message[0] == "stage":
+                self._observe(worker.task.label, message[1])
+            else:
+                worker.message = message
+        return ended
+
+    def _is_worth_another(self, worker: _Worker) -> bool:
+        return worker.message is None and worker.attempt <= self._retries
+
+    def _outcome(self, worker: _Worker) -> Outcome:
+        seconds = round(time.perf_counter() - worker.began, 3)
+        label, message = worker.task.label, worker.message
+        if message is not None and message[0] == "done":
+            status = "compiled" if message[2] else "cached"
+            self._observe(label, status)
+            return Outcome(label, status, seconds, message[1], attempts=worker.attempt)
+        error = message[1] if message else _ended(worker.process.exitcode)
+        kept = self._cache.store_failure(
+            worker.task.request,
+            label,
+            _read(worker.scratch / "program.mlir"),
+            _read(worker.scratch / "log.txt"),
+        )
+        self._observe(label, "failed")
+        return Outcome(label, "failed", seconds, None, error, str(kept), worker.attempt)
+
+
+def _work(*arguments: Any) -> None:
+    """Begin a worker; the name by which the forkserver's children find it."""
+    from graphtrain.worker import work
+
+    work(*arguments)
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = "; the machine may be out of memory, try --jobs 1" if name == "SIGKILL" else ""
+        return f"the compiler's process was ended by {name}{hint}"
+    return f"the compiler's process ended with status {code} and said nothing"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="graphtrain-compile-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
+    """On Ctrl-C or a defect, leave no worker behind; the kernel frees their locks."""
+    try:
+        yield
+    finally:
+        for worker in running:
+            worker.process.terminate()
+            worker.process.join()

@@ -1,0 +1,78 @@
+"""What this machine can compile for and run on, and what would make it do more."""
+
+import importlib.util
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from lowering import host
+from lowering.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    subject: str
+    state: str
+    good: bool
+    remedy: str = ""  # the command that would mend it
+
+
+def examine(cache: Path) -> list[Finding]:
+    """Look at the interpreter, the toolchain, the devices and the store; changes nothing."""
+    return [_python(), *_packages(), *_targets(), _memory(), _store(cache)]
+
+
+def _python() -> Finding:
+    return Finding("python", platform.python_version(), True)
+
+
+def _packages() -> list[Finding]:
+    versions = Toolchain.here("cpu").versions
+    jax, jaxlib = versions.get("jax", ""), versions.get("jaxlib", "")
+    pair = jax.split(".")[:2] == jaxlib.split(".")[:2]
+    remedy = "" if pair else f"pip install jaxlib=={jax}"
+    found = [Finding("jax and jaxlib", f"{jax} and {jaxlib}", pair, remedy)]
+    for name in ("flax", "optax", "orbax-checkpoint", "grain", "sentencepiece"):
+        try:
+            found.append(Finding(name, metadata.version(name), True))
+        except metadata.PackageNotFoundError:
+            found.append(Finding(name, "not installed", False, "pip install graphtrain"))
+    return found
+
+
+def _targets() -> list[Finding]:
+    processor = host.processor()
+    cpu = Finding(
+        "target cpu",
+        f"compiles and runs: {processor['name']}, {processor['architecture']}",
+        True,
+    )
+    return [cpu, _accelerator("cuda", "jax_cuda13_plugin"), _accelerator("tpu", "libtpu")]
+
+
+def _accelerator(name: str, module: str) -> Finding:
+    installed = importlib.util.find_spec(module) is not None
+    state = "plans only in this version" + ("" if installed else f"; {module} is not installed")
+    return Finding(f"target {name}", state, True)
+
+
+def _memory() -> Finding:
+    return Finding("memory", f"{host.memory_bytes() / 1e9:.1f} GB", True)
+
+
+def _store(cache: Path) -> Finding:
+    place = cache if cache.exists() else cache.absolute().parent
+    if not place.exists():
+        return Finding("cache", f"{place} is missing", False, f"mkdir -p {place}")
+    free = shutil.disk_usage(place).free
+    enough = free > 1e9
+    return Finding(
+        "cache",
+        f"{cache}, {free / 1e9:.1f} GB free",
+        enough,
+        "" if enough else f"graphtrain cache gc --cache {cache}",
+    )

@@ -1,0 +1,68 @@
+"""AdamW from configuration, with its state as named arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from graphtrain.config.schema import Optimizer
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec
+
+
+def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTransformation:
+    """Clip, Adam, decoupled decay; the updates still have to be multiplied by -learning rate.
+
+    Args:
+        parameters: their ArraySpecs, which say what decays.
+    """
+    parts = {"adam": optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon)}
+    if optimizer.clip_norm:
+        parts = {"clip": optax.clip_by_global_norm(optimizer.clip_norm)} | parts
+    if optimizer.weight_decay:
+        decays = jax.tree.map(lambda spec: optimizer.decay == "all" or _is_matrix(spec), parameters)
+        parts["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
+    return optax.named_chain(*parts.items())
+
+
+def _is_matrix(spec: ArraySpec) -> bool:
+    """Whether an array multiplies a vector: norms and biases have one axis beside layers, or are
+    the bias of a matrix whose output has two, such as heads and head_dim."""
+    inside = [axis for axis in spec.axes if axis != "layers"]
+    return "embed" in inside and len(inside) > 1
+
+
+def pack(optimizer_state: Any) -> Tree:
+    """Optimizer state as nested dictionaries, so that it is stored by name; empty states vanish."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer_state)
+    return unflatten({_path(keys): leaf for keys, leaf in leaves})
+
+
+def unpack(packed: Tree, template: Any) -> Any:
+    """The optimizer state that pack was given, with its structure from template."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(template)
+    by_path = flatten(packed)
+    return structure.unflatten([by_path[_path(keys)] for keys, _ in leaves])
+
+
+def state_specs(template: Any, parameters: Mapping[str, ArraySpec]) -> Tree:
+    """What the packed state holds; arrays that mirror a parameter take its axes.
+
+    Args:
+        template: the state, as shapes.
+        parameters: ArraySpecs by path.
+    """
+    specs = {}
+    for path, leaf in flatten(pack(template)).items():
+        mirrored = next(
+            (spec for name, spec in parameters.items() if path.endswith(f"/{name}")), None
+        )
+        fits = mirrored is not None and mirrored.shape == leaf.shape
+        axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
+        specs[path] = ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer")
+    return unflatten(specs)
+
+
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -1,0 +1,65 @@
+"""What people read: plans as tables, the loss as a curve."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sharding_rules.plan import Plan
+
+
+def plan_table(plan: "Plan", title: str) -> "Table":
+    """Every array of a plan: shape, names, how it is split, what one device holds."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("array", "shape", "axes", "split", "one device", "bytes"):
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
+    for path, layout in plan.layouts.items():
+        split = ", ".join("+".join(names) if names else "-" for names in layout.split)
+        table.add_row(
+            path,
+            " x ".join(map(str, layout.spec.shape)) or "scalar",
+            ", ".join(axis or "-" for axis in layout.spec.axes),
+            split or "-",
+            " x ".join(map(str, plan.shard_shape(path))) or "scalar",
+            f"{plan.bytes_of(path):,}",
+        )
+    return table
+
+
+def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
+    """The rows of plan_table for programs."""
+    return [
+        {
+            "path": path,
+            "role": layout.spec.role,
+            "dtype": layout.spec.dtype,
+            "shape": list(layout.spec.shape),
+            "axes": list(layout.spec.axes),
+            "split": [list(names) for names in layout.split],
+            "shard_shape": list(plan.shard_shape(path)),
+            "bytes": plan.bytes_of(path),
+        }
+        for path, layout in plan.layouts.items()
+    ]
+
+
+def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
+    """The loss by step, of training and validation, drawn with characters."""
+    from plotext import figure
+
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    for name, key, marker in (
+        ("training", "loss", "braille"),
+        ("validation", "validation_loss", "o"),
+    ):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            signal = figure.signal(*zip(*points, strict=True), marker=marker)
+            figure.draw(signal.label(name))
+    figure.label("step")
+    return str(figure.build())

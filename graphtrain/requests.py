@@ -1,0 +1,73 @@
+"""Which graphs a run needs, and the key each is asked for by; nothing is traced.
+
+`compile` and `run` both ask here, so they cannot disagree.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+
+from graphtrain.config.schema import Program
+from graphtrain.key import CacheKey
+from lowering.target import Target
+from lowering.toolchain import Toolchain
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+_ROOT = Path(__file__).parent.parent
+# What tracing and lowering execute; the command, the loop and the cache are not in a program.
+_SOURCES = (
+    "graphtrain/loss.py",
+    "graphtrain/models",
+    "graphtrain/optimizer.py",
+    "graphtrain/steps.py",
+    "lowering",
+    "sharding_rules",
+)
+
+
+def graph_names(program: Program) -> tuple[str, ...]:
+    """Names of the graphs that training and evaluating a program takes."""
+    return ("init", "train", "evaluate")
+
+
+def request_keys(program: Program) -> dict[str, CacheKey]:
+    """The request key of every graph of a program.
+
+    Raises:
+        LoweringError: no such target.
+        ShardingError: no such rules, or a mesh that does not fill the target.
+    """
+    target = Target.parse(program.target)
+    settings = dataclasses.asdict(program)
+    # What these name is in the key, not their names.
+    del settings["target"], settings["rules"], settings["mesh"]
+    parts = {
+        "program": settings,
+        "mesh": dict(mesh_shape(program).axes),
+        "rules": dataclasses.asdict(Rules.load(program.rules)),
+        "sources": source_digests(),
+        "target": target.ingredients(),
+        "toolchain": dataclasses.asdict(Toolchain.here(target.platform)),
+    }
+    return {name: CacheKey.of(graph=name, **parts) for name in graph_names(program)}
+
+
+def mesh_shape(program: Program) -> MeshShape:
+    """The mesh of a program, with the axis that takes the rest of the target's devices."""
+    sizes = dataclasses.asdict(program.mesh)
+    return MeshShape.resolve(sizes, Target.parse(program.target).devices)
+
+
+@functools.cache
+def source_digests() -> dict[str, str]:
+    """Digest of each of our files that can change a program, by its path in the source tree."""
+    digests = {}
+    for source in _SOURCES:
+        path = _ROOT / source
+        files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.toml")]
+        for file in sorted(files):
+            name = file.relative_to(_ROOT).as_posix()
+            digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return digests

@@ -1,0 +1,217 @@
+"""The training loop over loaded programs."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lowering
+from graphtrain.cache import Cache
+from graphtrain.checkpoint import Checkpoints, saved_steps
+from graphtrain.config import render
+from graphtrain.config.schema import Config, Program, Run
+from graphtrain.errors import TrainingError
+from graphtrain.interrupts import StopRequest, stop_requests
+from graphtrain.loading import load_executables
+from graphtrain.metrics import Journal, Record
+from graphtrain.models.counts import flops_per_token
+from graphtrain.schedule import learning_rate
+from lowering.target import Target
+from lowering.trees import Tree
+
+Report = Callable[[Record], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int  # taken in all
+    resumed_from: int | None
+    validation_loss: float | None
+    stopped_by: str | None  # the signal, if one did
+
+
+def train(config: Config, cache: Cache, *, source: Path, report: Report) -> Summary:
+    """Train from compiled programs to run.steps, from the last checkpoint if there is one.
+
+    Args:
+        source: the configuration's file, for messages.
+        report: called with every record that goes into the journal.
+
+    Raises:
+        MissingProgram: a graph is not in the cache.
+        TrainingError: the loss is not finite, or the run's directory cannot be used.
+        DataError: the dataset cannot be used.
+    """
+    run, program = config.run, config.program
+    directory = Path(run.directory)
+    with ExitStack() as stack:
+        stack.enter_context(_owned(directory))
+        steps = saved_steps(directory / "checkpoints")
+        start = steps[-1] if steps else 0
+        names = ["train", "evaluate"] if steps else ["init", "train", "evaluate"]
+        # Importing the loader and filling its buffers overlaps with loading the executables.
+        opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
+        executables = load_executables(program, cache, names, source)
+        (directory / "config.toml").write_text(render(config))
+        journal = Journal(directory, after=start, tensorboard=run.tensorboard)
+        stack.callback(journal.close)
+        checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
+        stack.callback(checkpoints.close)
+        loader = opening.result()
+        stack.callback(loader.close)
+        backend = lowering.backend(Target.parse(program.target))
+        stop = stack.enter_context(stop_requests())
+        stack.enter_context(backend.forbid_tracing())
+        if steps:
+            saved = checkpoints.restore(start, executables["train"].inputs("state"))
+            loader.restore(saved.loader)
+            state = saved.state
+        else:
+            state = executables["init"](np.uint32(run.seed))["state"]
+
+        def write(record: Record) -> None:
+            journal.write(record)
+            report(record)
+
+        loop = _Loop(config, executables, loader, checkpoints, write, start)
+        return loop.take_steps(state, stop)
+
+
+def _open_loader(run: Run, program: Program) -> Any:
+    from graphtrain.data.loader import Loader
+
+    return Loader(
+        run.data.train,
+        sequences=program.batch.sequences,
+        length=program.batch.length,
+        seed=run.seed,
+        vocab=program.model.vocab,
+    )
+
+
+@contextmanager
+def _owned(directory: Path) -> Iterator[None]:
+    """Let no two processes write into one run."""
+    from filelock import FileLock, Timeout
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory / ".lock", blocking=False):
+            yield
+    except Timeout:
+        raise TrainingError(f"another process is training into {directory}") from None
+    except OSError as error:
+        raise TrainingError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+@dataclass
+class _Loop:
+    """What the loop holds beside the state; metrics are read while the next step computes."""
+
+    config: Config
+    executables: dict[str, Any]
+    loader: Any
+    checkpoints: Checkpoints
+    write: Report
+    start: int
+    _pending: tuple[int, Tree, float] | None = None
+    _settled_at: float = field(default_factory=time.perf_counter)
+    _target: Target = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._target = Target.parse(self.config.program.target)
+
+    def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
+        run = self.config.run
+        put = lowering.backend(self._target).put
+        step, batches = self.executables["train"], self.executables["train"].inputs("batch")
+        validation, done = None, self.start
+        for index in range(self.start, run.steps):
+            rate = learning_rate(run.schedule, run.steps, index)
+            batch = put(self._microbatches(next(self.loader)), batches)
+            outputs = step(state, batch, np.float32(rate))
+            state, done = outputs["state"], index + 1
+            self._settle()
+            self._pending = done, outputs["metrics"], rate
+            last = done == run.steps
+            if last or (run.evaluate_every and done % run.evaluate_every == 0):
+                validation = self._validate(done, state)
+            if last or done % run.save_every == 0 or stop:
+                self._settle()  # never save a state whose loss is not known to be finite
+                self.checkpoints.save(done, state, self.loader.state())
+            if stop:
+                break
+        self._settle()
+        stopped = stop.signal.name if stop.signal and done < run.steps else None
+        return Summary(done, self.start or None, validation, stopped)
+
+    def _microbatches(self, batch: dict[str, np.ndarray]) -> Tree:
+        count = self.config.program.batch.microbatches
+        return {name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()}
+
+    def _settle(self) -> None:
+        """Wait for the metrics of the last step given out, check them and write them down."""
+        if self._pending is None:
+            return
+        done, metrics, rate = self._pending
+        self._pending = None
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        now = time.perf_counter()
+        seconds, self._settled_at = now - self._settled_at, now
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(self._not_finite(done, loss, norm))
+        tokens_per_second = self.config.program.batch.tokens / seconds
+        self.write(
+            {
+                "step": done,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": rate,
+                "targets": int(metrics["targets"]),
+                "step_seconds": round(seconds, 6),
+                "tokens_per_second": round(tokens_per_second, 2),
+                "mfu": self._utilization(tokens_per_second),
+                "memory_bytes": lowering.backend(self._target).memory_in_use(),
+            }
+        )
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        program = self.config.program
+        peak = self._target.peak_flops(program.model.dtype)
+        flops = flops_per_token(program.model, program.batch.length) * tokens_per_second
+        return round(flops / peak, 6) if peak else None
+
+    def _not_finite(self, done: int, loss: float, norm: float) -> str:
+        documents = self.loader.document_ids(done - 1)
+        some = ", ".join(str(number) for number in documents[:20])
+        saved = saved_steps(Path(self.config.run.directory) / "checkpoints")
+        return (
+            f"step {done}: loss {loss}, gradient norm {norm}; the batch holds documents {some}"
+            + (f" and {len(documents) - 20} more" if len(documents) > 20 else "")
+            + f" of {self.config.run.data.train}; last good checkpoint: "
+            + (f"{self.config.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
+        )
+
+    def _validate(self, done: int, state: Tree) -> float | None:
+        run, program = self.config.run, self.config.program
+        if run.data.validation is None:
+            return None
+        from graphtrain.evaluate import validation_batches, validation_loss
+
+        self._settle()
+        batches = validation_batches(
+            run.data.validation, program.batch, program.model.vocab, run.evaluate_batches
+        )
+        evaluate = self.executables["evaluate"]
+        loss = validation_loss(evaluate, state["parameters"], batches, self._target)
+        self.write({"step": done, "validation_loss": loss})
+        self._settled_at = time.perf_counter()  # the next step did not take this time
+        return loss

@@ -1,0 +1,153 @@
+"""init, train and evaluate as pure functions: the Graphs of a program.
+
+A state is {"parameters", "optimizer", "step", "key"}, all named arrays. What changes often but not
+the code, such as the learning rate, is an input.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from graphtrain.config.schema import Program
+from graphtrain.loss import cross_entropy
+from graphtrain.models.decoder import initialise, logits, parameter_specs
+from graphtrain.optimizer import make_optimizer, pack, state_specs, unpack
+from lowering.graph import Graph
+from lowering.trees import Tree, flatten
+from sharding_rules.arrays import ArraySpec
+
+_SCALAR = ArraySpec((), (), "float32", "activation")
+
+
+def build_graph(program: Program, name: str) -> Graph:
+    """One of the graphs that `requests.graph_names` lists."""
+    return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
+
+
+def _init(program: Program) -> Graph:
+    def init(seed: jax.Array) -> Tree:
+        weights_key, dropout_key = jax.random.split(jax.random.key(seed))
+        parameters = initialise(program.model, weights_key)
+        return {
+            "state": {
+                "parameters": parameters,
+                "optimizer": pack(_optimizer(program).init(parameters)),
+                "step": jnp.zeros((), jnp.int32),
+                "key": jax.random.key_data(dropout_key),
+            }
+        }
+
+    seed = ArraySpec((), (), "uint32", "activation")
+    outputs = {"state": state_specs_of(program)}
+    return Graph("init", init, {"seed": seed}, outputs, runs_once=True)
+
+
+def _train(program: Program) -> Graph:
+    optimizer = _optimizer(program)
+    template = jax.eval_shape(optimizer.init, _shapes(parameter_specs(program.model)))
+
+    def train(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
+        parameters = state["parameters"]
+        gradients, loss = accumulate_gradients(program, state, batch)
+        updates, optimizer_state = optimizer.update(
+            gradients, unpack(state["optimizer"], template), parameters
+        )
+        scaled = jax.tree.map(lambda update: -learning_rate * update, updates)
+        return {
+            "state": {
+                "parameters": optax.apply_updates(parameters, scaled),
+                "optimizer": pack(optimizer_state),
+                "step": state["step"] + 1,
+                "key": state["key"],
+            },
+            "metrics": {
+                "loss": loss,
+                "grad_norm": optax.tree.norm(gradients),
+                "targets": batch["weights"].sum(),
+            },
+        }
+
+    state = state_specs_of(program)
+    return Graph(
+        "train",
+        train,
+        {"state": state, "batch": _batch(program, train=True), "learning_rate": _SCALAR},
+        {
+            "state": state,
+            "metrics": dict.fromkeys(("loss", "grad_norm", "targets"), _SCALAR),
+        },
+        donated=("state",),
+    )
+
+
+def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+    """Gradients and loss of all microbatches, each target weighing the same."""
+    total = jnp.maximum(batch["weights"].sum(), 1.0)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+
+    def of(microbatch: Tree, index: Any) -> tuple[Tree, jax.Array]:
+        def objective(parameters: Tree) -> tuple[jax.Array, jax.Array]:
+            dropout = jax.random.fold_in(key, index) if program.model.dropout else None
+            out = logits(program.model, parameters, microbatch["tokens"], dropout_key=dropout)
+            loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
+            return (loss + program.loss.z_loss * squares) / total, loss / total
+
+        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
+        return gradients, loss
+
+    if program.batch.microbatches == 1:
+        return of(jax.tree.map(lambda array: array[0], batch), 0)
+
+    def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, of(*indexed)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state["parameters"]), jnp.zeros(())
+    sums, _ = jax.lax.scan(add, zeros, (batch, jnp.arange(program.batch.microbatches)))
+    return sums
+
+
+def _evaluate(program: Program) -> Graph:
+    def evaluate(parameters: Tree, batch: Tree) -> Tree:
+        out = logits(program.model, parameters, batch["tokens"])
+        loss, _ = cross_entropy(out, batch["targets"], batch["weights"])
+        return {"metrics": {"loss_sum": loss, "targets": batch["weights"].sum()}}
+
+    return Graph(
+        "evaluate",
+        evaluate,
+        {"parameters": parameter_specs(program.model), "batch": _batch(program, train=False)},
+        {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
+    )
+
+
+def state_specs_of(program: Program) -> Tree:
+    """What the state of a run holds."""
+    parameters = parameter_specs(program.model)
+    template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
+    return {
+        "parameters": parameters,
+        "optimizer": state_specs(template, flatten(parameters)),
+        "step": ArraySpec((), (), "int32", "optimizer"),
+        "key": ArraySpec((2,), (None,), "uint32", "optimizer"),
+    }
+
+
+def _optimizer(program: Program) -> optax.GradientTransformation:
+    return make_optimizer(program.optimizer, parameter_specs(program.model))
+
+
+def _shapes(specs: Tree) -> Tree:
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+
+
+def _batch(program: Program, *, train: bool) -> Tree:
+    """A training batch has its microbatches in front; evaluation takes one microbatch."""
+    batch = program.batch
+    shape: tuple[int, ...] = (batch.sequences // batch.microbatches, batch.length)
+    axes: tuple[str, ...] = ("batch", "seq")
+    if train:
+        shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    return {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}

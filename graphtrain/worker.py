@@ -1,0 +1,120 @@
+"""One graph, from settings to a stored program, in a process of its own.
+
+The forkserver preloads this module, so a worker begins with everything imported. Nothing here
+starts a backend at import: a backend does not survive a fork.
+"""
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import lowering
+from graphtrain.cache import Cache
+from graphtrain.config.schema import Program
+from graphtrain.errors import GraphtrainError
+from graphtrain.key import CacheKey
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import build_graph
+from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
+from lowering.errors import LoweringError
+from lowering.lowered import Lowered
+from lowering.target import Target
+from sharding_rules.errors import ShardingError
+from sharding_rules.rules import Rules
+
+USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)
+
+
+def work(
+    program: Program, name: str, request: CacheKey, store: Path, scratch: Path, pipe: Connection
+) -> None:
+    """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
+
+    Sends ("stage", text) any number of times, then ("done", program digest, compiled) or
+    ("failed", message).
+    """
+    with _output_to(scratch / "log.txt"):
+        try:
+            digest, compiled = produce(
+                program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
+            )
+            pipe.send(("done", digest, compiled))
+        except USER_ERRORS as error:
+            print(error, file=sys.stderr)
+            pipe.send(("failed", str(error)))
+        except Exception as error:
+            traceback.print_exc()
+            pipe.send(("failed", f"{type(error).__name__}: {error}".partition("\n")[0]))
+
+
+def produce(
+    program: Program,
+    name: str,
+    request: CacheKey,
+    cache: Cache,
+    scratch: Path,
+    say: Callable[[str], None],
+) -> tuple[str, bool]:
+    """Make sure the cache holds the program of a request; return its digest, and if it is new.
+
+    Whoever else is asked for the same request or program waits here and then finds it done.
+    """
+    with cache.lock(request, on_wait=lambda owner: say(f"waiting for {owner}")):
+        if (found := cache.program_of(request)) is not None:
+            return found, False
+        say("tracing")
+        lowered = lower(program, name)
+        (scratch / "program.mlir").write_text(lowered.text)
+        key = program_key(lowered, request)
+        with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
+            new = cache.get(key) is None
+            if new:
+                say("compiling")
+                began = time.perf_counter()
+                artifact = lowering.backend(lowered.target).compile(lowered)
+                say(f"storing after {time.perf_counter() - began:.1f} s")
+                cache.put(key, artifact)
+            cache.link(request, key)
+        return key.digest, new
+
+
+def lower(program: Program, name: str) -> Lowered:
+    """Trace and shard one graph for the program's target."""
+    target = Target.parse(program.target)
+    backend = lowering.backend(target)
+    backend.devices(target)  # before the model is built, which may ask for a device
+    return backend.lower(
+        build_graph(program, name), Rules.load(program.rules), mesh_shape(program), target
+    )
+
+
+def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:
+    """What must be equal for two lowered programs to compile to the same executable."""
+    return CacheKey.of(
+        graph=lowered.name,
+        text=hashlib.sha256(lowered.text.encode()).hexdigest(),
+        mesh=dict(lowered.plan.mesh.axes),  # names the axes by which the run places its arrays
+        inputs=lowered.facts["inputs"],  # the loader finds arrays by these paths and layouts
+        outputs=lowered.facts["outputs"],
+        options=lowered.options,
+        target=request.part("target"),
+        toolchain=request.part("toolchain"),
+    )
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Send what this process and the compiler below it print to a file."""
+    with path.open("ab", buffering=0) as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()

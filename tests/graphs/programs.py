@@ -1,0 +1,92 @@
+"""Small programs that the tests of this folder compile and run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import accumulate_gradients, build_graph
+from lowering import jax_xla
+from lowering.graph import Graph
+from lowering.jax_xla import Executable
+from lowering.target import Target
+from lowering.trees import Tree
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.rules import Rules
+
+LLAMA = Model(
+    layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none"
+)
+GPT2 = Model(
+    layers=2,
+    embed=32,
+    heads=4,
+    mlp=64,
+    vocab=64,
+    positions="learned",
+    max_length=16,
+    norm="layer",
+    activation="gelu_tanh",
+    bias="all",
+    tied_head=True,
+    dtype="float32",
+)
+CUBE = {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=2, tensor=2)}
+
+
+def program(**settings: Any) -> Program:
+    """A Llama of 2 layers on one device, unless settings say otherwise."""
+    defaults = {"mesh": Mesh(), "model": LLAMA, "batch": Batch(sequences=8, length=16)}
+    return Program(**defaults | settings)
+
+
+@functools.cache
+def loaded(of: Program, graph: str) -> Executable:
+    """Lower, compile and load one graph, by the road that every program takes."""
+    built = gradients_graph(of) if graph == "gradients" else build_graph(of, graph)
+    target = Target.parse(of.target)
+    lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    return jax_xla.load(jax_xla.compile(lowered), target)
+
+
+def gradients_graph(of: Program) -> Graph:
+    """The loss and gradients that the training step of a program computes."""
+    train = build_graph(of, "train")
+    inputs = {name: train.inputs[name] for name in ("state", "batch")}
+
+    def gradients(state: Tree, batch: Tree) -> Tree:
+        grads, loss = accumulate_gradients(of, state, batch)
+        return {"gradients": grads, "loss": loss}
+
+    loss = ArraySpec((), (), "float32", "activation")
+    outputs = {"gradients": train.inputs["state"]["parameters"], "loss": loss}
+    return Graph("gradients", gradients, inputs, outputs)
+
+
+def state_of(of: Program) -> Tree:
+    """The state that seed 0 gives, on the host; the same for every mesh."""
+    alone = dataclasses.replace(of, target="cpu:1", mesh=Mesh())
+    return jax.device_get(loaded(alone, "init")(np.uint32(0))["state"])
+
+
+def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens; some targets are masked, and not as many in each microbatch."""
+    sizes = of.batch
+    random = np.random.default_rng(seed)
+    shape = sizes.microbatches, sizes.sequences // sizes.microbatches, sizes.length
+    tokens = random.integers(0, of.model.vocab, (*shape[:-1], sizes.length + 1), np.int32)
+    weights = (random.random(shape) < np.linspace(0.4, 1, shape[0])[:, None, None]) * 1.0
+    return {
+        "tokens": tokens[..., :-1].copy(),
+        "targets": tokens[..., 1:].copy(),
+        "weights": weights.astype(np.float32),
+    }
+
+
+def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:
+    """Host arrays where an argument of an executable lives."""
+    return jax_xla.put(tree, executable.inputs(name))
