@@ -50,7 +50,7 @@ def validation_batches(
 
 
 def checkpoint_loss(
-    config: Config, cache: Cache, *, source: Path, step: int | None
+    config: Config, cache: Cache, *, remedy: str, step: int | None
 ) -> dict[str, float]:
     """Validation loss and perplexity of a checkpoint of a run, the last one if step is None.
 
@@ -67,7 +67,7 @@ def checkpoint_loss(
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
     step = steps[-1] if step is None else step
-    evaluate = load_executables(program, cache, ["evaluate"], source)["evaluate"]
+    evaluate = load_executables(program, cache, ["evaluate"], remedy)["evaluate"]
     target = Target.parse(program.target)
     with lowering.backend(target).forbid_tracing():
         parameters = restore_parameters(directory, step, evaluate.inputs("parameters"))

@@ -1,7 +1,6 @@
 """The executables of a program, from the cache, or why they are not there."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lowering
@@ -14,9 +13,12 @@ from lowering.target import Target
 
 
 def load_executables(
-    program: Program, cache: Cache, names: Sequence[str], config: Path
+    program: Program, cache: Cache, names: Sequence[str], remedy: str
 ) -> dict[str, Any]:
     """Load the named graphs of a program; nothing is traced.
+
+    Args:
+        remedy: the command that would compile them, for the error.
 
     Raises:
         MissingProgram: a graph was not compiled; says which ingredient of its key differs.
@@ -26,16 +28,20 @@ def load_executables(
     artifacts = {name: cache.find(keys[name]) for name in names}
     missing = [name for name, artifact in artifacts.items() if artifact is None]
     if missing:
-        raise MissingProgram(
-            _explain(program, cache, {name: keys[name] for name in missing}, config)
-        )
+        reasons = _reasons(cache, {name: keys[name] for name in missing})
+        raise MissingProgram("\n".join([*reasons, f"run: {remedy}"]))
     target = Target.parse(program.target)
     backend = lowering.backend(target)
     return {name: backend.load(artifact, target) for name, artifact in artifacts.items()}
 
 
-def _explain(program: Program, cache: Cache, missing: Mapping[str, CacheKey], config: Path) -> str:
-    lines = [f"no compiled program for {config} on {program.target}:"]
-    lines += [f"{name}: {cache.explain(key)}" for name, key in missing.items()]
-    lines.append(f"run: graphtrain compile {config} --target {program.target}")
-    return "\n".join(lines)
+def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:
+    """Why graphs are missing; what several have in common is said once."""
+    explanations = {name: cache.explain(key) for name, key in missing.items()}
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, explanation in explanations.items():
+        alike.setdefault(explanation.lines or (name,), []).append(name)
+    return [
+        f"no compiled {' and '.join(names)} step: {explanations[names[0]]}"
+        for names in alike.values()
+    ]

@@ -1,6 +1,6 @@
 """What people read: plans as tables, the loss as a curve."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,21 +9,20 @@ if TYPE_CHECKING:
     from sharding_rules.plan import Plan
 
 
-def plan_table(plan: "Plan", title: str) -> "Table":
-    """Every array of a plan: shape, names, how it is split, what one device holds."""
+def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
+    """The named arrays of a plan: shape, axis names, how each is split, what one device holds."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("array", "shape", "axes", "split", "one device", "bytes"):
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for path, layout in plan.layouts.items():
-        split = ", ".join("+".join(names) if names else "-" for names in layout.split)
+    table = Table(box=None, pad_edge=False)
+    for name in ("array", "shape", "axes", "split", "bytes/device"):
+        table.add_column(name, justify="right" if name[0] == "b" else "left", no_wrap=True)
+    for path in paths:
+        layout = plan.layouts[path]
         table.add_row(
-            path,
-            " x ".join(map(str, layout.spec.shape)) or "scalar",
-            ", ".join(axis or "-" for axis in layout.spec.axes),
-            split or "-",
-            " x ".join(map(str, plan.shard_shape(path))) or "scalar",
+            path.removeprefix("state/"),
+            "x".join(map(str, layout.spec.shape)) or "scalar",
+            ",".join(axis or "-" for axis in layout.spec.axes) or "-",
+            ",".join("+".join(names) if names else "-" for names in layout.split) or "-",
             f"{plan.bytes_of(path):,}",
         )
     return table

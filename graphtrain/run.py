@@ -38,11 +38,11 @@ class Summary:
     stopped_by: str | None  # the signal, if one did
 
 
-def train(config: Config, cache: Cache, *, source: Path, report: Report) -> Summary:
+def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summary:
     """Train from compiled programs to run.steps, from the last checkpoint if there is one.
 
     Args:
-        source: the configuration's file, for messages.
+        remedy: the command that compiles what is missing, for messages.
         report: called with every record that goes into the journal.
 
     Raises:
@@ -59,7 +59,7 @@ def train(config: Config, cache: Cache, *, source: Path, report: Report) -> Summ
         names = ["train", "evaluate"] if steps else ["init", "train", "evaluate"]
         # Importing the loader and filling its buffers overlaps with loading the executables.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
-        executables = load_executables(program, cache, names, source)
+        executables = load_executables(program, cache, names, remedy)
         (directory / "config.toml").write_text(render(config))
         journal = Journal(directory, after=start, tensorboard=run.tensorboard)
         stack.callback(journal.close)

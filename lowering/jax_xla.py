@@ -26,8 +26,10 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
 
+Device = Any  # jax.Device, which type checkers take for a variable
 
-def devices(target: Target) -> list[jax.Device]:
+
+def devices(target: Target) -> list[Device]:
     """The target's devices in this process; a CPU is split into as many as asked, if not yet begun.
 
     Raises:
@@ -52,7 +54,7 @@ def devices(target: Target) -> list[jax.Device]:
     return found[: target.devices]
 
 
-def make_mesh(shape: MeshShape, placed_on: list[jax.Device]) -> Mesh:
+def make_mesh(shape: MeshShape, placed_on: list[Device]) -> Mesh:
     """The mesh with its devices; the partitioner propagates shardings along every axis."""
     return Mesh(np.array(placed_on).reshape(tuple(shape.axes.values())), tuple(shape.axes))
 
@@ -201,9 +203,10 @@ def load(artifact: Artifact, target: Target) -> Executable:
     return Executable(compiled, record, make_mesh(MeshShape(record["mesh"]), placed_on))
 
 
-def _fingerprint(placed_on: list[jax.Device]) -> str:
+def _fingerprint(placed_on: list[Device]) -> str:
     """XLA's own digest of the devices and, for a CPU, its instruction set."""
-    from jax._src.lib import xla_client  # the digest JAX's own cache uses; no public name (0.10)
+    # The digest JAX's own cache uses; it has no public name (jax 0.11).
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return f"{xla_client.get_topology_for_devices(placed_on).fingerprint():016x}"
 

@@ -9,7 +9,7 @@ import sys
 import click
 
 _COMMANDS = {
-    "cache": "list, explain, verify and prune compiled programs",
+    "cache": "list, explain, verify and collect compiled programs",
     "compile": "compile every graph of a run into the cache, in parallel",
     "config": "show a resolved configuration, or the JSON schema for editors",
     "data": "make a sample corpus; prepare text for training",

@@ -8,6 +8,7 @@ import click
 
 from graphtrain.cli.options import (
     cache_option,
+    compile_command,
     config_argument,
     json_option,
     overrides_option,
@@ -38,7 +39,8 @@ def command(
     from graphtrain.evaluate import bigram_loss, checkpoint_loss
 
     settings = load_config(config, overrides, target)
-    result = checkpoint_loss(settings, Cache(cache), source=config, step=step)
+    remedy = compile_command(config, target, overrides, cache)
+    result = checkpoint_loss(settings, Cache(cache), remedy=remedy, step=step)
     if bigram:
         result["bigram_loss"] = bigram_loss(settings)
     if as_json:

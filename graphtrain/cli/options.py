@@ -1,5 +1,7 @@
 """Arguments and options that commands share."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -29,3 +31,12 @@ cache_option = click.option(
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def compile_command(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
+    """The command that compiles what a command with these options needs."""
+    words = ["graphtrain", "compile", str(config)]
+    words += ["--target", target] if target else []
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--cache", str(cache)] if cache != Path("cache") else []
+    return shlex.join(words)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import click
 
-from graphtrain.cli.options import cache_option, config_argument, overrides_option, target_option
+from graphtrain.cli.options import (
+    cache_option,
+    compile_command,
+    config_argument,
+    overrides_option,
+    target_option,
+)
 
 _SIGNAL_STATUS = 128  # plus the number of the signal, as shells have it
 
@@ -39,8 +45,9 @@ def command(
         _compile_missing(config, settings.program, store)
     from graphtrain.run import train
 
+    remedy = compile_command(config, target, overrides, cache)
     with reporting(settings.run.steps, settings.run.report_every) as report:
-        summary = train(settings, store, source=config, report=report)
+        summary = train(settings, store, remedy=remedy, report=report)
     click.echo(_ending(summary, settings.run.directory))
     if summary.stopped_by:
         import signal
