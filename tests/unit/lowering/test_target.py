@@ -1,0 +1,38 @@
+import pytest
+
+from lowering import host
+from lowering.errors import LoweringError
+from lowering.target import Target
+
+
+def test_a_name_gives_machine_and_devices():
+    pod = Target.parse("v5p:4x4x4")
+    assert (pod.machine, pod.platform, pod.devices, str(pod)) == ("v5p", "tpu", 64, "v5p:4x4x4")
+
+
+def test_one_device_is_meant_where_none_is_named():
+    assert Target.parse("cpu").devices == 1
+
+
+def test_an_unknown_machine_suggests_the_nearest():
+    with pytest.raises(LoweringError, match=r"no target machine 'h10'; did you mean h100"):
+        Target.parse("h10:8")
+
+
+@pytest.mark.parametrize("name", ["cpu:0", "cpu:-1", "cpu:two", "v5p:4xx4", "cpu:²"])
+def test_devices_that_are_no_numbers_are_refused(name):
+    with pytest.raises(LoweringError, match=r"write devices as in cpu:8"):
+        Target.parse(name)
+
+
+def test_a_cpu_is_told_from_another_by_its_instruction_set():
+    assert Target.parse("cpu:2").ingredients()["processor"] == host.processor()
+    assert "processor" not in Target.parse("h100:2").ingredients()
+
+
+def test_every_machine_says_where_its_numbers_are_from():
+    from lowering.target import _topologies
+
+    for name, machine in _topologies().items():
+        assert machine["source"] and machine["memory"] > 1e9, name
+        assert machine["flops"]["bfloat16"] > 1e14, name

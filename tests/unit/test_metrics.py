@@ -1,0 +1,39 @@
+from graphtrain.metrics import Journal, read_journal
+
+
+def write(directory, steps, after):
+    journal = Journal(directory, after=after, tensorboard=False)
+    for step in steps:
+        journal.write({"step": step, "loss": 1.0 / step})
+    journal.close()
+
+
+def test_a_resumed_run_replaces_the_records_after_its_checkpoint(tmp_path):
+    write(tmp_path, [1, 2, 3, 4], after=0)
+    write(tmp_path, [3, 4, 5], after=2)
+    assert [record["step"] for record in read_journal(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    write(tmp_path, [1, 2], after=0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [record["step"] for record in read_journal(tmp_path)] == [1, 2]
+    write(tmp_path, [3], after=2)
+    assert [record["step"] for record in read_journal(tmp_path)] == [1, 2, 3]
+
+
+def test_event_files_hold_every_number(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    journal = Journal(tmp_path, after=0, tensorboard=True)
+    journal.write({"step": 7, "loss": 0.5, "mfu": None})
+    journal.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, values, at = file.read_bytes(), {}, 0
+    while at < len(data):  # length (8 bytes), its checksum (4), the event, its checksum (4)
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        values |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        at += 16 + size
+    assert values == {"loss": (7, 0.5)}

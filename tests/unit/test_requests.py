@@ -1,0 +1,60 @@
+import dataclasses
+
+import pytest
+
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests
+from sharding_rules.errors import ShardingError
+
+PROGRAM = Program(
+    target="cpu:2",
+    mesh=Mesh(data="rest"),
+    model=Model(layers=1, embed=8, heads=2, mlp=16, vocab=32),
+    batch=Batch(sequences=8, length=8),
+)
+
+
+def digests(**changes):
+    keys = request_keys(dataclasses.replace(PROGRAM, **changes))
+    return {key.digest for key in keys.values()}
+
+
+def test_every_graph_has_its_own_key():
+    assert len(digests()) == len(graph_names(PROGRAM))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": "cpu:4"},
+        {"rules": ("data",)},
+        {"mesh": Mesh(fsdp="rest")},
+        {"batch": Batch(sequences=16, length=8)},
+        {"model": dataclasses.replace(PROGRAM.model, dropout=0.1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_that_changes_code_changes_the_keys(change):
+    assert not digests(**change) & digests()
+
+
+def test_a_key_holds_what_names_mean_and_not_the_names():
+    named = dataclasses.replace(PROGRAM, mesh=Mesh(data=2))
+    assert request_keys(named) == request_keys(PROGRAM)
+
+
+def test_the_target_alone_moves_a_program():
+    assert mesh_shape(dataclasses.replace(PROGRAM, target="h100:64")).axes["data"] == 64
+
+
+def test_a_mesh_that_does_not_fill_the_target_is_refused():
+    moved = dataclasses.replace(PROGRAM, target="cpu:8", mesh=Mesh(data=3, fsdp="rest"))
+    with pytest.raises(ShardingError, match="8 is not a multiple of 3"):
+        request_keys(moved)
+
+
+def test_what_is_traced_is_in_the_sources_and_the_loop_is_not():
+    names = source_digests()
+    assert "graphtrain/models/decoder.py" in names
+    assert "sharding_rules/presets/fsdp.toml" in names
+    assert "graphtrain/run.py" not in names
