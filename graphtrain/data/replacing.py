@@ -35,6 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     partial = partial_path(path)
     try:
         with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
                 yield file
                 settle(file)

@@ -78,6 +78,12 @@ def test_no_text_is_an_error_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"absent/a\.jsonl.*: No such file"):
-        write_sample(tmp_path / "absent" / "a.jsonl")
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(DataError, match=r"file"):
+        write_sample(tmp_path / "file" / "sample.jsonl", include=("topics",), limit=10_000)
+
+
+def test_a_missing_directory_is_made(tmp_path):
+    write_sample(tmp_path / "new" / "sample.jsonl", include=("topics",), limit=10_000)
+    assert (tmp_path / "new" / "sample.jsonl").stat().st_size > 0
