@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Program
+from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
 
@@ -194,14 +195,18 @@ class _Pool:
             self._observe(label, status)
             return Outcome(label, status, seconds, message[1], attempts=worker.attempt)
         error = message[1] if message else _ended(worker.process.exitcode)
-        kept = self._cache.store_failure(
-            worker.task.request,
-            label,
-            _read(worker.scratch / "program.mlir"),
-            _read(worker.scratch / "log.txt"),
-        )
+        kept = self._keep(worker)
         self._observe(label, "failed")
-        return Outcome(label, "failed", seconds, None, error, str(kept), worker.attempt)
+        return Outcome(label, "failed", seconds, None, error, kept, worker.attempt)
+
+    def _keep(self, worker: _Worker) -> str | None:
+        """Store the StableHLO and log of a failure; the store itself may be what failed."""
+        text, log = (_read(worker.scratch / name) for name in ("program.mlir", "log.txt"))
+        task = worker.task
+        try:
+            return str(self._cache.store_failure(task.request, task.label, text, log))
+        except CacheError:
+            return None
 
 
 def _work(*arguments: Any) -> None:

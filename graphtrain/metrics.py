@@ -2,9 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from graphtrain.errors import TrainingError
 
 Record = Mapping[str, float | int | None]
 
@@ -22,18 +25,24 @@ class Journal:
             after: the last step whose records stay.
         """
         self._path = directory / "metrics.jsonl"
-        _keep_until(self._path, after)
-        self._lines = self._path.open("a")
+        with writing(directory):
+            _keep_until(self._path, after)
+            self._lines = self._path.open("a")
         self._events_in = directory / "tensorboard" if tensorboard else None
         self._after = after
         self._events: Any = None
 
     def write(self, record: Record) -> None:
-        """Add a record; it has a "step" and numbers."""
-        self._lines.write(json.dumps(record) + "\n")
-        self._lines.flush()
-        if self._events_in is not None:
-            self._write_events(self._events_in, record)
+        """Add a record; it has a "step" and numbers.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        with writing(self._path.parent):
+            self._lines.write(json.dumps(record) + "\n")
+            self._lines.flush()
+            if self._events_in is not None:
+                self._write_events(self._events_in, record)
 
     def _write_events(self, directory: Path, record: Record) -> None:
         if self._events is None:
@@ -46,9 +55,22 @@ class Journal:
                 self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        self._lines.close()
+        with suppress(OSError):  # what could not be flushed has been reported by write
+            self._lines.close()
         if self._events is not None:
             self._events.close()
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Say what could not be written, and what to do, instead of a bare error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{directory} cannot be written ({error.strerror or error}); free space there, or set "
+            "run.directory to another place"
+        ) from error
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:

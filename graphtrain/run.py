@@ -19,7 +19,7 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import load_executables
-from graphtrain.metrics import Journal, Record
+from graphtrain.metrics import Journal, Record, writing
 from graphtrain.models.counts import flops_per_token
 from graphtrain.schedule import learning_rate
 from lowering.target import Target
@@ -60,7 +60,8 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         # Importing the loader and filling its buffers overlaps with loading the executables.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
         executables = load_executables(program, cache, names, remedy)
-        (directory / "config.toml").write_text(render(config))
+        with writing(directory):
+            (directory / "config.toml").write_text(render(config))
         journal = Journal(directory, after=start, tensorboard=run.tensorboard)
         stack.callback(journal.close)
         checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
@@ -102,14 +103,17 @@ def _owned(directory: Path) -> Iterator[None]:
     """Let no two processes write into one run."""
     from filelock import FileLock, Timeout
 
-    try:
+    lock = FileLock(directory / ".lock", blocking=False)
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / ".lock", blocking=False):
-            yield
-    except Timeout:
-        raise TrainingError(f"another process is training into {directory}") from None
-    except OSError as error:
-        raise TrainingError(f"{directory} cannot be written: {error.strerror}") from error
+        try:
+            lock.acquire()
+        except Timeout:
+            raise TrainingError(f"another process is training into {directory}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass

@@ -5,6 +5,7 @@ Modules are imported when their command is asked for, so that no command pays fo
 
 import importlib
 import sys
+import warnings
 
 import click
 
@@ -44,6 +45,7 @@ def _root() -> None:
 
 def main() -> None:
     """Entry point: print what a user can fix as one line and exit with its status."""
+    warnings.showwarning = lambda message, *about: click.echo(f"warning: {message}", err=True)
     try:
         _root.main(prog_name="graphtrain")
     except Exception as error:

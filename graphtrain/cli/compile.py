@@ -88,7 +88,8 @@ def print_report(report: "Report") -> None:
     for outcome in report.outcomes:
         if outcome.status == "failed":
             click.echo(f"{outcome.label} failed: {outcome.error}", err=True)
-            click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
+            if outcome.failure:
+                click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
     click.echo(f"Total graphs:      {len(report.outcomes)}")
     click.echo(f"  compiled:        {report.count('compiled')}")
     click.echo(f"  failed:          {report.count('failed')}")
