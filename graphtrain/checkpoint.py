@@ -73,8 +73,18 @@ class Checkpoints:
             state = self._restore(step, state=wanted)["state"]
         return Saved(step, state, about["loader"])
 
+    def wait(self) -> None:
+        """Return when every checkpoint begun is complete.
+
+        Raises:
+            TrainingError: a checkpoint could not be written.
+        """
+        if self._opened is not None:
+            with _errors(self._directory, "written; free space or set run.directory elsewhere"):
+                self._opened.wait_until_finished()
+
     def close(self) -> None:
-        """Wait until everything is written.
+        """Wait until everything is written, and give up what Orbax holds.
 
         Raises:
             TrainingError: a checkpoint could not be written.

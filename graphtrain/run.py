@@ -196,6 +196,7 @@ class _Loop:
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
         documents = self.loader.document_ids(done - 1)
         some = ", ".join(str(number) for number in documents[:20])
+        self.checkpoints.wait()  # so that the last one counts
         saved = saved_steps(Path(self.config.run.directory) / "checkpoints")
         return (
             f"step {done}: loss {loss}, gradient norm {norm}; the batch holds documents {some}"

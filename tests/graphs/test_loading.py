@@ -1,0 +1,26 @@
+import dataclasses
+
+import pytest
+from programs import program
+
+from graphtrain.worker import lower
+from lowering import jax_xla
+from lowering.errors import LoweringError
+from lowering.target import Target
+
+
+def test_a_program_for_another_processor_is_refused():
+    artifact = jax_xla.compile(lower(program(), "evaluate"))
+    other = dataclasses.replace(artifact, record=artifact.record | {"fingerprint": "0" * 16})
+    with pytest.raises(LoweringError, match=r"made for another processor .* compile on this mach"):
+        jax_xla.load(other, Target.parse("cpu:1"))
+
+
+def test_more_devices_than_the_process_has_are_refused():
+    with pytest.raises(LoweringError, match=r"cpu:64 needs 64 devices; this process began with 8"):
+        jax_xla.devices(Target.parse("cpu:64"))
+
+
+def test_a_target_without_a_compiler_here_still_plans():
+    with pytest.raises(LoweringError, match=r"h100:8: this version compiles and runs for cpu"):
+        jax_xla.devices(Target.parse("h100:8"))

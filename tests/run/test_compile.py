@@ -1,0 +1,58 @@
+"""Compiling: at once, with failures, with damage."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_processes_at_once_compile_each_graph_once(cold, count):
+    started = [
+        cold.start("compile", "config.toml", "--report", f"report{n}.json") for n in range(count)
+    ]
+    for process in started:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    reports = [json.loads((cold.path / f"report{n}.json").read_text()) for n in range(count)]
+    assert sum(report["successful"] for report in reports) == 3
+    assert sum(report["cached"] for report in reports) == 3 * (count - 1)
+    cold.command("cache", "verify")
+
+
+def test_a_graph_that_fails_does_not_stop_the_others(cold):
+    words = ["--target", "cpu:2", "--set", "program.batch.microbatches=8"]
+    _, err = cold.command("compile", "config.toml", *words, "--report", "r.json", status=2)
+    graphs = json.loads((cold.path / "r.json").read_text())["graphs"]
+    outcomes = {graph["label"]: graph["status"] for graph in graphs}
+    assert outcomes == {"init": "compiled", "train": "failed", "evaluate": "failed"}
+    assert "axis 'batch' has size 1, which data = 2 does not divide" in err
+    (failure,) = (graph["failure"] for graph in graphs if graph["label"] == "train")
+    assert "does not divide" in (cold.path / failure / "log.txt").read_text()
+
+
+def test_a_worker_that_is_killed_is_tried_again_and_then_reported(cold):
+    # A second of processor time is too little for the training step; the kernel ends its worker.
+    code = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1));"
+    code += "import sys; sys.argv = ['graphtrain', 'compile', 'config.toml', '--report', 'r.json'];"
+    code += "from graphtrain.cli import main; main()"
+    process = cold.start_python("-c", code)
+    process.communicate(timeout=300)
+    assert process.returncode == 2
+    graphs = json.loads((cold.path / "r.json").read_text())["graphs"]
+    killed = [graph for graph in graphs if graph["status"] == "failed"]
+    assert "train" in {graph["label"] for graph in killed}
+    assert {graph["attempts"] for graph in killed} == {2}
+    assert all("ended by SIG" in graph["error"] for graph in killed)
+
+
+def test_a_flipped_byte_is_set_aside_and_compiled_again(cold):
+    cold.command("compile", "config.toml")
+    for payload in cold.cache.glob("v1/programs/*/payload"):
+        data = bytearray(payload.read_bytes())
+        data[len(data) // 2] ^= 1
+        payload.write_bytes(data)
+    _, err = cold.command("run", "config.toml", status=3)
+    assert "warning:" in err and "damaged" in err
+    cold.command("compile", "config.toml", "--report", "report.json")
+    assert json.loads((cold.path / "report.json").read_text())["successful"] == 3
+    cold.command("run", "config.toml", "--set", "run.steps=2")

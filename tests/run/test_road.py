@@ -1,0 +1,108 @@
+"""Compile, train from the cache, evaluate: what the README promises."""
+
+import json
+
+import pytest
+from places import CUBE
+
+from graphtrain.config import load_config
+
+WATCH = """
+import atexit, json, sys
+import jax
+seen = set()
+jax.monitoring.register_event_duration_secs_listener(lambda name, *a, **k: seen.add(name))
+jax.monitoring.register_event_listener(lambda name, **k: seen.add(name))
+atexit.register(lambda: json.dump(sorted(seen), open("events.json", "w")))
+"""
+
+
+def events(place, code):
+    """What JAX's own monitoring reports of a process that runs code."""
+    process = place.start_python("-c", WATCH + code)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads((place.path / "events.json").read_text())
+
+
+def of_the_compiler(names):
+    return [name for name in names if "/core/compile/" in name or "compilation_cache" in name]
+
+
+def test_what_was_compiled_trains(place):
+    out, _ = place.command("run", "config.toml")
+    curve = place.curve()
+    assert [step for step, _, _ in curve] == list(range(1, 17))
+    assert curve[-1][1] < curve[0][1] - 1
+    assert "trained 16 steps, validation loss" in out
+    assert load_config(place.path / "run/config.toml") == load_config(place.path / "config.toml")
+    assert list((place.path / "run/tensorboard").iterdir())
+    record = place.journal()[0]
+    names = {"learning_rate", "tokens_per_second", "mfu", "memory_bytes", "step_seconds"}
+    assert names <= set(record)
+
+
+def test_evaluation_beside_a_bigram_model(place):
+    place.command("run", "config.toml")
+    out, _ = place.command("evaluate", "config.toml", "--bigram", "--json")
+    result = json.loads(out)
+    assert result["step"] == 16 and 0 < result["bigram_loss"] < 6
+    assert result["validation_loss"] == pytest.approx(place.journal()[-1]["validation_loss"])
+
+
+def test_a_warm_start_traces_and_compiles_nothing(place):
+    code = "import sys; sys.argv = ['graphtrain', 'run', 'config.toml', *sys.argv[1:]]\n"
+    code += "from graphtrain.cli import main; main()"
+    assert of_the_compiler(events(place, code)) == []
+    resumed = code.replace("'config.toml'", "'config.toml', '--set', 'run.steps=20'")
+    assert of_the_compiler(events(place, resumed)) == []
+    assert len(place.curve()) == 20
+
+
+def test_the_watch_above_sees_a_compilation(place):
+    assert of_the_compiler(events(place, "jax.numpy.ones(3) + 1"))
+
+
+def test_a_second_compile_compiles_nothing(place):
+    place.command("compile", "config.toml", "--report", "report.json")
+    report = json.loads((place.path / "report.json").read_text())
+    assert {"total", "successful", "failed", "cached", "seconds", "graphs"} == set(report)
+    assert (report["total"], report["successful"], report["cached"]) == (3, 0, 3)
+
+
+def test_a_missing_program_is_explained_with_the_command_that_makes_it(place):
+    words = ["config.toml", "--set", "program.batch.length=16"]
+    _, err = place.command("run", *words, status=3)
+    assert "batch length: 32 → 16" in err
+    assert "graphtrain compile config.toml --set program.batch.length=16" in err
+    assert not place.curve()
+
+
+def test_compile_first_says_what_was_missing(cold):
+    _, err = cold.command("run", "config.toml", "--compile", "--set", "run.steps=2")
+    assert "compiling what is missing: init, train, evaluate" in err
+    assert len(cold.curve()) == 2
+
+
+def test_another_layout_is_a_restore(place):
+    place.command("run", "config.toml", "--set", "run.directory=whole", *CUBE)
+    place.command("run", "config.toml", "--set", "run.steps=8", *CUBE)
+    place.command("run", "config.toml", "--set", "run.schedule.shape=cosine")
+    losses = [[loss for _, loss, _ in place.curve(name)] for name in ("whole", "run")]
+    # The first 8 steps were scheduled for a run of 8, so only the shape of the rest is compared.
+    assert len(losses[1]) == 16 and losses[1][-1] < losses[1][0] - 0.5
+
+
+def test_a_run_of_another_model_is_refused(place):
+    place.command("run", "config.toml", "--set", "run.steps=2")
+    words = ["--set", "program.model.mlp=64", "--compile", "--set", "run.steps=3"]
+    _, err = place.command("run", "config.toml", *words, status=2)
+    assert "is of another program" in err and "mlp" in err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(place):
+    words = ["--set", "run.schedule.peak=1e30", "--set", "run.schedule.shape=constant"]
+    _, err = place.command("run", "config.toml", *words, "--set", "run.save_every=1", status=2)
+    assert "the batch holds documents" in err and "last good checkpoint: run/checkpoints/" in err
+    saved = {int(path.name) for path in (place.path / "run/checkpoints").iterdir()}
+    assert max(saved) <= max(step for step, _, _ in place.curve())
