@@ -17,7 +17,7 @@ from graphtrain.data.description import read_description
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.loader import evaluation_batches
 from graphtrain.errors import DataError, TrainingError
-from graphtrain.loading import load_executables
+from graphtrain.loading import Programs
 from lowering.target import Target
 from lowering.trees import Tree
 
@@ -67,7 +67,7 @@ def checkpoint_loss(
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
     step = steps[-1] if step is None else step
-    evaluate = load_executables(program, cache, ["evaluate"], remedy)["evaluate"]
+    evaluate = Programs(program, cache, ["evaluate"], remedy)["evaluate"]
     target = Target.parse(program.target)
     with lowering.backend(target).forbid_tracing():
         parameters = restore_parameters(directory, step, evaluate.inputs("parameters"))

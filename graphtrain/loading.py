@@ -12,27 +12,41 @@ from graphtrain.requests import request_keys
 from lowering.target import Target
 
 
-def load_executables(
-    program: Program, cache: Cache, names: Sequence[str], remedy: str
-) -> dict[str, Any]:
-    """Load the named graphs of a program; nothing is traced.
+class Programs:
+    """The compiled graphs of a program, each loaded when it is first used.
 
-    Args:
-        remedy: the command that would compile them, for the error.
-
-    Raises:
-        MissingProgram: a graph was not compiled; says which ingredient of its key differs.
-        LoweringError: a program was compiled for another processor.
+    All are found and checked at once, so that a missing one is known before the run begins; loading
+    later lets the first compute while the next is loaded.
     """
-    keys = request_keys(program)
-    artifacts = {name: cache.find(keys[name]) for name in names}
-    missing = [name for name, artifact in artifacts.items() if artifact is None]
-    if missing:
-        reasons = _reasons(cache, {name: keys[name] for name in missing})
-        raise MissingProgram("\n".join([*reasons, f"run: {remedy}"]))
-    target = Target.parse(program.target)
-    backend = lowering.backend(target)
-    return {name: backend.load(artifact, target) for name, artifact in artifacts.items()}
+
+    def __init__(self, program: Program, cache: Cache, names: Sequence[str], remedy: str) -> None:
+        """Find the named graphs; nothing is traced.
+
+        Args:
+            remedy: the command that would compile them, for the error.
+
+        Raises:
+            MissingProgram: a graph was not compiled; says which ingredient of its key differs.
+        """
+        keys = request_keys(program)
+        found = {name: cache.find(keys[name]) for name in names}
+        missing = {name: keys[name] for name, artifact in found.items() if artifact is None}
+        if missing:
+            raise MissingProgram("\n".join([*_reasons(cache, missing), f"run: {remedy}"]))
+        self._artifacts = found
+        self._loaded: dict[str, Any] = {}
+        self._target = Target.parse(program.target)
+
+    def __getitem__(self, name: str) -> Any:
+        """The executable of a graph.
+
+        Raises:
+            LoweringError: it was compiled for another processor.
+        """
+        if name not in self._loaded:
+            artifact = self._artifacts.pop(name)
+            self._loaded[name] = lowering.backend(self._target).load(artifact, self._target)
+        return self._loaded[name]
 
 
 def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:

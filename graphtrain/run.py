@@ -18,7 +18,7 @@ from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
 from graphtrain.interrupts import StopRequest, stop_requests
-from graphtrain.loading import load_executables
+from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, writing
 from graphtrain.models.counts import flops_per_token
 from graphtrain.schedule import learning_rate
@@ -54,35 +54,38 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
     directory = Path(run.directory)
     with ExitStack() as stack:
         stack.enter_context(_owned(directory))
-        steps = saved_steps(directory / "checkpoints")
-        start = steps[-1] if steps else 0
-        names = ["train", "evaluate"] if steps else ["init", "train", "evaluate"]
-        # Importing the loader and filling its buffers overlaps with loading the executables.
+        saved = saved_steps(directory / "checkpoints")
+        start = saved[-1] if saved else 0
+        # Importing the loader and filling its buffers overlaps with loading the programs.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
-        executables = load_executables(program, cache, names, remedy)
+        names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
+        programs = Programs(program, cache, names, remedy)
+        stop = stack.enter_context(stop_requests())
+        stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
+        checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
+        stack.callback(checkpoints.close)
+        if saved:
+            restored = checkpoints.restore(start, programs["train"].inputs("state"))
+            state = restored.state
+        else:
+            restored = None
+            state = programs["init"](np.uint32(run.seed))["state"]
+            programs["train"]  # loads while init computes
+        loader = opening.result()
+        stack.callback(loader.close)
+        if restored is not None:
+            loader.restore(restored.loader)
+        # Only now, when the run is known to go on, is anything in its directory changed.
         with writing(directory):
             (directory / "config.toml").write_text(render(config))
         journal = Journal(directory, after=start, tensorboard=run.tensorboard)
         stack.callback(journal.close)
-        checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
-        stack.callback(checkpoints.close)
-        loader = opening.result()
-        stack.callback(loader.close)
-        backend = lowering.backend(Target.parse(program.target))
-        stop = stack.enter_context(stop_requests())
-        stack.enter_context(backend.forbid_tracing())
-        if steps:
-            saved = checkpoints.restore(start, executables["train"].inputs("state"))
-            loader.restore(saved.loader)
-            state = saved.state
-        else:
-            state = executables["init"](np.uint32(run.seed))["state"]
 
         def write(record: Record) -> None:
             journal.write(record)
             report(record)
 
-        loop = _Loop(config, executables, loader, checkpoints, write, start)
+        loop = _Loop(config, programs, loader, checkpoints, write, start)
         return loop.take_steps(state, stop)
 
 
@@ -121,7 +124,7 @@ class _Loop:
     """What the loop holds beside the state; metrics are read while the next step computes."""
 
     config: Config
-    executables: dict[str, Any]
+    programs: Programs
     loader: Any
     checkpoints: Checkpoints
     write: Report
@@ -136,7 +139,7 @@ class _Loop:
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run
         put = lowering.backend(self._target).put
-        step, batches = self.executables["train"], self.executables["train"].inputs("batch")
+        step, batches = self.programs["train"], self.programs["train"].inputs("batch")
         validation, done = None, self.start
         for index in range(self.start, run.steps):
             rate = learning_rate(run.schedule, run.steps, index)
@@ -215,7 +218,7 @@ class _Loop:
         batches = validation_batches(
             run.data.validation, program.batch, program.model.vocab, run.evaluate_batches
         )
-        evaluate = self.executables["evaluate"]
+        evaluate = self.programs["evaluate"]
         loss = validation_loss(evaluate, state["parameters"], batches, self._target)
         self.write({"step": done, "validation_loss": loss})
         self._settled_at = time.perf_counter()  # the next step did not take this time

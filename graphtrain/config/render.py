@@ -8,7 +8,6 @@ from typing import Any
 
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config
-from graphtrain.errors import ConfigError
 
 
 def render(config: Config) -> str:
@@ -31,8 +30,6 @@ def _table(path: KeyPath, table: Any) -> Iterator[str]:
         elif value is not None:
             meaning = meanings().get((type(table).__name__, field.name))
             yield f"{field.name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
-        elif field.default is not None:  # left out, it would load as its default
-            raise ConfigError(f"{dotted((*path, field.name))} = None cannot be written as TOML")
     for name, value in inner.items():
         yield from _table((*path, name), value)
 
