@@ -1,0 +1,69 @@
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from graphtrain.checkpoint import Checkpoints, restore_parameters, saved_steps
+from graphtrain.errors import TrainingError
+
+
+def state(rows=8):
+    return {
+        "parameters": {"head": jax.device_put(np.random.default_rng(0).random((rows, 64)))},
+        "step": jax.device_put(np.int32(3)),
+    }
+
+
+def described(tree):
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
+    )
+
+
+def test_what_was_saved_is_restored_whole_or_in_part(tmp_path):
+    saved = state()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(3, saved, {"step": 3})
+    checkpoints.wait()
+    restored = checkpoints.restore(3, described(saved))
+    checkpoints.close()
+    np.testing.assert_array_equal(restored.state["parameters"]["head"], saved["parameters"]["head"])
+    assert (restored.step, restored.loader) == (3, {"step": 3})
+    parameters = restore_parameters(tmp_path, 3, described(saved["parameters"]))
+    np.testing.assert_array_equal(parameters["head"], saved["parameters"]["head"])
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(), {})
+    checkpoints.close()
+    assert saved_steps(tmp_path) == [2, 3]
+
+
+def test_arrays_of_another_program_are_named(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state(), {})
+    checkpoints.wait()
+    with pytest.raises(
+        TrainingError, match=r"parameters/head is float32 \[8, 64\] there and float"
+    ):
+        checkpoints.restore(1, described(state(rows=16)))
+    checkpoints.close()
+
+
+def test_a_full_disk_is_one_error_and_keeps_the_last_checkpoint(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        checkpoints = Checkpoints(tmp_path / "run", keep=2)
+        checkpoints.save(1, state(), {})
+        checkpoints.wait()
+        checkpoints.save(2, state(rows=4096), {})
+        with pytest.raises(TrainingError, match=r"cannot be written; free space"):
+            checkpoints.wait()
+        assert saved_steps(tmp_path / "run") == [1]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
