@@ -17,7 +17,10 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
     Args:
         parameters: their ArraySpecs, which say what decays.
     """
-    parts = {"adam": optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon)}
+    adam = optax.scale_by_adam(
+        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moments
+    )
+    parts = {"adam": adam}
     if optimizer.clip_norm:
         parts = {"clip": optax.clip_by_global_norm(optimizer.clip_norm)} | parts
     if optimizer.weight_decay:

@@ -12,8 +12,9 @@ import optax
 
 from graphtrain.config.schema import Program
 from graphtrain.loss import cross_entropy
-from graphtrain.models.decoder import initialise, logits, parameter_specs
+from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
 from graphtrain.optimizer import make_optimizer, pack, state_specs, unpack
+from lowering.constrain import constrain_tree
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten
 from sharding_rules.arrays import ArraySpec
@@ -46,11 +47,14 @@ def _init(program: Program) -> Graph:
 
 def _train(program: Program) -> Graph:
     optimizer = _optimizer(program)
-    template = jax.eval_shape(optimizer.init, _shapes(parameter_specs(program.model)))
+    specs = parameter_specs(program.model)
+    template = jax.eval_shape(optimizer.init, _shapes(specs))
 
     def train(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
-        parameters = state["parameters"]
         gradients, loss = accumulate_gradients(program, state, batch)
+        # The update happens where the optimizer's state rests; only its result goes further.
+        gradients = constrain_tree(gradients, specs, "optimizer")
+        parameters = constrain_tree(state["parameters"], specs, "optimizer")
         updates, optimizer_state = optimizer.update(
             gradients, unpack(state["optimizer"], template), parameters
         )
@@ -90,21 +94,26 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
     def of(microbatch: Tree, index: Any) -> tuple[Tree, jax.Array]:
         def objective(parameters: Tree) -> tuple[jax.Array, jax.Array]:
             dropout = jax.random.fold_in(key, index) if program.model.dropout else None
-            out = logits(program.model, parameters, microbatch["tokens"], dropout_key=dropout)
+            out, auxiliary = forward(
+                program.model, parameters, microbatch["tokens"], dropout_key=dropout
+            )
             loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
-            return (loss + program.loss.z_loss * squares) / total, loss / total
+            added = sum(auxiliary.values()) / program.batch.microbatches
+            return (loss + program.loss.z_loss * squares) / total + added, loss / total
 
         (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
-        return gradients, loss
+        return constrain_tree(gradients, specs, "gradient"), loss
 
+    specs = parameter_specs(program.model)
     if program.batch.microbatches == 1:
         return of(jax.tree.map(lambda array: array[0], batch), 0)
 
     def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, of(*indexed)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, state["parameters"]), jnp.zeros(())
-    sums, _ = jax.lax.scan(add, zeros, (batch, jnp.arange(program.batch.microbatches)))
+    zeros = jax.tree.map(jnp.zeros_like, state["parameters"])
+    start = constrain_tree(zeros, specs, "gradient"), jnp.zeros(())
+    sums, _ = jax.lax.scan(add, start, (batch, jnp.arange(program.batch.microbatches)))
     return sums
 
 

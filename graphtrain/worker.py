@@ -88,10 +88,11 @@ def lower(program: Program, name: str) -> Lowered:
     """Trace and shard one graph for the program's target."""
     target = Target.parse(program.target)
     backend = lowering.backend(target)
-    backend.devices(target)  # before the model is built, which may ask for a device
-    return backend.lower(
-        build_graph(program, name), Rules.load(program.rules), mesh_shape(program), target
-    )
+    backend.described_devices(target)  # before the model is built, which may ask for a device
+    rules, graph = Rules.load(program.rules), build_graph(program, name)
+    if name == "train":  # the graph that holds every array
+        rules.check_patterns(graph.arrays())
+    return backend.lower(graph, rules, mesh_shape(program), target)
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

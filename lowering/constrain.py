@@ -1,36 +1,78 @@
 """constrain(x, "batch", "seq", "embed"): the one sharding call models make."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sharding_rules.arrays import ArraySpec
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Layout, layout
 from sharding_rules.rules import Rules
 
 
 @dataclass(frozen=True)
-class _Placement:
+class Placement:
+    """The mesh and the rules a graph is traced for."""
+
     mesh: Mesh
     rules: Rules
+    manual: tuple[str, ...] = ()  # mesh axes that the code being traced splits by hand
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape(dict(self.mesh.shape))
+
+    @property
+    def current_mesh(self) -> Mesh | AbstractMesh:
+        """What shardings name: inside shard_map, the mesh that knows its axes are manual."""
+        return jax.sharding.get_abstract_mesh() if self.manual else self.mesh
 
 
-_placement: ContextVar[_Placement | None] = ContextVar("placement", default=None)
+_placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
 def placed(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """While tracing inside, constrain() follows these rules on this mesh."""
-    token = _placement.set(_Placement(mesh, rules))
+    token = _placement.set(Placement(mesh, rules))
     try:
         yield
     finally:
         _placement.reset(token)
+
+
+@contextmanager
+def by_hand(mesh_axes: Iterable[str]) -> Iterator[None]:
+    """Inside a shard_map over these mesh axes: the rules split nothing over them any more."""
+    placement = _placement.get()
+    assert placement is not None, "by_hand outside placed"
+    manual = (*placement.manual, *mesh_axes)
+    token = _placement.set(
+        replace(placement, rules=placement.rules.without(mesh_axes), manual=manual)
+    )
+    try:
+        yield
+    finally:
+        _placement.reset(token)
+
+
+def placement() -> Placement | None:
+    """What `placed` was given; None while a model runs alone."""
+    return _placement.get()
+
+
+def split_of(axis: str) -> tuple[str, ...]:
+    """Mesh axes of more than one device that split an array axis of activations."""
+    found = _placement.get()
+    if found is None:
+        return ()
+    names = found.rules.activations.get(axis, ())
+    return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -42,14 +84,31 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         ShardingError: an axis outside the vocabulary, or a size its mesh axes do not divide.
     """
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
-    placement = _placement.get()
-    if placement is None:
+    return _constrain(f"activation {axes}", x, spec)
+
+
+def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
+    """Place the arrays of a tree, which mirrors the parameters, as their specs would be in a role.
+
+    With role "optimizer", say, gradients come to rest in the pieces that the optimizer updates.
+    """
+    arrays = flatten(tree)
+    return unflatten(
+        {
+            path: _constrain(f"{role}/{path}", arrays[path], replace(spec, role=role))
+            for path, spec in flatten(specs).items()
+        }
+    )
+
+
+def _constrain(path: str, x: jax.Array, spec: ArraySpec) -> jax.Array:
+    found = _placement.get()
+    if found is None:
         return x
-    mesh_shape = MeshShape(dict(placement.mesh.shape))
-    placed_as = layout(f"activation {axes}", spec, placement.rules, mesh_shape)
-    return jax.lax.with_sharding_constraint(x, sharding(placed_as, placement.mesh))
+    placed_as = layout(path, spec, found.rules, found.shape)
+    return jax.lax.with_sharding_constraint(x, sharding(placed_as, found.current_mesh))
 
 
-def sharding(array: Layout, mesh: Mesh) -> NamedSharding:
+def sharding(array: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """JAX's word for a Layout."""
     return NamedSharding(mesh, PartitionSpec(*(names or None for names in array.split)))

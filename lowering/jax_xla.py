@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import serialize_executable
+from jax.experimental import mesh_utils, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering import host
+from lowering import deviceless, host
 from lowering.artifact import Artifact
 from lowering.constrain import placed, sharding
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.target import Target
@@ -29,6 +29,18 @@ from sharding_rules.rules import Rules
 Device = Any  # jax.Device, which type checkers take for a variable
 
 
+def described_devices(target: Target) -> list[Device]:
+    """The devices to compile for: those of a CPU, else descriptions; no accelerator is needed.
+
+    Raises:
+        LoweringError: the target's compiler is not installed, or knows no such topology.
+    """
+    if target.platform == "cpu":
+        return devices(target)
+    _settle(1)
+    return list(deviceless.devices(target))
+
+
 def devices(target: Target) -> list[Device]:
     """The target's devices in this process; a CPU is split into as many as asked, if not yet begun.
 
@@ -37,15 +49,10 @@ def devices(target: Target) -> list[Device]:
     """
     if target.platform != "cpu":
         raise LoweringError(
-            f"{target}: this version compiles and runs for cpu targets; for {target.machine} it "
-            "plans only (graphtrain plan)"
+            f"{target}: this version runs on cpu targets; for {target.machine} it compiles and "
+            "plans (graphtrain compile, graphtrain plan)"
         )
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", target.devices)
-    except RuntimeError:
-        pass  # the backend has begun; what it has is counted below
-    jax.config.update("jax_enable_compilation_cache", False)
+    _settle(target.devices)
     found = jax.devices("cpu")
     if len(found) < target.devices:
         raise LoweringError(
@@ -54,8 +61,22 @@ def devices(target: Target) -> list[Device]:
     return found[: target.devices]
 
 
+def _settle(cpu_devices: int) -> None:
+    """Choose JAX's platform, before anything asks it for a device."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError:
+        pass  # the backend has begun; whoever needs its devices counts them
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def make_mesh(shape: MeshShape, placed_on: list[Device]) -> Mesh:
     """The mesh with its devices; the partitioner propagates shardings along every axis."""
+    if placed_on[0].platform == "tpu":  # neighbours on the mesh become neighbours on the torus
+        sizes = tuple(shape.axes.values())
+        grid = mesh_utils.create_device_mesh(sizes, placed_on, allow_split_physical_axes=True)
+        return Mesh(grid, tuple(shape.axes))
     return Mesh(np.array(placed_on).reshape(tuple(shape.axes.values())), tuple(shape.axes))
 
 
@@ -71,7 +92,7 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         ShardingError: an array cannot be placed.
     """
     plan = plan_graph(graph, rules, mesh_shape)
-    mesh = make_mesh(mesh_shape, devices(target))
+    mesh = make_mesh(mesh_shape, described_devices(target))
 
     def described(tree: Tree, prefix: str) -> Tree:
         return unflatten(
@@ -98,6 +119,9 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
 
 def _options(graph: Graph, target: Target) -> dict[str, Any]:
     """LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s."""
+    if target.platform == "cuda":
+        # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
+        return {"xla_gpu_enable_triton_gemm": False}
     if graph.runs_once and target.platform == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}
@@ -127,7 +151,7 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 def compile(lowered: Lowered) -> Artifact:
     """Compile and serialize; the record says what the loader has to check."""
     began = time.perf_counter()
-    compiled = lowered.handle.compile(compiler_options=lowered.options)
+    compiled = _compile(lowered)
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     memory = compiled.memory_analysis()
@@ -135,16 +159,35 @@ def compile(lowered: Lowered) -> Artifact:
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
         "stablehlo_bytes": len(lowered.text),
-        "fingerprint": _fingerprint(devices(lowered.target)),
+        "fingerprint": _fingerprint(described_devices(lowered.target)),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
+            "peak": _peak(memory, lowered.target),
         },
     }
     return Artifact(payload, record)
+
+
+def _compile(lowered: Lowered) -> Any:
+    try:
+        return lowered.handle.compile(compiler_options=lowered.options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemory(lowered.name, lowered.target, str(error)) from None
+
+
+def _peak(memory: Any, target: Target) -> int:
+    """Most bytes a device holds at once. XLA:CPU reports its arguments alone, so there it is all
+    that is held at some time: an upper bound."""
+    if target.platform == "cpu":
+        new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_outputs
+    return memory.peak_memory_in_bytes
 
 
 class Executable:

@@ -42,7 +42,12 @@ class Target:
     @property
     def platform(self) -> str:
         """What the compiler calls the machine: cpu, cuda or tpu."""
-        return "cpu" if self.machine == "cpu" else _topologies()[self.machine]["platform"]
+        return self.about.get("platform", "cpu")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The machine's table in topologies.toml; empty for a CPU, which is asked instead."""
+        return {} if self.machine == "cpu" else _topologies()[self.machine]
 
     @property
     def devices(self) -> int:
@@ -53,13 +58,13 @@ class Target:
         """Memory of one device; devices of a CPU share the machine's."""
         if self.machine == "cpu":
             return host.memory_bytes() // self.devices
-        return int(_topologies()[self.machine]["memory"])
+        return int(self.about["memory"])
 
     def peak_flops(self, dtype: str) -> float:
         """Of all devices together, per second; 0.0 where no number is known."""
         if self.machine == "cpu":
             return host.peak_flops(dtype)
-        return self.devices * _topologies()[self.machine]["flops"].get(dtype, 0.0)
+        return self.devices * self.about["flops"].get(dtype, 0.0)
 
     def ingredients(self) -> dict[str, Any]:
         """What of the machine a compiled program depends on, for its key."""

@@ -7,7 +7,7 @@ from typing import Literal
 from sharding_rules.axes import ARRAY_AXES, check_axes
 from sharding_rules.errors import ShardingError
 
-Role = Literal["parameter", "optimizer", "activation"]
+Role = Literal["parameter", "gradient", "optimizer", "activation"]
 
 _ITEM_BYTES = {"bool": 1, "bfloat16": 2}
 

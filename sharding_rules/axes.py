@@ -16,8 +16,14 @@ MESH_AXES = {
 }
 
 ARRAY_AXES = {
+    "attended": "positions of keys and values; split, attention passes them around a ring",
+    "attending": "positions of queries inside attention",
+    "attention_heads": "query heads inside attention",
+    "attention_kv_heads": "key and value heads inside attention",
     "batch": "sequences of a step",
+    "capacity": "tokens that one expert takes",
     "embed": "the residual stream",
+    "experts": "experts of a mixture",
     "head_dim": "inside one attention head",
     "heads": "query heads",
     "kv_heads": "key and value heads",
@@ -26,7 +32,8 @@ ARRAY_AXES = {
     "mlp": "the hidden width of the MLP",
     "positions": "rows of a learned position table",
     "residual": "positions of the residual stream, between attention and MLP",
-    "seq": "positions, where attention and MLP need whole sequences",
+    "seq": "positions, where a block works on all that tensor parallelism leaves whole",
+    "stages": "stages of a pipeline, side by side",
     "vocab": "tokens of the vocabulary",
 }
 

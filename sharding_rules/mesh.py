@@ -55,4 +55,5 @@ class MeshShape:
         return math.prod(self.axes.get(name, 1) for name in names)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "1 device"
+        split = (f"{name} {size}" for name, size in self.axes.items() if size > 1)
+        return " x ".join(split) or "1 device"

@@ -58,7 +58,7 @@ def make_plan(arrays: Mapping[str, ArraySpec], rules: Rules, mesh: MeshShape) ->
 
 def layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Layout:
     """Place one array; mesh axes the mesh lacks, or has one device of, split nothing."""
-    table = rules.of(spec.role)
+    table = rules.of(spec.role, path)
     split: list[tuple[str, ...]] = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
         wanted = table.get(axis, ()) if axis else ()

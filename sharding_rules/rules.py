@@ -1,8 +1,9 @@
 """Rules: array axis to mesh axes, from the presets and from a user's own tables."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sharding_rules.arrays import Role
@@ -12,38 +13,98 @@ from sharding_rules.errors import ShardingError
 Table = Mapping[str, tuple[str, ...]]
 
 _PRESETS = Path(__file__).parent / "presets"
+_TABLES = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Which mesh axes split an array axis: for weights at rest, and for what a step computes."""
+    """Which mesh axes split an array axis: for weights at rest, and for what a step computes.
+
+    Gradients and optimizer state are split as their parameters are, and by their own table further
+    (ZeRO-1 and 2). `arrays` overrides all that for the arrays a pattern names.
+    """
 
     parameters: Table
     activations: Table
+    gradients: Table = field(default_factory=dict)
+    optimizer: Table = field(default_factory=dict)
+    arrays: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for table in (self.parameters, self.activations):
-            check_axes(table, ARRAY_AXES, "rules")
+        overrides = ((f"arrays {pattern!r}", table) for pattern, table in self.arrays.items())
+        for where, table in (*((name, getattr(self, name)) for name in _TABLES), *overrides):
+            check_axes(table, ARRAY_AXES, f"rules, {where}")
             for axis, mesh_axes in table.items():
-                check_axes(mesh_axes, MESH_AXES, f"rule for {axis!r}")
+                check_axes(mesh_axes, MESH_AXES, f"rules, {where}: {axis!r}")
 
     @classmethod
     def load(cls, names: Sequence[str]) -> "Rules":
         """Combine presets (and files ending in .toml); each adds its mesh axes to the others'."""
-        parameters: dict[str, tuple[str, ...]] = {}
-        activations: dict[str, tuple[str, ...]] = {}
+        tables: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _TABLES}
+        arrays: dict[str, Table] = {}
         for name in names:
             document = _read(name)
-            unknown = set(document) - {"parameters", "activations"}
+            unknown = set(document) - {*_TABLES, "arrays"}
             if unknown:
                 raise ShardingError(f"rules {name!r}: unknown table {sorted(unknown)[0]!r}")
-            _merge(parameters, document.get("parameters", {}), name)
-            _merge(activations, document.get("activations", {}), name)
-        return cls(parameters, activations)
+            for table in _TABLES:
+                _merge(tables[table], document.get(table, {}), name)
+            for pattern, table in document.get("arrays", {}).items():
+                if not isinstance(table, Mapping):
+                    raise ShardingError(
+                        f"rules {name!r}: arrays.{pattern!r} = {table!r} is not a table from "
+                        "array axes to mesh axes"
+                    )
+                _merge(override := {}, table, name)
+                arrays[pattern] = {**arrays.get(pattern, {}), **override}
+        return cls(arrays=arrays, **tables)
 
-    def of(self, role: Role) -> Table:
-        """The table an array follows; optimizer state rests where its parameter does."""
-        return self.activations if role == "activation" else self.parameters
+    def of(self, role: Role, path: str = "") -> Table:
+        """The table that the array at a path follows."""
+        table = {
+            "parameter": self.parameters,
+            "gradient": _together(self.parameters, self.gradients),
+            "optimizer": _together(self.parameters, self.optimizer),
+            "activation": self.activations,
+        }[role]
+        for pattern, override in self.arrays.items():
+            if role != "activation" and matches(path, pattern):
+                table = {**table, **override}
+        return table
+
+    def without(self, mesh_axes: Iterable[str]) -> "Rules":
+        """The same rules where some mesh axes split nothing."""
+        dropped = set(mesh_axes)
+
+        def rest(table: Table) -> Table:
+            return {
+                axis: tuple(name for name in names if name not in dropped)
+                for axis, names in table.items()
+            }
+
+        arrays = {pattern: rest(table) for pattern, table in self.arrays.items()}
+        return Rules(arrays=arrays, **{name: rest(getattr(self, name)) for name in _TABLES})
+
+    def check_patterns(self, paths: Iterable[str]) -> None:
+        """Refuse an override that names no array: it would leave the array to the other rules.
+
+        Raises:
+            ShardingError: with an array it may have meant.
+        """
+        paths = list(paths)
+        for pattern in self.arrays:
+            if not any(matches(path, pattern) for path in paths):
+                tail = pattern.rsplit("/", 1)[-1].strip("*")
+                near = [path for path in paths if tail and tail in path] or paths
+                raise ShardingError(
+                    f"rules, arrays {pattern!r}: no array matches; arrays are named as in "
+                    f"{near[0].removeprefix('state/')!r}"
+                )
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names an array: by its whole path or from any "/" on."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*/{pattern}")
 
 
 def presets() -> list[str]:
@@ -65,10 +126,19 @@ def _read(name: str) -> dict:
 
 def _merge(into: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
     for axis, value in table.items():
-        added = (value,) if isinstance(value, str) else tuple(value)
-        if not all(isinstance(mesh_axis, str) for mesh_axis in added):
+        added = (value,) if isinstance(value, str) else value
+        if not isinstance(added, list | tuple) or not all(isinstance(one, str) for one in added):
             raise ShardingError(f"rules {name!r}: {axis} = {value!r} is not a mesh axis or a list")
-        together = {*into.get(axis, ()), *added}
-        # Mesh order, not file order, so that combining presets either way is the same plan.
-        known = tuple(mesh_axis for mesh_axis in MESH_AXES if mesh_axis in together)
-        into[axis] = known + tuple(sorted(together - set(known)))
+        into[axis] = _in_mesh_order({*into.get(axis, ()), *added})
+
+
+def _together(table: Table, further: Table) -> Table:
+    """Both tables, an axis in both split by the mesh axes of both."""
+    axes = {*table, *further}
+    return {axis: _in_mesh_order({*table.get(axis, ()), *further.get(axis, ())}) for axis in axes}
+
+
+def _in_mesh_order(names: set[str]) -> tuple[str, ...]:
+    """Mesh order, not file order, so that combining presets either way is the same plan."""
+    known = tuple(name for name in MESH_AXES if name in names)
+    return known + tuple(sorted(names - set(known)))

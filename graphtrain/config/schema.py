@@ -17,6 +17,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 
 
+# What the backward pass computes again. none: nothing. attention: scores and softmax. dots: all but
+# products with weights. full: everything. offload: as dots, but the products wait in host memory.
+Remat = Literal["none", "attention", "dots", "full", "offload"]
+
+
 def _settle(settings: object, **defaults: Any) -> None:
     """Fill settings left out with a value that depends on others: a resolved file is whole."""
     for name, value in defaults.items():
@@ -25,8 +30,27 @@ def _settle(settings: object, **defaults: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Mixture:
+    """Experts in place of every MLP; a router sends each token to a few of them.
+
+    Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538
+    """
+
+    experts: Annotated[int, Field(ge=2)]
+    per_token: Positive = 2  # experts that work on a token
+    normalise: bool = True  # the shares of a token's experts add up to 1
+    capacity: PositiveFloat | None = None  # tokens an expert takes over the mean; None: all of them
+    balance_loss: NotNegativeFloat = 0.01  # Switch (arxiv.org/abs/2101.03961): weight of f * P
+    z_loss: NotNegativeFloat = 0.001  # ST-MoE (arxiv.org/abs/2202.08906): of the router's log(Z)^2
+
+    def __post_init__(self) -> None:
+        if self.per_token > self.experts:
+            raise ValueError(f"per_token = {self.per_token} is more than experts = {self.experts}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Model:
-    """A dense decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
+    """A decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
 
     layers: Positive
     embed: Positive  # width of the residual stream
@@ -43,10 +67,12 @@ class Model:
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh"] = "swiglu"
     bias: Literal["none", "qkv", "all"] = "none"
     tied_head: bool = False  # the head is the embedding, transposed
+    merged_gate: bool = False  # gate and up are one array and one product
+    mixture: Mixture | None = None  # None: dense
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after embedding, attention and MLP
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
+    remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.embed % self.heads:
@@ -75,6 +101,7 @@ class Batch:
     sequences: Positive  # over all devices and microbatches
     length: Positive  # tokens per sequence
     microbatches: Positive = 1  # parts whose gradients are accumulated
+    reduce: Literal["each", "last"] = "each"  # microbatch after which data's gradients are summed
 
     def __post_init__(self) -> None:
         if self.sequences % self.microbatches:
@@ -101,6 +128,8 @@ class Optimizer:
     weight_decay: NotNegativeFloat = 0.1
     decay: Literal["matrices", "all"] = "matrices"  # matrices: not norms and biases
     clip_norm: NotNegativeFloat = 1.0  # global norm of the gradients; 0 turns clipping off
+    offload: bool = False  # moments rest in the host's memory, where the target has it
+    moments: Literal["float32", "bfloat16"] = "float32"  # of the first moment
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -119,6 +148,9 @@ class Mesh:
 
     data: MeshSize = 1
     fsdp: MeshSize = 1
+    stage: MeshSize = 1
+    expert: MeshSize = 1
+    context: MeshSize = 1
     tensor: MeshSize = 1
 
     def __post_init__(self) -> None:
@@ -128,16 +160,41 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Pipeline:
+    """How microbatches pass through the stages of the mesh axis `stage`.
+
+    Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
+    """
+
+    schedule: Literal["gpipe", "circular", "1f1b"] = "circular"
+    rounds: Positive = 1  # times a microbatch passes all stages; only circular takes more than 1
+    layers: tuple[Positive, ...] | None = None  # of each stage, round by round; None: even
+
+    def __post_init__(self) -> None:
+        if self.rounds > 1 and self.schedule != "circular":
+            raise ValueError(f'rounds = {self.rounds} needs schedule = "circular"')
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Program:
     """Everything that can change compiled code. The cache key digests it whole."""
 
     target: str = "cpu:1"  # the machine compiled for, as in cpu:8, h100:64, v5p:4x4x4
-    rules: tuple[str, ...] = ("data", "fsdp", "tensor", "sequence")  # presets or .toml files
+    rules: tuple[str, ...] = (  # presets or .toml files; one for an axis of size 1 does nothing
+        "data",
+        "fsdp",
+        "pipeline",
+        "expert",
+        "context",
+        "tensor",
+        "sequence",
+    )
     mesh: Mesh = Mesh(data="rest")
     model: Model
     batch: Batch
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
+    pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
         limit = self.model.max_length

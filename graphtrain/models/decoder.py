@@ -16,7 +16,14 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.dot import dot
-from graphtrain.models.layers import apply_layers, dropout, residual, split_key, stack_layers
+from graphtrain.models.layers import (
+    Auxiliary,
+    apply_layers,
+    dropout,
+    residual,
+    split_key,
+    stack_layers,
+)
 from graphtrain.models.norms import Norm
 from lowering.constrain import constrain
 from sharding_rules.arrays import ArraySpec
@@ -60,11 +67,13 @@ class Decoder(nnx.Module):
         if not model.tied_head:
             self.head = weights.normal(model, rngs, "embed", "vocab")
 
-    def hidden(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+    def hidden(
+        self, tokens: jax.Array, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Auxiliary]:
         for_embedding, for_layers = split_key(dropout_key)
         x = dropout(residual(self.embedding(tokens)), self.model.dropout, for_embedding)
-        x = apply_layers(self.model, self.layers, x, for_layers)
-        return self.final_norm(x)
+        x, auxiliary = apply_layers(self.model, self.layers, x, for_layers)
+        return self.final_norm(x), auxiliary
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         x = constrain(hidden, "batch", "seq", "embed")
@@ -97,7 +106,7 @@ def hidden(
 
     Without a dropout key nothing is dropped.
     """
-    return _merge(model, parameters).hidden(tokens, dropout_key)
+    return _merge(model, parameters).hidden(tokens, dropout_key)[0]
 
 
 def unembed(
@@ -115,8 +124,20 @@ def logits(
     dropout_key: jax.Array | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Scores of every next token, in float32. Without a dropout key nothing is dropped."""
+    return forward(model, parameters, tokens, dropout_key=dropout_key)[0]
+
+
+def forward(
+    model: Model,
+    parameters: Parameters,
+    tokens: Int[Array, "batch seq"],
+    *,
+    dropout_key: jax.Array | None = None,
+) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
+    """Scores of every next token, and what the layers add to the loss."""
     decoder = _merge(model, parameters)
-    return decoder.unembed(decoder.hidden(tokens, dropout_key))
+    x, auxiliary = decoder.hidden(tokens, dropout_key)
+    return decoder.unembed(x), auxiliary
 
 
 def _merge(model: Model, parameters: Parameters) -> Decoder:

@@ -15,6 +15,8 @@ from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
 from lowering.constrain import constrain
 
+Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
+
 
 class Block(nnx.Module):
     """Attention and MLP, each normed before and added to the residual stream."""
@@ -26,14 +28,16 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model)
         self.mlp = MLP(model, rngs)
 
-    def __call__(self, x: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, Auxiliary]:
         """(batch, seq, embed) to the same; without a key nothing is dropped."""
         for_attention, for_mlp = split_key(dropout_key)
         update = residual(self.attention(self.attention_norm(x)))
         x = x + dropout(update, self.dropout, for_attention)
         update = residual(self.mlp(self.mlp_norm(x)))
         x = x + dropout(update, self.dropout, for_mlp)
-        return residual(x)
+        return residual(x), {}
 
 
 def residual(x: jax.Array) -> jax.Array:
@@ -65,20 +69,20 @@ def stack_layers(model: Model, rngs: nnx.Rngs) -> Block:
 
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
-) -> jax.Array:
-    """Run x through a stack, one layer after the other.
+) -> tuple[jax.Array, Auxiliary]:
+    """Run x through a stack, one layer after the other; add up what the layers add to the loss.
 
     A scan, so that neither the program nor the time to compile it grows with depth.
     """
     block, parameters = nnx.split(layers)
 
-    def one_layer(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, None]:
+    def one_layer(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Auxiliary]:
         parameters, key = layer
-        return nnx.merge(block, parameters)(x, key), None
+        return nnx.merge(block, parameters)(x, key)
 
     keys = None if dropout_key is None else jax.random.split(dropout_key, model.layers)
-    x, _ = jax.lax.scan(_checkpoint(one_layer, model.remat), x, (parameters, keys))
-    return x
+    x, auxiliary = jax.lax.scan(_checkpoint(one_layer, model.remat), x, (parameters, keys))
+    return x, jax.tree.map(jnp.sum, auxiliary)
 
 
 def _checkpoint(one_layer: Any, remat: str) -> Any:

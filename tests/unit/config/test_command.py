@@ -12,6 +12,7 @@ from graphtrain.cli.config import command
 from graphtrain.cli.options import cache_option
 from graphtrain.config import load_config
 from graphtrain.errors import ConfigError
+from sharding_rules.axes import MESH_AXES
 
 GUIDE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
@@ -36,7 +37,7 @@ def test_show_prints_a_file_that_loads_to_the_same(file, tmp_path):
 
 def test_show_prints_json(file):
     shown = json.loads(invoke("show", file, "--json"))
-    assert shown["program"]["mesh"] == {"data": "rest", "fsdp": 1, "tensor": 1}
+    assert shown["program"]["mesh"] == dict.fromkeys(MESH_AXES, 1) | {"data": "rest"}
 
 
 def test_a_wrong_file_is_left_to_the_command_to_report(tmp_path):

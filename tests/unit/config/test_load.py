@@ -126,7 +126,7 @@ def test_the_nearest_setting_is_suggested_from_any_section(file, line, name, sug
 def test_a_setting_like_no_other_is_told_what_there_is(file):
     assert problems(file, "program.mesh.zigzag=2") == [
         "--set program.mesh.zigzag=2: unknown setting program.mesh.zigzag; "
-        "program.mesh takes data, fsdp, tensor"
+        "program.mesh takes data, fsdp, stage, expert, context, tensor"
     ]
 
 

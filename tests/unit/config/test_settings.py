@@ -1,7 +1,7 @@
 """The JSON schema and the words made of it. No validator is installed: its structure is checked."""
 
 from dataclasses import fields, is_dataclass
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from graphtrain.config import Config
 from graphtrain.config.settings import json_schema, known_settings, meanings, words
@@ -12,8 +12,9 @@ def paths_of(table, prefix=()):
     hints = get_type_hints(table)
     for field in fields(table):
         yield (*prefix, field.name)
-        if is_dataclass(hints[field.name]):
-            yield from paths_of(hints[field.name], (*prefix, field.name))
+        for inner in (hints[field.name], *get_args(hints[field.name])):
+            if is_dataclass(inner):
+                yield from paths_of(inner, (*prefix, field.name))
 
 
 def test_every_setting_is_known_and_can_be_described():

@@ -26,8 +26,8 @@ def test_the_scan_equals_a_loop_over_the_same_weights():
     parameters = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype("float32"), shapes)
     x, key = random.normal(size=(2, 8, 16)).astype("float32"), jax.random.key(0)
 
-    scan = jax.jit(lambda parameters: apply_layers(MODEL, nnx.merge(block, parameters), x, key))
-    one = jax.jit(lambda parameters, x, key: nnx.merge(block, parameters)(x, key))
+    scan = jax.jit(lambda parameters: apply_layers(MODEL, nnx.merge(block, parameters), x, key)[0])
+    one = jax.jit(lambda parameters, x, key: nnx.merge(block, parameters)(x, key)[0])
     want = x
     for index, layer_key in enumerate(jax.random.split(key, MODEL.layers)):
         want = one(jax.tree.map(lambda array, i=index: array[i], parameters), want, layer_key)

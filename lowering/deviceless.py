@@ -1,0 +1,110 @@
+"""Devices of a TPU or GPU that is not here: enough of them to compile for.
+
+The compilers ship as plugins of JAX and describe a machine by name (TPU) or by the numbers of its
+card (GPU); neither needs a driver.
+"""
+
+import math
+import os
+from functools import cache
+from importlib import util
+from typing import Any
+
+from lowering.errors import LoweringError
+from lowering.target import Target
+
+
+@cache
+def devices(target: Target) -> tuple[Any, ...]:
+    """All devices of the target, as the compiler's own descriptions of them.
+
+    Raises:
+        LoweringError: the compiler is not installed, or knows no such topology.
+    """
+    return {"tpu": _tpu, "cuda": _gpu}[target.platform](target)
+
+
+def _tpu(target: Target) -> tuple[Any, ...]:
+    _require(target, "libtpu", "tpu")
+    # Several compilers at once, and no question to a metadata server that is not there.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    return _described(target, platform="tpu", topology_name=str(target))
+
+
+def _gpu(target: Target) -> tuple[Any, ...]:
+    _require(target, "jax_plugins.xla_cuda13", "gpu")
+    group = int(target.about["group"])
+    per_host = min(target.devices, group)
+    if target.devices % per_host:
+        raise LoweringError(
+            f"{target}: {target.machine} come {group} to a host; ask for a multiple of {group}"
+        )
+    topology = f"1x{target.devices // per_host}x{per_host}"  # slices, hosts, cards of a host
+    return _described(
+        target, platform="cuda", topology_name="", target_config=_card(target), topology=topology
+    )
+
+
+def _described(target: Target, **question: Any) -> tuple[Any, ...]:
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+
+    try:
+        found = tuple(topologies.get_topology_desc(**question).devices)
+    except JaxRuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise LoweringError(f"{target}: the compiler knows no such topology: {first}") from None
+    if len(found) != target.devices:
+        raise LoweringError(
+            f"{target}: the compiler sees {len(found)} devices in {math.prod(target.topology)} "
+            "chips; machines with several devices to a chip are not supported yet"
+        )
+    return found
+
+
+def _require(target: Target, module: str, extra: str) -> None:
+    try:
+        missing = util.find_spec(module) is None
+    except ModuleNotFoundError:
+        missing = True
+    if missing:
+        raise LoweringError(
+            f"{target}: its compiler is not installed; run: pip install 'graphtrain[{extra}]'"
+        )
+
+
+def _card(target: Target) -> str:
+    """The card in the text form of XLA's GpuTargetConfigProto."""
+    card, about = target.about["gpu"], target.about
+    info = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": card["shared_memory"],
+        "shared_memory_per_block_optin": card["shared_memory"] - 1024,
+        "threads_per_core_limit": 2048,
+        "core_count": card["cores"],
+        "fpus_per_core": 128 if card["capability"] > 8 else 64,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "memory_bandwidth": int(about["bandwidth"]),
+        "l2_cache_size": card["l2"],
+        "clock_rate_ghz": card["clock_ghz"],
+        "device_memory_size": int(about["memory"]),
+    }
+    fields = " ".join(f"{name}: {value}" for name, value in info.items())
+    return (
+        f"gpu_device_info {{ {fields} "
+        f"cuda_compute_capability {{ major: {card['capability']} }} }}\n"
+        'platform_name: "CUDA"\n'
+        "dnn_version_info { major: 9 minor: 10 }\n"
+        "runtime_version { major: 13 minor: 0 }\n"
+        f'device_description_str: "{card["name"]}"\n'
+    )
