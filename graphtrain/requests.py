@@ -18,6 +18,7 @@ from sharding_rules.rules import Rules
 _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
+    "graphtrain/deferred.py",
     "graphtrain/loss.py",
     "graphtrain/models",
     "graphtrain/optimizer.py",

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Program
+from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
 from graphtrain.optimizer import make_optimizer, pack, state_specs, unpack
 from lowering.constrain import constrain_tree
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten
-from sharding_rules.arrays import ArraySpec
+from sharding_rules.arrays import ArraySpec, Role
 
 _SCALAR = ArraySpec((), (), "float32", "activation")
 
@@ -88,33 +89,44 @@ def _train(program: Program) -> Graph:
 
 def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
     """Gradients and loss of all microbatches, each target weighing the same."""
-    total = jnp.maximum(batch["weights"].sum(), 1.0)
-    key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+    microbatches = program.batch.microbatches
+    parameters, specs = state["parameters"], parameter_specs(program.model)
+    objective = _objective(program, state, jnp.maximum(batch["weights"].sum(), 1.0))
+    if program.batch.reduce == "last" and can_defer():
+        return reduce_last(objective, parameters, specs, batch, microbatches)
+    # A single gradient goes straight to where it is used; sums rest where the rules want them.
+    role: Role = "optimizer" if microbatches == 1 else "gradient"
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, jax.Array]:
-        def objective(parameters: Tree) -> tuple[jax.Array, jax.Array]:
-            dropout = jax.random.fold_in(key, index) if program.model.dropout else None
-            out, auxiliary = forward(
-                program.model, parameters, microbatch["tokens"], dropout_key=dropout
-            )
-            loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
-            added = sum(auxiliary.values()) / program.batch.microbatches
-            return (loss + program.loss.z_loss * squares) / total + added, loss / total
+        differentiate = jax.value_and_grad(objective, has_aux=True)
+        (_, loss), gradients = differentiate(parameters, microbatch, index)
+        return constrain_tree(gradients, specs, role), loss
 
-        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
-        return constrain_tree(gradients, specs, "gradient"), loss
-
-    specs = parameter_specs(program.model)
-    if program.batch.microbatches == 1:
+    if microbatches == 1:
         return of(jax.tree.map(lambda array: array[0], batch), 0)
 
     def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, of(*indexed)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, state["parameters"])
-    start = constrain_tree(zeros, specs, "gradient"), jnp.zeros(())
-    sums, _ = jax.lax.scan(add, start, (batch, jnp.arange(program.batch.microbatches)))
+    zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, role)
+    sums, _ = jax.lax.scan(add, (zeros, jnp.zeros(())), (batch, jnp.arange(microbatches)))
     return sums
+
+
+def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
+    """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+
+    def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
+        dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
+        out, auxiliary = forward(
+            program.model, parameters, microbatch["tokens"], dropout_key=dropout
+        )
+        loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
+        added = sum(auxiliary.values()) / program.batch.microbatches
+        return (loss + program.loss.z_loss * squares) / targets + added, loss / targets
+
+    return objective
 
 
 def _evaluate(program: Program) -> Graph:

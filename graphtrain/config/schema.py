@@ -197,6 +197,11 @@ class Program:
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
+        if self.model.mixture is not None and self.batch.reduce == "last":
+            raise ValueError(
+                'batch.reduce = "last" sees the tokens of one copy of the model at a time, and a '
+                'mixture balances its experts over all; use reduce = "each"'
+            )
         limit = self.model.max_length
         if limit is not None and self.batch.length > limit:
             raise ValueError(

@@ -26,6 +26,7 @@ from graphtrain.models.layers import (
 )
 from graphtrain.models.norms import Norm
 from lowering.constrain import constrain
+from lowering.pending import complete
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def forward(
 
 
 def _merge(model: Model, parameters: Parameters) -> Decoder:
-    return nnx.merge(_abstract(model)[0], nnx.State(parameters))
+    whole = {**complete({**parameters, "layers": {}}), "layers": parameters["layers"]}
+    return nnx.merge(_abstract(model)[0], nnx.State(whole))
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:

@@ -14,6 +14,7 @@ from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
 from lowering.constrain import constrain
+from lowering.pending import complete
 
 Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
 
@@ -78,7 +79,7 @@ def apply_layers(
 
     def one_layer(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Auxiliary]:
         parameters, key = layer
-        return nnx.merge(block, parameters)(x, key)
+        return nnx.merge(block, complete(parameters))(x, key)
 
     keys = None if dropout_key is None else jax.random.split(dropout_key, model.layers)
     x, auxiliary = jax.lax.scan(_checkpoint(one_layer, model.remat), x, (parameters, keys))
