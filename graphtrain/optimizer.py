@@ -49,12 +49,13 @@ def unpack(packed: Tree, template: Any) -> Any:
     return structure.unflatten([by_path[_path(keys)] for keys, _ in leaves])
 
 
-def state_specs(template: Any, parameters: Mapping[str, ArraySpec]) -> Tree:
+def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bool = False) -> Tree:
     """What the packed state holds; arrays that mirror a parameter take its axes.
 
     Args:
         template: the state, as shapes.
         parameters: ArraySpecs by path.
+        offload: Whether arrays that mirror a parameter rest in the host's memory.
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():
@@ -63,7 +64,8 @@ def state_specs(template: Any, parameters: Mapping[str, ArraySpec]) -> Tree:
         )
         fits = mirrored is not None and mirrored.shape == leaf.shape
         axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
-        specs[path] = ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer")
+        memory = "host" if fits and offload else "device"
+        specs[path] = ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer", memory)
     return unflatten(specs)
 
 

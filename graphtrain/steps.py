@@ -14,8 +14,8 @@ from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
-from graphtrain.optimizer import make_optimizer, pack, state_specs, unpack
-from lowering.constrain import constrain_tree
+from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
+from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten
 from sharding_rules.arrays import ArraySpec, Role
@@ -50,14 +50,16 @@ def _train(program: Program) -> Graph:
     optimizer = _optimizer(program)
     specs = parameter_specs(program.model)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
+    state_specs = state_specs_of(program)
 
     def train(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
         gradients, loss = accumulate_gradients(program, state, batch)
         # The update happens where the optimizer's state rests; only its result goes further.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
+        moments = fetch(state["optimizer"], state_specs["optimizer"])
         updates, optimizer_state = optimizer.update(
-            gradients, unpack(state["optimizer"], template), parameters
+            gradients, unpack(moments, template), parameters
         )
         scaled = jax.tree.map(lambda update: -learning_rate * update, updates)
         return {
@@ -74,13 +76,12 @@ def _train(program: Program) -> Graph:
             },
         }
 
-    state = state_specs_of(program)
     return Graph(
         "train",
         train,
-        {"state": state, "batch": _batch(program, train=True), "learning_rate": _SCALAR},
+        {"state": state_specs, "batch": _batch(program, train=True), "learning_rate": _SCALAR},
         {
-            "state": state,
+            "state": state_specs,
             "metrics": dict.fromkeys(("loss", "grad_norm", "targets"), _SCALAR),
         },
         donated=("state",),
@@ -149,7 +150,7 @@ def state_specs_of(program: Program) -> Tree:
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
-        "optimizer": state_specs(template, flatten(parameters)),
+        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload),
         "step": ArraySpec((), (), "int32", "optimizer"),
         "key": ArraySpec((2,), (None,), "uint32", "optimizer"),
     }

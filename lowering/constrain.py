@@ -33,6 +33,8 @@ class Placement:
         return jax.sharding.get_abstract_mesh() if self.manual else self.mesh
 
 
+MEMORY_KINDS = {"device": "device", "host": "pinned_host"}  # JAX's words
+
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
@@ -111,4 +113,23 @@ def _constrain(path: str, x: jax.Array, spec: ArraySpec) -> jax.Array:
 
 def sharding(array: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """JAX's word for a Layout."""
-    return NamedSharding(mesh, PartitionSpec(*(names or None for names in array.split)))
+    split = PartitionSpec(*(names or None for names in array.split))
+    return NamedSharding(mesh, split, memory_kind=MEMORY_KINDS[array.spec.memory])
+
+
+def fetch(tree: Tree, specs: Tree) -> Tree:
+    """The tree with what rests in the host's memory brought to the device's."""
+    found = _placement.get()
+    arrays = flatten(tree)
+    if found is None:
+        return tree
+    return unflatten(
+        {path: _fetch(path, arrays[path], spec, found) for path, spec in flatten(specs).items()}
+    )
+
+
+def _fetch(path: str, x: jax.Array, spec: ArraySpec, found: Placement) -> jax.Array:
+    if spec.memory == "device":
+        return x
+    here = layout(path, replace(spec, memory="device"), found.rules, found.shape)
+    return jax.device_put(x, sharding(here, found.current_mesh))

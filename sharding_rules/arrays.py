@@ -9,6 +9,8 @@ from sharding_rules.errors import ShardingError
 
 Role = Literal["parameter", "gradient", "optimizer", "activation"]
 
+Memory = Literal["device", "host"]
+
 _ITEM_BYTES = {"bool": 1, "bfloat16": 2}
 
 
@@ -20,6 +22,7 @@ class ArraySpec:
     axes: tuple[str | None, ...]
     dtype: str = "float32"
     role: Role = "parameter"
+    memory: Memory = "device"  # where it rests between steps
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sharding_rules.arrays import ArraySpec
+from sharding_rules.arrays import ArraySpec, Memory
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -38,12 +38,12 @@ class Plan:
         shards = self.mesh.size(tuple(name for names in layout.split for name in names))
         return layout.spec.nbytes // shards
 
-    def bytes_per_device(self, role: str | None = None) -> int:
-        """Bytes one device holds of all arrays, or of those of one role."""
+    def bytes_per_device(self, role: str | None = None, memory: Memory = "device") -> int:
+        """Bytes one device holds, in its own or its host's memory, of all arrays or of one role."""
         return sum(
             self.bytes_of(path)
             for path, layout in self.layouts.items()
-            if role is None or layout.spec.role == role
+            if layout.spec.memory == memory and (role is None or layout.spec.role == role)
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -50,7 +51,10 @@ class Attention(nnx.Module):
             query = rotate(query, self.model.rope_base)
             key = rotate(key, self.model.rope_base)
         alibi = self.model.positions == "alibi"
-        mixed = attention(query, key, value, alibi_slopes(self.model.heads) if alibi else None)
+        attend = partial(attention, slopes=alibi_slopes(self.model.heads) if alibi else None)
+        if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
+            attend = jax.checkpoint(attend, prevent_cse=False)
+        mixed = attend(query, key, value)
         mixed = constrain(mixed, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", mixed)
 

@@ -92,11 +92,17 @@ def _checkpoint(one_layer: Any, remat: str) -> Any:
     "dots" keeps the products with weights, named where they are made: a policy that looks for dots
     would keep their float32 sums, twice the bytes, instead of the bfloat16 results.
     """
-    if remat == "none":
+    if remat in ("none", "attention"):  # attention computes its own part again
         return one_layer
     policies = jax.checkpoint_policies
     policy = {
         "dots": policies.save_only_these_names(PROJECTION),
         "full": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[PROJECTION],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     }[remat]
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)  # a scan already prevents it
