@@ -37,3 +37,66 @@ def test_an_unknown_table_is_refused(tmp_path):
     file.write_text('[weights]\nheads = "tensor"\n')
     with pytest.raises(ShardingError, match=r"unknown table 'weights'"):
         Rules.load([str(file)])
+
+
+def test_zero_splits_state_further_than_weights():
+    rules = Rules.load(["zero2", "fsdp"])
+    assert rules.of("parameter")["embed"] == ("fsdp",)
+    assert rules.of("gradient")["embed"] == ("data", "fsdp")
+    assert rules.of("optimizer")["embed"] == ("data", "fsdp")
+    assert Rules.load(["zero1"]).of("gradient").get("embed", ()) == ()
+
+
+MINE = """
+[arrays."layers/mlp/*"]
+embed = []
+mlp = ["fsdp", "tensor"]
+
+[arrays."parameters/head"]
+vocab = []
+"""
+
+
+@pytest.fixture
+def overridden(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE)
+    return Rules.load(["fsdp", "tensor", str(file)])
+
+
+def test_a_pattern_overrides_the_axes_it_names_of_the_arrays_it_names(overridden):
+    mlp = overridden.of("parameter", "state/parameters/layers/mlp/up")
+    assert (mlp["embed"], mlp["mlp"], mlp["heads"]) == ((), ("fsdp", "tensor"), ("tensor",))
+    assert overridden.of("parameter", "state/parameters/layers/attention/query") == (
+        Rules.load(["fsdp", "tensor"]).parameters
+    )
+
+
+def test_a_pattern_holds_for_moments_too_unless_it_says_parameters(overridden):
+    moment = "state/optimizer/adam/mu/layers/mlp/up"
+    assert overridden.of("optimizer", moment)["embed"] == ()
+    assert overridden.of("optimizer", "state/optimizer/adam/mu/head")["vocab"] == ("tensor",)
+    assert overridden.of("parameter", "state/parameters/head")["vocab"] == ()
+
+
+def test_a_pattern_that_names_nothing_is_an_error(overridden):
+    paths = ["state/parameters/layers/mlp/up", "state/parameters/head"]
+    overridden.check_patterns(paths)
+    with pytest.raises(
+        ShardingError, match=r"arrays 'layers/mlp/\*': no array matches; .*'paramete"
+    ):
+        overridden.check_patterns(["state/parameters/head"])
+
+
+def test_an_override_that_is_no_table_is_an_error(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[arrays]\n"layers/mlp/up" = "fsdp"\n')
+    with pytest.raises(ShardingError, match=r"'fsdp' is not a table from array axes to mesh axes"):
+        Rules.load([str(file)])
+
+
+def test_axes_split_by_hand_are_left_to_the_hand(overridden):
+    rest = overridden.without(["fsdp"])
+    assert rest.parameters["embed"] == ()
+    assert rest.of("parameter", "parameters/layers/mlp/up")["mlp"] == ("tensor",)
+    assert rest.activations["batch"] == ()
