@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering import deviceless, host
 from lowering.artifact import Artifact
+from lowering.collectives import read
 from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
@@ -170,6 +171,7 @@ def compile(lowered: Lowered) -> Artifact:
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     memory = compiled.memory_analysis()
+    reading = read(compiled.as_text(), lowered.plan.mesh)
     record = lowered.facts | {
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
@@ -183,6 +185,8 @@ def compile(lowered: Lowered) -> Artifact:
             "code": memory.generated_code_size_in_bytes,
             "peak": _peak(memory, lowered.target),
         },
+        "collectives": [collective.to_record() for collective in reading.collectives],
+        "unknown_loops": reading.unknown_loops,
     }
     return Artifact(payload, record)
 
