@@ -45,6 +45,7 @@ class Outcome:
     seconds: float
     digest: str | None = None  # of the stored program
     error: str | None = None
+    kind: str | None = None  # class of the error, as in "OutOfMemory"
     failure: str | None = None  # directory with the StableHLO and the log
     attempts: int = 1
 
@@ -194,10 +195,10 @@ class _Pool:
             status = "compiled" if message[2] else "cached"
             self._observe(label, status)
             return Outcome(label, status, seconds, message[1], attempts=worker.attempt)
-        error = message[1] if message else _ended(worker.process.exitcode)
+        error, kind = message[1:] if message else (_ended(worker.process.exitcode), None)
         kept = self._keep(worker)
         self._observe(label, "failed")
-        return Outcome(label, "failed", seconds, None, error, kept, worker.attempt)
+        return Outcome(label, "failed", seconds, None, error, kind, kept, worker.attempt)
 
     def _keep(self, worker: _Worker) -> str | None:
         """Store the StableHLO and log of a failure; the store itself may be what failed."""

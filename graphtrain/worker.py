@@ -37,7 +37,7 @@ def work(
     """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
 
     Sends ("stage", text) any number of times, then ("done", program digest, compiled) or
-    ("failed", message).
+    ("failed", message, class of the error).
     """
     with _output_to(scratch / "log.txt"):
         try:
@@ -47,10 +47,11 @@ def work(
             pipe.send(("done", digest, compiled))
         except USER_ERRORS as error:
             print(error, file=sys.stderr)
-            pipe.send(("failed", str(error)))
+            pipe.send(("failed", str(error), type(error).__name__))
         except Exception as error:
             traceback.print_exc()
-            pipe.send(("failed", f"{type(error).__name__}: {error}".partition("\n")[0]))
+            kind = type(error).__name__
+            pipe.send(("failed", f"{kind}: {error}".partition("\n")[0], kind))
 
 
 def produce(

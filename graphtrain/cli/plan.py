@@ -31,7 +31,7 @@ def command(
     Optimizer state rests where its parameters do, so it is listed only under --array and --json.
     """
     from graphtrain.config import load_config
-    from graphtrain.planning import plan_program
+    from graphtrain.planning.assess import plan_program
     from graphtrain.report import plan_as_json
 
     program = load_config(config, overrides, target).program

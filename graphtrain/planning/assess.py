@@ -1,0 +1,133 @@
+"""assess: the compiler's answer about a training step, or the best estimate and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphtrain.cache import Cache
+from graphtrain.compile import Observer, Outcome, compile_tasks, tasks_of
+from graphtrain.config.schema import Program
+from graphtrain.estimates.memory import memory as estimated_memory
+from graphtrain.estimates.time import step_time, utilisation
+from graphtrain.estimates.traffic import bubble_of, traffic
+from graphtrain.planning.assessment import Assessment, Memory
+from graphtrain.requests import mesh_shape
+from lowering.collectives import Collective
+from sharding_rules.plan import Plan, make_plan
+from sharding_rules.rules import Rules
+
+
+def plan_program(program: Program) -> Plan:
+    """Place every array that the training step takes, for the program's target.
+
+    Raises:
+        LoweringError: no such target.
+        ShardingError: an array cannot be placed as the rules and the mesh ask.
+    """
+    from graphtrain.steps import build_graph  # imports JAX and Flax
+    from lowering.trees import flatten
+
+    mesh, rules = mesh_shape(program), Rules.load(program.rules)
+    return make_plan(flatten(dict(build_graph(program, "train").inputs)), rules, mesh)
+
+
+def assess(
+    program: Program, cache: Cache, observe: Observer = lambda label, stage: None
+) -> Assessment:
+    """Compile the training step into the cache, and read there what it does.
+
+    Raises:
+        LoweringError: no such target.
+        ShardingError: an array cannot be placed.
+    """
+    return assess_all({"": program}, cache, observe)[""]
+
+
+def assess_all(
+    programs: Mapping[str, Program],
+    cache: Cache,
+    observe: Observer = lambda label, stage: None,
+    plan: Callable[[Program], Plan] = plan_program,
+) -> dict[str, Assessment]:
+    """Assess several programs, compiling side by side. Raises as assess does."""
+    plans = {name: plan(program) for name, program in programs.items()}
+    tasks = {name: _train_task(name, program) for name, program in programs.items()}
+    report = compile_tasks(list(tasks.values()), cache, observe=observe)
+    outcomes = {outcome.label: outcome for outcome in report.outcomes}
+    return {
+        name: _from_outcome(program, plans[name], outcomes[tasks[name].label], cache)
+        for name, program in programs.items()
+    }
+
+
+def estimate(program: Program, plan: Plan | None = None) -> Assessment:
+    """The same by arithmetic alone; with a plan, no JAX is imported."""
+    mesh, rules = mesh_shape(program), Rules.load(program.rules)
+    memory = estimated_memory(program, rules, mesh)
+    return _assessment(
+        program, plan or plan_program(program), memory, traffic(program, rules, mesh), "estimate"
+    )
+
+
+def _train_task(name: str, program: Program) -> Any:
+    (task,) = (task for task in tasks_of({name: program}) if task.graph == "train")
+    return replace(task, label=f"{name} train".strip())
+
+
+def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) -> Assessment:
+    artifact = cache.get(outcome.digest) if outcome.digest else None
+    if artifact is None:
+        guess = estimate(program, plan)
+        memory = replace(guess.memory, refused=outcome.kind == "OutOfMemory")
+        return replace(guess, memory=memory, remark=outcome.error or "the cache lost the program")
+    record = artifact.record
+    collectives = tuple(Collective.from_record(one) for one in record["collectives"])
+    memory = _explained(record["memory"]["peak"], program, plan)
+    remark = ""
+    if record["unknown_loops"]:
+        remark = (
+            f"{record['unknown_loops']} loops of the compiled program do not tell their trip "
+            "count; collectives in them count once"
+        )
+    compiled = _assessment(program, plan, memory, collectives, "compiler")
+    return replace(compiled, compile_seconds=record["compile_seconds"], remark=remark)
+
+
+def _explained(peak: int, program: Program, plan: Plan) -> Memory:
+    """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
+    guess = estimated_memory(program, Rules.load(program.rules), plan.mesh)
+    parameters, optimizer = map(plan.bytes_per_device, ("parameter", "optimizer"))
+    rest = max(0, peak - parameters - optimizer)
+    gradients = min(guess.gradients, rest)
+    activations = min(guess.activations, rest - gradients)
+    return replace(
+        guess,
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=gradients,
+        activations=activations,
+        temporaries=rest - gradients - activations,
+        peak=peak,
+        source="compiler",
+    )
+
+
+def _assessment(
+    program: Program,
+    plan: Plan,
+    memory: Memory,
+    collectives: tuple[Collective, ...],
+    source: Any,
+) -> Assessment:
+    time = step_time(program, plan.mesh, memory, collectives, bubble_of(program, plan.mesh))
+    return Assessment(
+        target=program.target,
+        plan=plan,
+        memory=memory,
+        collectives=collectives,
+        collectives_source=source,
+        time=time,
+        mfu=utilisation(program, time.total),
+    )
