@@ -13,7 +13,10 @@ import optax
 from graphtrain.config.schema import Program
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.models.stages import arrange, arrange_specs
 from graphtrain.optimizer import make_optimizer, pack, state_specs, unpack
+from graphtrain.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.requests import stages_of
 from lowering.constrain import constrain_tree
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten
@@ -28,9 +31,13 @@ def build_graph(program: Program, name: str) -> Graph:
 
 
 def _init(program: Program) -> Graph:
+    stages = stages_of(program)
+
     def init(seed: jax.Array) -> Tree:
         weights_key, dropout_key = jax.random.split(jax.random.key(seed))
         parameters = initialise(program.model, weights_key)
+        if stages is not None:
+            parameters = arrange(parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -47,7 +54,7 @@ def _init(program: Program) -> Graph:
 
 def _train(program: Program) -> Graph:
     optimizer = _optimizer(program)
-    specs = parameter_specs(program.model)
+    specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
 
     def train(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
@@ -90,6 +97,11 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
     """Gradients and loss of all microbatches, each target weighing the same."""
     total = jnp.maximum(batch["weights"].sum(), 1.0)
     key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+    specs = parameter_specs_of(program)
+
+    if (stages := stages_of(program)) is not None:
+        gradients, loss = pipelined_gradients(program, stages, state, batch, key)
+        return constrain_tree(gradients, specs, "gradient"), loss
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, jax.Array]:
         def objective(parameters: Tree) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +116,6 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
         (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
         return constrain_tree(gradients, specs, "gradient"), loss
 
-    specs = parameter_specs(program.model)
     if program.batch.microbatches == 1:
         return of(jax.tree.map(lambda array: array[0], batch), 0)
 
@@ -118,22 +129,35 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
 
 
 def _evaluate(program: Program) -> Graph:
-    def evaluate(parameters: Tree, batch: Tree) -> Tree:
+    stages = stages_of(program)
+
+    def loss_of(parameters: Tree, batch: Tree) -> jax.Array:
+        if stages is not None:
+            return pipelined_loss(program, stages, parameters, batch)
         out = logits(program.model, parameters, batch["tokens"])
-        loss, _ = cross_entropy(out, batch["targets"], batch["weights"])
+        return cross_entropy(out, batch["targets"], batch["weights"])[0]
+
+    def evaluate(parameters: Tree, batch: Tree) -> Tree:
+        loss = loss_of(parameters, batch)
         return {"metrics": {"loss_sum": loss, "targets": batch["weights"].sum()}}
 
     return Graph(
         "evaluate",
         evaluate,
-        {"parameters": parameter_specs(program.model), "batch": _batch(program, train=False)},
+        {"parameters": parameter_specs_of(program), "batch": _batch(program, train=False)},
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
     )
 
 
+def parameter_specs_of(program: Program) -> Tree:
+    """The parameters as a run stores them."""
+    specs, stages = parameter_specs(program.model), stages_of(program)
+    return specs if stages is None else arrange_specs(specs, stages)
+
+
 def state_specs_of(program: Program) -> Tree:
     """What the state of a run holds."""
-    parameters = parameter_specs(program.model)
+    parameters = parameter_specs_of(program)
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
@@ -144,7 +168,7 @@ def state_specs_of(program: Program) -> Tree:
 
 
 def _optimizer(program: Program) -> optax.GradientTransformation:
-    return make_optimizer(program.optimizer, parameter_specs(program.model))
+    return make_optimizer(program.optimizer, parameter_specs_of(program))
 
 
 def _shapes(specs: Tree) -> Tree:

@@ -1,6 +1,6 @@
 """constrain(x, "batch", "seq", "embed"): the one sharding call models make."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ class Placement:
     mesh: Mesh
     rules: Rules
     manual: tuple[str, ...] = ()  # mesh axes that the code being traced splits by hand
+    by_hand: Rules | None = None  # the rules, with what they split over those axes too
 
     @property
     def shape(self) -> MeshShape:
@@ -53,7 +54,12 @@ def by_hand(mesh_axes: Iterable[str]) -> Iterator[None]:
     assert placement is not None, "by_hand outside placed"
     manual = (*placement.manual, *mesh_axes)
     token = _placement.set(
-        replace(placement, rules=placement.rules.without(mesh_axes), manual=manual)
+        replace(
+            placement,
+            rules=placement.rules.without(mesh_axes),
+            manual=manual,
+            by_hand=placement.by_hand or placement.rules,
+        )
     )
     try:
         yield
@@ -73,6 +79,30 @@ def split_of(axis: str) -> tuple[str, ...]:
         return ()
     names = found.rules.activations.get(axis, ())
     return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
+
+
+def draw(
+    whole: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
+) -> jax.Array:
+    """The part that a device holds of random numbers: those of one device, however the mesh splits.
+
+    Args:
+        whole: Draws an array of a shape; the compiler computes only the part that is used.
+        shape: Of the part.
+        axes: What its dimensions mean.
+    """
+    found = _placement.get()
+    if found is None or found.by_hand is None:
+        return whole(shape)
+    table = found.by_hand.activations
+    split = [[name for name in table.get(axis, ()) if name in found.manual] for axis in axes]
+    sizes = [found.shape.size(tuple(names)) for names in split]
+    starts = [
+        jax.lax.axis_index(tuple(names)) * size if names else 0
+        for names, size in zip(split, shape, strict=True)
+    ]
+    drawn = whole(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
+    return jax.lax.dynamic_slice(drawn, starts, shape)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

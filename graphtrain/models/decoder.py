@@ -71,9 +71,12 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Auxiliary]:
         for_embedding, for_layers = split_key(dropout_key)
-        x = dropout(residual(self.embedding(tokens)), self.model.dropout, for_embedding)
+        x = self.embed(tokens, for_embedding)
         x, auxiliary = apply_layers(self.model, self.layers, x, for_layers)
         return self.final_norm(x), auxiliary
+
+    def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        return dropout(residual(self.embedding(tokens)), self.model.dropout, dropout_key)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         x = constrain(hidden, "batch", "seq", "embed")
@@ -106,14 +109,14 @@ def hidden(
 
     Without a dropout key nothing is dropped.
     """
-    return _merge(model, parameters).hidden(tokens, dropout_key)[0]
+    return merge(model, parameters).hidden(tokens, dropout_key)[0]
 
 
 def unembed(
     model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
 ) -> Float[Array, "batch seq vocab"]:
     """Scores of every token from hidden, in float32; any part of a sequence will do."""
-    return _merge(model, parameters).unembed(hidden)
+    return merge(model, parameters).unembed(hidden)
 
 
 def logits(
@@ -135,13 +138,15 @@ def forward(
     dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
     """Scores of every next token, and what the layers add to the loss."""
-    decoder = _merge(model, parameters)
+    decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     return decoder.unembed(x), auxiliary
 
 
-def _merge(model: Model, parameters: Parameters) -> Decoder:
-    return nnx.merge(_abstract(model)[0], nnx.State(parameters))
+def merge(model: Model, parameters: Parameters) -> Decoder:
+    """The module with these parameters; those left out are shapes, of no use to what reads them."""
+    structure, shapes = _abstract(model)
+    return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **parameters}))
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
