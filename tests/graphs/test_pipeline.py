@@ -34,6 +34,7 @@ CASES = {
     "1f1b, fsdp and tensor": (ONE_ONE, Mesh(fsdp=2, stage=2, tensor=2), DEFAULT),
     "gpipe, zero2": (GPIPE, Mesh(data=4, stage=2), ("zero2", "pipeline")),
     "1f1b, zero2": (ONE_ONE, Mesh(data=4, stage=2), ("zero2", "pipeline")),
+    "1f1b, vocabulary": (ONE_ONE, CUBE, (*DEFAULT, "stage_vocab")),
     "circular, context": (CIRCULAR, Mesh(stage=2, context=2, tensor=2), DEFAULT),
     "1f1b, expert": (ONE_ONE, Mesh(data=2, stage=2, expert=2), DEFAULT),
     "gpipe, uneven": (Pipeline(schedule="gpipe", layers=(1, 3, 3, 1)), Mesh(stage=4), DEFAULT),
