@@ -5,6 +5,7 @@ Source: Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,8 +35,30 @@ def gradients_by_ticks(
     queue, embed_back = jax.vjp(
         lambda weights: pipeline.embed(ring, weights, block), parameters["first"]
     )
-    microbatches, last = len(queue) * ring.size, ring.size - 1
-    rows = parameters["stages"]
+    x = jnp.zeros_like(queue[0])
+    kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
+    worked_on = {part: parameters[part] for part in ("stages", "last")}
+    zeros = jax.tree.map(jnp.zeros_like, worked_on)
+    microbatches = len(queue) * ring.size
+    ticks = microbatches + 2 * (ring.size - 1)
+
+    tick = _tick(pipeline, ring, copies, worked_on, pieces, microbatches)
+    carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
+    x, returned, queue, _, gradients = carry
+    _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
+    # Gradients left 2 S - 1 turns after their microbatch came.
+    (of_first,) = embed_back(jnp.roll(queue, 1 - 2 * ring.size, axis=0))
+    return pipeline.total(scores, terms, copies), gradients | {"first": of_first}
+
+
+def _tick(
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, pieces: Tree, microbatches: int
+) -> Callable[[Any, jax.Array], tuple[Any, Any]]:
+    """The body of the loop: one microbatch forward, one scored, one backward.
+
+    It carries what came from the stage before and from the one after, the queue, the inputs kept
+    for the way back, and the gradients so far; it reports scores and terms.
+    """
 
     def work(rows: Tree, x: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
         return pipeline.stage(rows, x, jnp.clip(number, 0, microbatches - 1), ring.index)
@@ -46,15 +69,16 @@ def gradients_by_ticks(
     def tick(carry: Any, tick: jax.Array) -> tuple[Any, Any]:
         x, returned, queue, kept, gradients = carry
         x, queue = _take_turns(ring, tick, x, returned, queue)
-        forward, scored, backward = tick - ring.index, tick - last, tick - 2 * last + ring.index
+        forward, scored = tick - ring.index, tick - (ring.size - 1)
+        backward = tick - 2 * (ring.size - 1) + ring.index
 
-        y, terms = work(rows, x, forward)
+        y, terms = work(parameters["stages"], x, forward)
         kept = replace_column(kept, forward % len(kept), x)
         piece = jax.tree.map(lambda each: read_column(each, scored % microbatches), pieces)
         scores, of_last, gradient = _score(pipeline, ring, parameters["last"], y, piece)
 
         before = read_column(kept, backward % len(kept))
-        _, back = jax.vjp(lambda rows, x: work(rows, x, backward), rows, before)
+        _, back = jax.vjp(lambda rows, x: work(rows, x, backward), parameters["stages"], before)
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / copies), terms)
         of_rows, gradient = back((jnp.where(ring.is_last, gradient, returned), weight))
 
@@ -63,18 +87,7 @@ def gradients_by_ticks(
         reports = only_real(scored, scores), only_real(forward, terms)
         return (ring.onward(y), ring.back(gradient), queue, kept, gradients), reports
 
-    x = jnp.zeros_like(queue[0])
-    kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
-    gradients = {
-        part: jax.tree.map(jnp.zeros_like, parameters[part]) for part in ("stages", "last")
-    }
-    ticks = microbatches + 2 * last
-    carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, gradients), jnp.arange(ticks))
-    x, returned, queue, _, gradients = carry
-    _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
-    # Gradients left 2 S - 1 turns after their microbatch came.
-    (gradients["first"],) = embed_back(jnp.roll(queue, 1 - 2 * ring.size, axis=0))
-    return pipeline.total(scores, terms, copies), gradients
+    return tick
 
 
 def _take_turns(

@@ -8,7 +8,8 @@ own constraints hold there. That form, and not a vmap over stages, because
 - a stage is an ordinary call of the model: what it maps over an axis by hand (a ring of context)
   nests, and the shift to the next stage is one collective-permute that no compiler has to guess;
 - gradients of weights are sums of one device until the loop ends, so data's all-reduce happens once
-  a step. Left to the compiler it happens at every tick, in every layer.
+  a step. Left to the compiler it happens at every tick, in every layer. (fsdp, which is automatic,
+  gathers weights and scatters gradients at every tick, as it does for microbatches in a row.)
 
 Microbatches rest in blocks: of M, stage s embeds and scores numbers s M/S to (s + 1) M/S - 1, so no
 work is repeated. A queue brings them to the first stage and takes results back: with every new

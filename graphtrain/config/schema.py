@@ -166,13 +166,15 @@ class Mesh:
 class Pipeline:
     """How microbatches pass through the stages of the mesh axis `stage`.
 
+    A stage is computed again, from its input, in the backward pass; only model.remat = "none" keeps
+    what it computed, and 1f1b never does.
+
     Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
     """
 
     schedule: Literal["gpipe", "circular", "1f1b"] = "circular"
     rounds: Positive = 1  # times a microbatch passes all stages; only circular takes more than 1
-    layers: tuple[Positive, ...] | None = None  # of each stage, round by round; None: even, or one
-    # less for outer stages; the work of all stages takes as long as that of the longest
+    layers: tuple[Positive, ...] | None = None  # of each stage, round by round; None: even
 
     def __post_init__(self) -> None:
         if self.rounds > 1 and self.schedule != "circular":
