@@ -20,35 +20,31 @@ if TYPE_CHECKING:
 
 
 def gradients_by_ticks(
-    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, block: Tree, pieces: Tree
-) -> tuple[Value, Tree]:
-    """This device's share of the value and of the gradients.
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
+) -> tuple[Value, Tree, jax.Array]:
+    """This device's share of the value, of the gradients, and the gradient of its queue.
 
     Args:
         pipeline: What to compute.
         ring: The stages.
         copies: Devices that do the same with other sequences.
-        parameters: Of this stage, and all of first and last.
-        block: The microbatches that this stage embeds.
+        parameters: Of this stage, and all of last.
+        queue: What enters the stages of the microbatches that rest here.
         pieces: The positions that this stage scores, of all microbatches.
     """
-    queue, embed_back = jax.vjp(
-        lambda weights: pipeline.embed(ring, weights, block), parameters["first"]
-    )
     x = jnp.zeros_like(queue[0])
     kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
-    worked_on = {part: parameters[part] for part in ("stages", "last")}
-    zeros = jax.tree.map(jnp.zeros_like, worked_on)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
     microbatches = len(queue) * ring.size
     ticks = microbatches + 2 * (ring.size - 1)
 
-    tick = _tick(pipeline, ring, copies, worked_on, pieces, microbatches)
+    tick = _tick(pipeline, ring, copies, parameters, pieces, microbatches)
     carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
     x, returned, queue, _, gradients = carry
     _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
     # Gradients left 2 S - 1 turns after their microbatch came.
-    (of_first,) = embed_back(jnp.roll(queue, 1 - 2 * ring.size, axis=0))
-    return pipeline.total(scores, terms, copies), gradients | {"first": of_first}
+    of_queue = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
+    return pipeline.total(scores, terms, copies), gradients, of_queue
 
 
 def _tick(

@@ -1,7 +1,7 @@
 """Pipeline: microbatches through stages that live on different devices, in one program.
 
 It knows nothing of language models: it is given what comes before the stages, a stage, and what
-comes after. All of it runs inside one shard_map over the mesh axis of the stages and those along
+comes after. The last two run inside one shard_map over the mesh axis of the stages and those along
 which weights are only copied (data). Tensor, fsdp, expert and context stay automatic, so a model's
 own constraints hold there. That form, and not a vmap over stages, because
 
@@ -15,6 +15,9 @@ Microbatches rest in blocks: of M, stage s embeds and scores numbers s M/S to (s
 work is repeated. A queue brings them to the first stage and takes results back: with every new
 microbatch, one column of it moves by one stage around the ring. Numbers of ticks, and what happens
 in each, are those of sharding_rules.pipeline.
+
+What comes before the stages is left to the compiler: it is in no loop, and XLA's partitioner dies
+of looking up a split table inside a shard_map over other axes (jax 0.11.2).
 
 Without check_vma: a model would have to mark every constant that a loop carries. The gradient of an
 input is then summed over the manual axes that its spec does not name, which is right for weights.
@@ -74,13 +77,15 @@ class Pipeline:
         ring, copies = self._axes()
         manual = (ring.axis, *copies)
 
-        def device(parameters: Tree, block: Tree) -> Value:
+        def device(parameters: Tree, queue: jax.Array, block: Tree) -> Value:
             with by_hand(manual):
-                return _one_each(_forward(self, ring, _size(copies), parameters, block))
+                return _one_each(_forward(self, ring, _size(copies), parameters, queue, block))
 
-        specs = self._resting(ring), PartitionSpec(ring.axis, copies)
+        blocks = PartitionSpec(ring.axis, copies)
+        specs = self._resting(ring), blocks, blocks
         each = _map(device, manual, specs, PartitionSpec(manual))
-        return jax.tree.map(jnp.sum, each(parameters, microbatches))
+        queue = self._embed(ring, parameters["first"], microbatches)
+        return jax.tree.map(jnp.sum, each(_in_loop(parameters), queue, microbatches))
 
     def value_and_gradients(self, parameters: Tree, microbatches: Tree) -> tuple[Value, Tree]:
         """One forward, one backward (1F1B): at every tick, each stage passes one microbatch on and
@@ -91,34 +96,34 @@ class Pipeline:
         """
         ring, copies = self._axes()
         manual = (ring.axis, *copies)
-        summed = {"first": manual, "stages": copies, "last": manual}
+        summed = {"stages": copies, "last": manual}
 
-        def device(parameters: Tree, block: Tree, pieces: Tree) -> tuple[Value, Tree]:
+        def device(parameters: Tree, queue: jax.Array, pieces: Tree) -> Any:
+            pieces = jax.tree.map(lambda piece: piece[..., 0], pieces)
             with by_hand(manual):
-                value, gradients = gradients_by_ticks(
-                    self,
-                    ring,
-                    _size(copies),
-                    parameters,
-                    block,
-                    jax.tree.map(lambda piece: piece[..., 0], pieces),
+                value, gradients, queue = gradients_by_ticks(
+                    self, ring, _size(copies), parameters, queue, pieces
                 )
             totals = {part: lax.psum(gradients[part], axes) for part, axes in summed.items()}
-            return _one_each(value), totals
+            return _one_each(value), totals, queue
 
         resting, blocks = self._resting(ring), PartitionSpec(ring.axis, copies)
         specs = resting, blocks, PartitionSpec(None, copies, None, ring.axis)
-        both = _map(device, manual, specs, (PartitionSpec(manual), resting))
+        both = _map(device, manual, specs, (PartitionSpec(manual), resting, blocks))
+        queue, embed_back = jax.vjp(
+            lambda weights: self._embed(ring, weights, microbatches), parameters["first"]
+        )
         # Piece s has positions s, s + S, ...: where tensor or context splits them, it stays so.
         pieces = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
-        values, gradients = both(parameters, microbatches, pieces)
+        values, gradients, of_queue = both(_in_loop(parameters), queue, pieces)
+        (gradients["first"],) = embed_back(of_queue)
         return jax.tree.map(jnp.sum, values), gradients
 
-    def embed(self, ring: Ring, weights: Tree, block: Tree) -> jax.Array:
-        """What enters the stages, of the microbatches that rest on this one."""
-        count = len(jax.tree.leaves(block)[0])
-        numbers = ring.index * count + jnp.arange(count)
-        return lax.map(lambda item: self.first(weights, *item), (block, numbers))
+    def _embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
+        """What enters the stages, in blocks: each stage computes as many as the others."""
+        numbers = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
+        each = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
+        return each(weights, microbatches, numbers)
 
     def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> Value:
         """The value, from the scores of microbatches and the stages' terms, tick by tick."""
@@ -136,7 +141,11 @@ class Pipeline:
 
     def _resting(self, ring: Ring) -> Tree:
         rows = PartitionSpec(ring.axis) if self.rounds == 1 else PartitionSpec(None, ring.axis)
-        return {"first": PartitionSpec(), "stages": rows, "last": PartitionSpec()}
+        return {"stages": rows, "last": PartitionSpec()}
+
+
+def _in_loop(parameters: Tree) -> Tree:
+    return {part: parameters[part] for part in ("stages", "last")}
 
 
 def _map(body: Callable, manual: tuple[str, ...], inputs: Any, outputs: Any) -> Callable:
@@ -163,9 +172,10 @@ def _one_each(value: Value) -> Value:
     return jax.tree.map(lambda scalar: scalar[None], value)
 
 
-def _forward(pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, block: Tree) -> Value:
-    """What one device does: its block's embedding, its chunks of all, its block's score."""
-    queue = pipeline.embed(ring, parameters["first"], block)
+def _forward(
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, block: Tree
+) -> Value:
+    """What one device does: its chunks of all microbatches, and its block's score."""
     microbatches = len(queue) * ring.size
     work = _chunk_work(pipeline, ring)
 
