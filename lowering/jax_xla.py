@@ -137,9 +137,13 @@ def _options(graph: Graph, target: Target) -> dict[str, Any]:
     if target.platform == "cuda":
         # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
         return {"xla_gpu_enable_triton_gemm": False}
-    if graph.runs_once and target.platform == "cpu":
-        return {"xla_backend_optimization_level": 1}
-    return {}
+    if target.platform != "cpu":
+        return {}
+    # Collectives that do not wait for each other would otherwise start in another order on each of
+    # the virtual devices, and wait for each other after all.
+    ordered = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    together = ordered if target.devices > 1 else {}
+    return together | ({"xla_backend_optimization_level": 1} if graph.runs_once else {})
 
 
 def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
