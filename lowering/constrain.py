@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from lowering.sources import current_line
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.mesh import MeshShape
@@ -16,13 +17,24 @@ from sharding_rules.rules import Rules
 
 
 @dataclass(frozen=True)
+class Annotation:
+    """What one call of constrain() said."""
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    split: tuple[tuple[str, ...], ...]
+    source: str  # line of the model's code, as in "graphtrain/models/mlp.py:45"
+
+
+@dataclass(frozen=True)
 class Placement:
-    """The mesh and the rules a graph is traced for."""
+    """The mesh and the rules a graph is traced for, and what constrain() has been told so far."""
 
     mesh: Mesh
     rules: Rules
     manual: tuple[str, ...] = ()  # mesh axes that the code being traced splits by hand
     by_hand: Rules | None = None  # the rules, with what they split over those axes too
+    annotations: dict[Annotation, None] = field(default_factory=dict)  # in order, each once
 
     @property
     def shape(self) -> MeshShape:
@@ -42,11 +54,12 @@ _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
-def placed(mesh: Mesh, rules: Rules) -> Iterator[None]:
+def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
     """While tracing inside, constrain() follows these rules on this mesh."""
-    token = _placement.set(Placement(mesh, rules))
+    fresh = Placement(mesh, rules)
+    token = _placement.set(fresh)
     try:
-        yield
+        yield fresh
     finally:
         _placement.reset(token)
 
@@ -174,6 +187,9 @@ def _constrain(path: str, x: jax.Array, spec: ArraySpec, found: Placement | None
     if found is None:
         return x
     placed_as = layout(path, spec, found.rules, found.shape)
+    if spec.role == "activation":
+        said = Annotation(spec.axes, spec.shape, placed_as.split, current_line())
+        found.annotations.setdefault(said)
     return jax.lax.with_sharding_constraint(x, sharding(placed_as, found.current_mesh))
 
 

@@ -115,9 +115,10 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         out_shardings=outputs,
         donate_argnums=tuple(names.index(name) for name in graph.donated),
     )
-    with placed(mesh, rules):
+    with placed(mesh, rules) as placement:
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
-    text, facts, options = handle.as_text(), _facts(graph, plan), _options(graph, target)
+    text, options = handle.as_text(), _options(graph, target)
+    facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
     return Lowered(graph.name, text, plan, target, facts, options, handle)
 
 
@@ -175,7 +176,6 @@ def compile(lowered: Lowered) -> Artifact:
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     memory = compiled.memory_analysis()
-    reading = read(compiled.as_text(), lowered.plan.mesh)
     record = lowered.facts | {
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
@@ -189,8 +189,7 @@ def compile(lowered: Lowered) -> Artifact:
             "code": memory.generated_code_size_in_bytes,
             "peak": _peak(memory, lowered.target),
         },
-        "collectives": [collective.to_record() for collective in reading.collectives],
-        "unknown_loops": reading.unknown_loops,
+        **read(compiled.as_text(), lowered.plan.mesh).to_record(),
     }
     return Artifact(payload, record)
 

@@ -47,6 +47,7 @@ class Embedding(nnx.Module):
         if model.positions == "learned":
             self.positions = weights.normal(model, rngs, "positions", "embed")
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = residual(_rows(self.tokens[...], tokens, self.model.dtype, by_hand_now()))
         if self.model.positions == "learned":
@@ -115,6 +116,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return dropout(residual(self.embedding(tokens)), self.model.dropout, dropout_key)
 
+    @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         x = enter(hidden)
         if self.model.tied_head:
