@@ -50,7 +50,7 @@ def differences(before: Assessment, after: Assessment) -> list[Change]:
 def _compare(
     kind: Kind, before: Mapping[str, str | float], after: Mapping[str, str | float], unit: str = ""
 ) -> Iterator[Change]:
-    for what in before | after:
+    for what in {**before, **after}:
         if before.get(what) != after.get(what):
             yield Change(kind, what, before.get(what), after.get(what), unit)
 

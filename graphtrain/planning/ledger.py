@@ -77,8 +77,8 @@ def _parse(line: str) -> Entry | None:
     """An entry, or None for a line cut short or written by another version."""
     try:
         fields = json.loads(line)
-        costs = {name: Costs(**fields.pop(name)) for name in ("predicted", "measured")}
-        return Entry(**fields, **costs)
+        predicted, measured = (Costs(**fields.pop(name)) for name in ("predicted", "measured"))
+        return Entry(predicted=predicted, measured=measured, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
