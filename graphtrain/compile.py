@@ -23,9 +23,6 @@ from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
 
-# Why a graph failed: it does not fit the device; its target cannot be compiled for here; what the
-# user asked for cannot be; a defect, of ours or the compiler's; the process was killed.
-Reason = Literal["memory", "lowering", "settings", "defect", "killed"]
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
 
 
@@ -48,10 +45,9 @@ class Outcome:
     seconds: float
     digest: str | None = None  # of the stored program
     error: str | None = None
+    kind: str | None = None  # class of the error, as in "OutOfMemory"
     failure: str | None = None  # directory with the StableHLO and the log
     attempts: int = 1
-    reason: Reason | None = None  # of the failure
-    needed_bytes: int | None = None  # of a device, if memory was the reason and the compiler says
 
 
 @dataclass(frozen=True)
@@ -199,10 +195,10 @@ class _Pool:
             status = "compiled" if message[2] else "cached"
             self._observe(label, status)
             return Outcome(label, status, seconds, message[1], attempts=worker.attempt)
-        _, error, reason, needed = message or _killed(worker.process.exitcode)
+        error, kind = message[1:] if message else (_ended(worker.process.exitcode), None)
         kept = self._keep(worker)
         self._observe(label, "failed")
-        return Outcome(label, "failed", seconds, None, error, kept, worker.attempt, reason, needed)
+        return Outcome(label, "failed", seconds, None, error, kind, kept, worker.attempt)
 
     def _keep(self, worker: _Worker) -> str | None:
         """Store the StableHLO and log of a failure; the store itself may be what failed."""
@@ -219,11 +215,6 @@ def _work(*arguments: Any) -> None:
     from graphtrain.worker import work
 
     work(*arguments)
-
-
-def _killed(code: int | None) -> tuple[str, str, Reason, None]:
-    """What a worker that said nothing would have sent."""
-    return "failed", _ended(code), "killed", None
 
 
 def _ended(code: int | None) -> str:

@@ -22,7 +22,7 @@ from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
-from lowering.errors import LoweringError, OutOfMemory
+from lowering.errors import LoweringError
 from lowering.lowered import Lowered
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
@@ -37,7 +37,7 @@ def work(
     """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
 
     Sends ("stage", text) any number of times, then ("done", program digest, compiled) or
-    ("failed", message, reason, bytes that would have been needed or None).
+    ("failed", message, class of the error).
     """
     with _output_to(scratch / "log.txt"):
         try:
@@ -45,17 +45,13 @@ def work(
                 program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
             )
             pipe.send(("done", digest, compiled))
-        except OutOfMemory as error:
-            print(error, file=sys.stderr)
-            pipe.send(("failed", str(error), "memory", error.needed_bytes))
         except USER_ERRORS as error:
             print(error, file=sys.stderr)
-            reason = "lowering" if isinstance(error, LoweringError) else "settings"
-            pipe.send(("failed", str(error), reason, None))
+            pipe.send(("failed", str(error), type(error).__name__))
         except Exception as error:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            pipe.send(("failed", said, "defect", None))
+            kind = type(error).__name__
+            pipe.send(("failed", f"{kind}: {error}".partition("\n")[0], kind))
 
 
 def produce(

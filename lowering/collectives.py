@@ -97,11 +97,14 @@ class _Reader:
         self.module = module
         self.mesh = mesh
         self.unknown_loops = 0
+        self._pieces: set[tuple[str, str, str]] = set()
 
     def walk(self, computation: str, loops: tuple[int, ...]) -> Iterator[Collective]:
         for instruction in self.module.computations.get(computation, ()):
             op = instruction.opcode.removesuffix("-start")
             if op in _OPS:
+                if self._is_repeated(instruction):
+                    continue
                 if (collective := self._collective(instruction, op, loops)) is not None:
                     yield replace(collective, **self._origin(instruction, computation))
             elif op == "while":
@@ -114,6 +117,18 @@ class _Reader:
                         if not collective.scope:
                             changes |= self._origin(instruction, computation)
                         yield replace(collective, **changes)
+
+    def _is_repeated(self, instruction: Instruction) -> bool:
+        """TPU programs spread an all-gather over the products it hides behind, a piece in each;
+        the pieces share its channel. Distinct reductions may share one, but not their shape."""
+        channel = re.search(r"channel_id=(\d+)", instruction.text)
+        if channel is None:
+            return False
+        shape = "" if instruction.opcode == "all-gather" else instruction.shape
+        piece = instruction.opcode, shape, channel[1]
+        repeated = piece in self._pieces
+        self._pieces.add(piece)
+        return repeated
 
     def _trips(self, loop: Instruction) -> int:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -32,6 +33,8 @@ class Placement:
         """What shardings name: inside shard_map, the mesh that knows its axes are manual."""
         return jax.sharding.get_abstract_mesh() if self.manual else self.mesh
 
+
+Axes = tuple[str | None, ...]
 
 MEMORY_KINDS = {"device": "device", "host": "pinned_host"}  # JAX's words
 
@@ -68,6 +71,12 @@ def placement() -> Placement | None:
     return _placement.get()
 
 
+def by_hand_now() -> bool:
+    """Whether the code being traced is inside a shard_map."""
+    found = _placement.get()
+    return found is not None and bool(found.manual)
+
+
 def split_of(axis: str) -> tuple[str, ...]:
     """Mesh axes of more than one device that split an array axis of activations."""
     found = _placement.get()
@@ -87,6 +96,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
     return _constrain(f"activation {axes}", x, spec)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reshard(x: jax.Array, there: Axes, back: Axes) -> jax.Array:
+    """constrain(x, *there), with the gradient placed by other axes on its way back.
+
+    The gradient of constrain is placed as x is. Where x is gathered, that would sum whole gradients
+    on every device and then throw most away; placed in pieces, they are reduced and scattered.
+    """
+    return constrain(x, *there)
+
+
+def _reshard_forward(x: jax.Array, there: Axes, back: Axes) -> tuple[jax.Array, None]:
+    return constrain(x, *there), None
+
+
+def _reshard_backward(there: Axes, back: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrain(gradient, *back),)
+
+
+reshard.defvjp(_reshard_forward, _reshard_backward)
 
 
 def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:

@@ -55,7 +55,7 @@ def diff(
         "after": load_config(after or before, [*both, *changes]).program,
     }
     with progress() as observe:
-        assessed = assess_all(programs, Cache(cache), compile=ask_compiler, observe=observe)
+        assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
     for name, assessment in assessed.items():
         if assessment.remark:
             click.echo(f"{name}: {assessment.remark}", err=True)

@@ -92,7 +92,7 @@ def _assess(
 
     program = load_config(config, overrides, target).program
     with progress() as observe:
-        assessment = assess(program, Cache(cache), compile=ask_compiler, observe=observe)
+        assessment = assess(program, Cache(cache), observe, compile=ask_compiler)
     if assessment.remark:
         click.echo(f"remark: {assessment.remark}", err=True)
     return assessment

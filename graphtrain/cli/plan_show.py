@@ -126,7 +126,7 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
 
 
 def _print_arrays(program: "Program", pattern: str) -> None:
-    from graphtrain.planning import plan_program
+    from graphtrain.planning.assess import plan_program
     from graphtrain.planning.text import matching
     from graphtrain.report import plan_table
 

@@ -13,7 +13,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.dot import dot
 from graphtrain.models.positions import alibi_slopes, rotate
-from graphtrain.models.projection import project
+from graphtrain.models.projection import project, projects
 from lowering.constrain import constrain
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ class Attention(nnx.Module):
             self.output_bias = weights.zeros(model, "embed")
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        x = constrain(x, "batch", "seq", "embed")
-        query = project(self, "query", "bse,ehd->bshd", x)
-        key = project(self, "key", "bse,ehd->bshd", x)
-        value = project(self, "value", "bse,ehd->bshd", x)
+        query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
         query = constrain(query, "batch", "seq", "heads", "head_dim")
         key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
         value = constrain(value, "batch", "seq", "kv_heads", "head_dim")

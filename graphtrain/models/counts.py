@@ -16,9 +16,14 @@ def flops_per_token(model: Model, length: int) -> float:
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
-    _, query, _ = _widths(model)
     products = _weights(model) + model.embed * model.vocab
-    return 6 * products + 12 * model.layers * query * length
+    return 6 * products + attention_flops_per_token(model, length)
+
+
+def attention_flops_per_token(model: Model, length: int) -> float:
+    """Of those, the part of scores and of the values they mix."""
+    _, query, _ = _widths(model)
+    return 12 * model.layers * query * length
 
 
 def _weights(model: Model) -> int:

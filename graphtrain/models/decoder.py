@@ -7,6 +7,7 @@ leading layer axis. Norms and biases are the arrays named "scale", "bias" or "..
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,12 +21,13 @@ from graphtrain.models.layers import (
     Auxiliary,
     apply_layers,
     dropout,
+    enter,
     residual,
     split_key,
     stack_layers,
 )
 from graphtrain.models.norms import Norm
-from lowering.constrain import constrain
+from lowering.constrain import by_hand_now, constrain
 from lowering.pending import complete
 from sharding_rules.arrays import ArraySpec
 
@@ -46,15 +48,43 @@ class Embedding(nnx.Module):
             self.positions = weights.normal(model, rngs, "positions", "embed")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # Gathered over embed first: rows are looked up by a batch split over the same devices.
-        table = constrain(self.tokens[...], "vocab", "embed")
-        x = constrain(jnp.take(table, tokens, axis=0), "batch", "seq", "embed")
+        x = residual(_rows(self.tokens[...], tokens, self.model.dtype))
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
                 raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
             x = x + constrain(self.positions[:length], "seq", "embed")
         return x.astype(self.model.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+    """Rows of a table in dtype; their gradients are added up in the table's own.
+
+    The table is gathered over embed first: rows are looked up by a batch split over the same
+    devices. Split by vocabulary it stays: each device finds the rows it has.
+    """
+    return jnp.take(constrain(table.astype(dtype), "vocab", "embed"), tokens, axis=0)
+
+
+def _rows_forward(
+    table: jax.Array, tokens: jax.Array, dtype: str
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rows(table, tokens, dtype), (table, tokens)
+
+
+def _rows_backward(
+    dtype: str, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    table, tokens = residuals
+    if by_hand_now():  # XLA's partitioner dies of a scatter inside a shard_map (jax 0.11)
+        hits = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
+        hits = constrain(hits, "batch", "seq", "vocab")
+        return dot("bsv,bse->ve", hits, gradient, table.dtype), None
+    return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 class Decoder(nnx.Module):
@@ -77,7 +107,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x), auxiliary
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        x = constrain(hidden, "batch", "seq", "embed")
+        x = enter(hidden)
         if self.model.tied_head:
             scores = dot("bse,ve->bsv", x, self.embedding.tokens[...], jnp.float32)
         else:

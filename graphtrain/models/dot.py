@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -23,6 +25,15 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
         dtype: Of the result; float32 keeps the sums unrounded.
     """
     return _dot(equation, a, b, dtype or _computed_in(a, b))
+
+
+def dots(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
+    """dot of one array with several; its gradient is summed in float32 before it is rounded.
+
+    With the several split by columns over devices, so that every gradient of a is a partial sum,
+    that sum is one reduction and not one for each.
+    """
+    return _dots(equation, a, tuple(several))
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -62,3 +73,38 @@ def _backward(
 
 _dot = jax.custom_vjp(_product, nondiff_argnums=(0, 3))
 _dot.defvjp(_forward, _backward)
+
+
+def _products(equation: str, a: jax.Array, several: tuple[jax.Array, ...]) -> list[jax.Array]:
+    return [_product(equation, a, b, _computed_in(a, b)) for b in several]
+
+
+def _products_forward(
+    equation: str, a: jax.Array, several: tuple[jax.Array, ...]
+) -> tuple[list[jax.Array], tuple[jax.Array, tuple[jax.Array, ...]]]:
+    return _products(equation, a, several), (a, several)
+
+
+def _products_backward(
+    equation: str,
+    operands: tuple[jax.Array, tuple[jax.Array, ...]],
+    gradients: list[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    a, several = operands
+    inputs, out = equation.split("->")
+    a_axes, b_axes = inputs.split(",")
+    pairs = [
+        (gradient.astype(_computed_in(a, b)), b)
+        for gradient, b in zip(gradients, several, strict=True)
+    ]
+    for_a = sum(
+        _product(f"{out},{b_axes}->{a_axes}", gradient, b, jnp.float32) for gradient, b in pairs
+    )
+    for_several = tuple(
+        _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype) for gradient, b in pairs
+    )
+    return jnp.asarray(for_a).astype(a.dtype), for_several
+
+
+_dots = jax.custom_vjp(_products, nondiff_argnums=(0,))
+_dots.defvjp(_products_forward, _products_backward)

@@ -13,7 +13,7 @@ from graphtrain.models.attention import Attention
 from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
-from lowering.constrain import constrain
+from lowering.constrain import constrain, reshard
 from lowering.pending import complete
 
 Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
@@ -34,16 +34,30 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Auxiliary]:
         """(batch, seq, embed) to the same; without a key nothing is dropped."""
         for_attention, for_mlp = split_key(dropout_key)
-        update = residual(self.attention(self.attention_norm(x)))
+        update = leave(self.attention(enter(self.attention_norm(x))))
         x = x + dropout(update, self.dropout, for_attention)
-        update = residual(self.mlp(self.mlp_norm(x)))
+        update = leave(self.mlp(enter(self.mlp_norm(x))))
         x = x + dropout(update, self.dropout, for_mlp)
         return residual(x), {}
 
 
+RESIDUAL = ("batch", "residual", "embed")
+WHOLE = ("batch", "seq", "embed")
+
+
+def enter(x: jax.Array) -> jax.Array:
+    """From the residual stream into attention, MLP or head, which work on whole positions."""
+    return reshard(x, WHOLE, RESIDUAL)
+
+
+def leave(x: jax.Array) -> jax.Array:
+    """From attention or MLP, where it is a partial sum on each device, to the residual stream."""
+    return reshard(x, RESIDUAL, WHOLE)
+
+
 def residual(x: jax.Array) -> jax.Array:
     """Place x as the residual stream."""
-    return constrain(x, "batch", "residual", "embed")
+    return constrain(x, *RESIDUAL)
 
 
 def split_key(key: jax.Array | None) -> tuple[jax.Array, jax.Array] | tuple[None, None]:

@@ -8,7 +8,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.counts import is_gated
-from graphtrain.models.projection import project
+from graphtrain.models.projection import project, projects
 from lowering.constrain import constrain
 
 _ACTIVATIONS = {
@@ -40,11 +40,8 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same."""
         activate = _ACTIVATIONS[self.model.activation]
-        x = constrain(x, "batch", "seq", "embed")
-        up = constrain(project(self, "up", "bse,em->bsm", x), "batch", "seq", "mlp")
-        if is_gated(self.model):
-            gate = constrain(project(self, "gate", "bse,em->bsm", x), "batch", "seq", "mlp")
-            hidden = activate(gate) * up
-        else:
-            hidden = activate(up)
+        names = ("gate", "up") if is_gated(self.model) else ("up",)
+        wide = projects(self, names, "bse,em->bsm", x)
+        *gate, up = (constrain(each, "batch", "seq", "mlp") for each in wide)
+        hidden = activate(gate[0]) * up if gate else activate(up)
         return project(self, "down", "bsm,me->bse", hidden)

@@ -1,10 +1,12 @@
 """project: a matrix product with a parameter, and its bias."""
 
+from collections.abc import Sequence
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from graphtrain.models.dot import dot
+from graphtrain.models.dot import dot, dots
 
 PROJECTION = "projection"
 
@@ -14,7 +16,18 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
 
     The product is marked, so that remat = "dots" can keep it.
     """
-    weight = getattr(module, name)[...]
-    y = checkpoint_name(dot(equation, x, weight), PROJECTION)
+    return _finish(module, name, dot(equation, x, getattr(module, name)[...]))
+
+
+def projects(
+    module: nnx.Module, names: Sequence[str], equation: str, x: jax.Array
+) -> list[jax.Array]:
+    """project for several parameters that multiply the same x."""
+    products = dots(equation, x, [getattr(module, name)[...] for name in names])
+    return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
+
+
+def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:
+    y = checkpoint_name(product, PROJECTION)
     bias = getattr(module, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(y.dtype)

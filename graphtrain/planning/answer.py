@@ -44,7 +44,7 @@ def answer(
     Raises:
         as assess.
     """
-    assessment = assess(program, cache, compile=compile, observe=observe)
+    assessment = assess(program, cache, observe, compile=compile)
     bars = ledger.error_bars(ledger.read(ledger.ledger_path(cache.root)), assessment.target)
     if assessment.memory.fits:
         return Answer(program, assessment, bars)

@@ -1,141 +1,165 @@
-"""assess: what a training step holds, sends and takes, from the compiler wherever it can be asked.
+"""assess: the compiler's answer about a training step, or the best estimate and why.
 
-The training step is compiled through the cache, by the keys that `graphtrain compile` uses: a plan
-of what is compiled costs nothing, and what a plan compiled is there for the run.
+The step is compiled through the cache, by the keys that `graphtrain compile` uses: a plan of what
+is compiled costs nothing, and what a plan compiled is there for the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.compile import Observer, Outcome, Task, compile_tasks
+from graphtrain.compile import Observer, Outcome, compile_tasks, tasks_of
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
+from graphtrain.estimates.memory import memory as estimated_memory
+from graphtrain.estimates.time import step_time, utilisation
+from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.planning.assessment import Assessment, Memory
-from graphtrain.requests import request_keys
+from graphtrain.requests import mesh_shape
 from lowering.collectives import Collective
+from sharding_rules.plan import Plan, make_plan
+from sharding_rules.rules import Rules
+
+
+def plan_program(program: Program) -> Plan:
+    """Place every array that the training step takes, for the program's target.
+
+    Raises:
+        LoweringError: no such target.
+        ShardingError: an array cannot be placed as the rules and the mesh ask.
+    """
+    from graphtrain.steps import build_graph  # imports JAX and Flax
+    from lowering.trees import flatten
+
+    mesh, rules = mesh_shape(program), Rules.load(program.rules)
+    return make_plan(flatten(dict(build_graph(program, "train").inputs)), rules, mesh)
 
 
 def assess(
     program: Program,
     cache: Cache,
+    observe: Observer = lambda label, stage: None,
     *,
     compile: bool = True,
-    observe: Observer = lambda label, stage: None,
 ) -> Assessment:
-    """Assess one program; as assess_all."""
-    return assess_all({"train": program}, cache, compile=compile, observe=observe)["train"]
+    """Compile the training step into the cache, and read there what it does.
+
+    A target that cannot be compiled for here is estimated, with a remark that says what to install.
+    That the step does not fit is an answer, not an error.
+
+    Args:
+        compile: ask the compiler, or estimate alone.
+
+    Raises:
+        LoweringError: no such target.
+        PlanError: the step cannot be traced.
+        ShardingError: an array cannot be placed.
+    """
+    return assess_all({"": program}, cache, observe, compile=compile)[""]
 
 
 def assess_all(
     programs: Mapping[str, Program],
     cache: Cache,
+    observe: Observer = lambda label, stage: None,
+    plan: Callable[[Program], Plan] = plan_program,
     *,
     compile: bool = True,
     jobs: int | None = None,
-    observe: Observer = lambda label, stage: None,
 ) -> dict[str, Assessment]:
-    """Assess programs by label, their compilations in parallel.
-
-    A target that cannot be compiled for here is estimated, with a remark that says what to install;
-    with compile false, all are. That a program does not fit is an answer, not an error.
-
-    Args:
-        jobs: compilers at once; as many as there are cores if None.
-
-    Raises:
-        LoweringError: no such target.
-        PlanError: a program cannot be traced.
-        ShardingError: an array cannot be placed.
-    """
-    from graphtrain.estimates import estimate  # imports the model
-
-    estimates = {label: estimate(program) for label, program in programs.items()}
+    """Assess several programs, compiling side by side. Raises as assess does."""
+    plans = {name: plan(program) for name, program in programs.items()}
     if not compile:
-        return estimates
-    tasks = [
-        Task(label, program, "train", request_keys(program)["train"])
-        for label, program in programs.items()
-    ]
-    report = compile_tasks(tasks, cache, jobs=jobs, observe=observe)
-    requests = {task.label: task.request for task in tasks}
-    assessments = {}
-    for outcome in report.outcomes:
-        label = outcome.label
-        artifact = cache.find(requests[label]) if outcome.digest else None
-        if artifact is not None:
-            assessments[label] = compiled(programs[label], estimates[label], artifact.record)
-        else:
-            assessments[label] = _not_compiled(estimates[label], outcome)
-    return assessments
+        return {name: estimate(program, plans[name]) for name, program in programs.items()}
+    tasks = {name: _train_task(name, program) for name, program in programs.items()}
+    report = compile_tasks(list(tasks.values()), cache, jobs=jobs, observe=observe)
+    outcomes = {outcome.label: outcome for outcome in report.outcomes}
+    return {
+        name: _from_outcome(program, plans[name], outcomes[tasks[name].label], cache)
+        for name, program in programs.items()
+    }
 
 
-def compiled(program: Program, estimated: Assessment, record: Mapping[str, Any]) -> Assessment:
-    """What the record of a compiled training step says, and an estimate of what it does not."""
-    collectives = tuple(map(Collective.from_record, record["collectives"]))
-    loops = record["unknown_loops"]
-    remark = (
-        f"{loops} loops have no trip count in the compiled text; what they send counts once"
-        if loops
-        else ""
-    )
-    return replace(
-        timed(program, estimated, collectives, record),
-        memory=_counted(estimated.memory, record["memory"]["peak"]),
-        compile_seconds=record["compile_seconds"],
-        remark=remark,
+def estimate(program: Program, plan: Plan | None = None) -> Assessment:
+    """The same by arithmetic alone; with a plan, no JAX is imported."""
+    mesh, rules = mesh_shape(program), Rules.load(program.rules)
+    memory = estimated_memory(program, rules, mesh)
+    return _assessment(
+        program, plan or plan_program(program), memory, traffic(program, rules, mesh), "estimate"
     )
 
 
-def timed(
-    program: Program,
-    estimated: Assessment,
-    collectives: tuple[Collective, ...],
-    record: Mapping[str, Any],
-) -> Assessment:
-    """The assessment with the roofline of what was compiled."""
-    from graphtrain.estimates import step_time
+def _train_task(name: str, program: Program) -> Any:
+    (task,) = (task for task in tasks_of({name: program}) if task.graph == "train")
+    return replace(task, label=f"{name} train".strip())
 
-    time, mfu = step_time(program, collectives, record.get("flops"))
+
+def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) -> Assessment:
+    artifact = cache.get(outcome.digest) if outcome.digest else None
+    if artifact is None:
+        if outcome.kind == "ShardingError":
+            raise PlanError(outcome.error)
+        guess = estimate(program, plan)
+        memory = replace(guess.memory, refused=outcome.kind == "OutOfMemory")
+        return replace(guess, memory=memory, remark=_why_not(outcome))
+    record = artifact.record
+    collectives = tuple(Collective.from_record(one) for one in record["collectives"])
+    memory = _explained(record["memory"]["peak"], program, plan)
+    remark = ""
+    if record["unknown_loops"]:
+        remark = (
+            f"{record['unknown_loops']} loops of the compiled program do not tell their trip "
+            "count; collectives in them count once"
+        )
+    compiled = _assessment(program, plan, memory, collectives, "compiler")
+    return replace(compiled, compile_seconds=record["compile_seconds"], remark=remark)
+
+
+def _why_not(outcome: Outcome) -> str:
+    """Why there is no compiled program."""
+    if outcome.error is None:
+        return "the compiled program was removed from the cache meanwhile"
+    if outcome.kind in ("OutOfMemory", "LoweringError"):
+        return outcome.error
+    return f"the compiler failed: {outcome.error}; its StableHLO and log: {outcome.failure}"
+
+
+def _explained(peak: int, program: Program, plan: Plan) -> Memory:
+    """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
+    guess = estimated_memory(program, Rules.load(program.rules), plan.mesh)
+    parameters, optimizer = map(plan.bytes_per_device, ("parameter", "optimizer"))
+    rest = max(0, peak - parameters - optimizer)
+    gradients = min(guess.gradients, rest)
+    activations = min(guess.activations, rest - gradients)
     return replace(
-        estimated, collectives=collectives, collectives_source="compiler", time=time, mfu=mfu
-    )
-
-
-def _counted(estimated: Memory, peak: int) -> Memory:
-    """The compiler's peak, divided: of what it does not name, the estimate as far as there is room.
-
-    Parameters and optimizer state are exact, by the placement of every array.
-    """
-    room = peak - estimated.parameters - estimated.optimizer
-    gradients = max(0, min(estimated.gradients, room))
-    activations = max(0, min(estimated.activations, room - gradients))
-    return replace(
-        estimated,
+        guess,
+        parameters=parameters,
+        optimizer=optimizer,
         gradients=gradients,
         activations=activations,
-        temporaries=max(0, room - gradients - activations),
+        temporaries=rest - gradients - activations,
         peak=peak,
         source="compiler",
     )
 
 
-def _not_compiled(estimated: Assessment, outcome: Outcome) -> Assessment:
-    """The estimate, with why there is no compiled program.
-
-    Raises:
-        PlanError: the settings cannot be traced.
-    """
-    error = outcome.error or "the compiled program was removed from the store meanwhile"
-    if outcome.reason == "settings":
-        raise PlanError(error)
-    if outcome.reason != "memory":
-        where = f"; its StableHLO and log: {outcome.failure}" if outcome.reason == "defect" else ""
-        return replace(estimated, remark=f"not compiled: {error}{where}")
-    memory = estimated.memory
-    # The compiler need not say how much is missing, but it has looked.
-    needed = max(outcome.needed_bytes or 0, memory.peak, memory.capacity + 1)
-    return replace(estimated, memory=_counted(memory, needed), remark=error)
+def _assessment(
+    program: Program,
+    plan: Plan,
+    memory: Memory,
+    collectives: tuple[Collective, ...],
+    source: Any,
+) -> Assessment:
+    time = step_time(program, plan.mesh, memory, collectives, bubble_of(program, plan.mesh))
+    return Assessment(
+        target=program.target,
+        plan=plan,
+        memory=memory,
+        collectives=collectives,
+        collectives_source=source,
+        time=time,
+        mfu=utilisation(program, time.total),
+    )

@@ -28,10 +28,11 @@ class Memory:
     peak: int
     capacity: int  # of the device
     source: Source  # of the peak
+    refused: bool = False  # the compiler found no way to fit the program
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.capacity
+        return not self.refused and self.peak <= self.capacity
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,14 @@ from typing import Any
 
 from graphtrain.cache.programs import timestamp
 from graphtrain.config.schema import Program
+from graphtrain.estimates.memory import memory
+from graphtrain.estimates.time import step_time
+from graphtrain.estimates.traffic import bubble_of
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
-from graphtrain.requests import request_keys
+from graphtrain.requests import mesh_shape, request_keys
 from lowering.collectives import Collective
+from sharding_rules.rules import Rules
 
 
 def add_run(
@@ -52,11 +56,10 @@ def add_run(
 
 def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs:
     """What a plan says of the same compiled program."""
-    from graphtrain.estimates import step_time
-
-    collectives = tuple(map(Collective.from_record, record["collectives"]))
-    time, _ = step_time(program, collectives, record.get("flops"))
-    size = record["stablehlo_bytes"]
+    mesh, size = mesh_shape(program), record["stablehlo_bytes"]
+    collectives = [Collective.from_record(one) for one in record["collectives"]]
+    held = memory(program, Rules.load(program.rules), mesh)
+    time = step_time(program, mesh, held, collectives, bubble_of(program, mesh))
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(ledger.read(path), program.target, size),
         step_seconds=time.total,

@@ -44,5 +44,5 @@ def compare_targets(
             programs[target] = program
         except (GraphtrainError, LoweringError, ShardingError) as error:
             errors[target] = str(error)
-    assessed = assess_all(programs, cache, compile=compile, jobs=jobs, observe=observe)
+    assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
     return [Row(name, assessed.get(name), errors.get(name, "")) for name in targets]

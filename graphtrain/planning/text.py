@@ -76,6 +76,8 @@ def print_answer(console: "Console", answer: "Answer") -> None:
 def verdict(assessment: "Assessment") -> str:
     """Whether it fits, in a sentence."""
     memory = assessment.memory
+    if memory.refused:
+        return f"does not fit {assessment.target}, says the compiler"
     said = "the compiler" if memory.source == "compiler" else "an estimate"
     share = f"{_mega(memory.peak)} of {_mega(memory.capacity)} MB, says {said}"
     if memory.fits:

@@ -1,0 +1,78 @@
+"""The arrays of a training state by arithmetic: what models.decoder.parameter_specs traces."""
+
+from functools import cache
+
+from graphtrain.config.schema import Model, Optimizer
+from graphtrain.models.counts import is_gated, norm_has_bias
+from sharding_rules.arrays import ArraySpec
+
+
+@cache
+def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
+    """Weights by path, as in "layers/mlp/up"."""
+    arrays = {
+        "embedding/tokens": _array(model, "vocab", "embed"),
+        **{f"final_norm/{name}": spec for name, spec in _norm(model).items()},
+    }
+    if model.positions == "learned":
+        arrays["embedding/positions"] = _array(model, "positions", "embed")
+    if not model.tied_head:
+        arrays["head"] = _array(model, "embed", "vocab")
+    layer = {f"attention/{name}": spec for name, spec in _attention(model).items()}
+    layer |= {f"mlp/{name}": spec for name, spec in _mlp(model).items()}
+    for norm in ("attention_norm", "mlp_norm"):
+        layer |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
+    for name, spec in layer.items():
+        shape, axes = (model.layers, *spec.shape), ("layers", *spec.axes)
+        arrays[f"layers/{name}"] = ArraySpec(shape, axes)
+    return arrays
+
+
+@cache
+def state_arrays(model: Model, optimizer: Optimizer) -> dict[str, ArraySpec]:
+    """Weights and moments by the paths that a plan prints."""
+    parameters = parameter_arrays(model)
+    memory = "host" if optimizer.offload else "device"
+    arrays = {f"state/parameters/{path}": spec for path, spec in parameters.items()}
+    for moment, dtype in (("mu", optimizer.moments), ("nu", "float32")):
+        for path, spec in parameters.items():
+            arrays[f"state/optimizer/adam/{moment}/{path}"] = ArraySpec(
+                spec.shape, spec.axes, dtype, "optimizer", memory
+            )
+    return arrays
+
+
+def _attention(model: Model) -> dict[str, ArraySpec]:
+    arrays = {
+        "query": _array(model, "embed", "heads", "head_dim"),
+        "key": _array(model, "embed", "kv_heads", "head_dim"),
+        "value": _array(model, "embed", "kv_heads", "head_dim"),
+        "output": _array(model, "heads", "head_dim", "embed"),
+    }
+    if model.bias != "none":
+        arrays["query_bias"] = _array(model, "heads", "head_dim")
+        arrays["key_bias"] = _array(model, "kv_heads", "head_dim")
+        arrays["value_bias"] = _array(model, "kv_heads", "head_dim")
+    if model.bias == "all":
+        arrays["output_bias"] = _array(model, "embed")
+    return arrays
+
+
+def _mlp(model: Model) -> dict[str, ArraySpec]:
+    arrays = {"up": _array(model, "embed", "mlp"), "down": _array(model, "mlp", "embed")}
+    if is_gated(model):
+        arrays["gate"] = _array(model, "embed", "mlp")
+    if model.bias == "all":
+        arrays |= {f"{name}_bias": _array(model, "mlp") for name in arrays if name != "down"}
+        arrays["down_bias"] = _array(model, "embed")
+    return arrays
+
+
+def _norm(model: Model) -> dict[str, ArraySpec]:
+    names = ("scale", "bias") if norm_has_bias(model) else ("scale",)
+    return {name: _array(model, "embed") for name in names}
+
+
+def _array(model: Model, *axes: str) -> ArraySpec:
+    names = {"positions": "max_length"}
+    return ArraySpec(tuple(getattr(model, names.get(axis, axis)) for axis in axes), axes)

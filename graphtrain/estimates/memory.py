@@ -1,0 +1,143 @@
+"""Bytes on a device in a training step, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from graphtrain.config.schema import Program
+from graphtrain.estimates.arrays import parameter_arrays, state_arrays
+from graphtrain.models.counts import is_gated
+from graphtrain.planning.assessment import Memory
+from lowering.target import Target
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import layout, make_plan
+from sharding_rules.rules import Rules
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what one device computes in one microbatch."""
+
+    sequences: float
+    length: float  # positions between attention and MLP
+    inside: float  # positions inside a block
+    attended: float  # positions of keys and values at once
+    heads: float
+    kv_heads: float
+    mlp: float
+    vocab: float
+    layers: float
+    item: int  # bytes of a number of the computation
+
+    @classmethod
+    def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> Sizes:
+        model, batch = program.model, program.batch
+        assert model.kv_heads
+
+        def split(size: int, axis: str) -> float:
+            return size / mesh.size(rules.activations.get(axis, ()))
+
+        layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
+        return cls(
+            sequences=split(batch.sequences // batch.microbatches, "batch"),
+            length=split(batch.length, "residual"),
+            inside=split(batch.length, "seq"),
+            attended=split(batch.length, "attended"),
+            heads=split(model.heads, "attention_heads"),
+            kv_heads=split(model.kv_heads, "attention_kv_heads"),
+            mlp=split(model.mlp, "mlp"),
+            vocab=split(model.vocab, "vocab"),
+            layers=layers,
+            item=2 if model.dtype == "bfloat16" else 4,
+        )
+
+
+def memory(program: Program, rules: Rules, mesh: MeshShape) -> Memory:
+    """What a device holds when it holds most.
+
+    The backward pass is the fullest: state, gradients so far, what the forward pass left for every
+    layer, and the arrays of the layer at work. At its start the logits take the place of those.
+    """
+    target = Target.parse(program.target)
+    state = make_plan(state_arrays(program.model, program.optimizer), rules, mesh)
+    sizes = Sizes.of(program, rules, mesh)
+    gradients = _gradients(program, rules, mesh)
+    kept = sizes.layers * _kept_of_a_layer(program, sizes)
+    at_work = max(_layer_at_work(program, sizes), _logits_at_work(sizes, program))
+    temporaries = at_work + _gathered(program, rules, mesh)
+    parameters, optimizer = map(state.bytes_per_device, ("parameter", "optimizer"))
+    peak = parameters + optimizer + gradients + kept + temporaries
+    return Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=round(gradients),
+        activations=round(kept),
+        temporaries=round(temporaries),
+        peak=round(peak),
+        capacity=target.memory_bytes,
+        source="estimate",
+    )
+
+
+def _gradients(program: Program, rules: Rules, mesh: MeshShape) -> float:
+    """In float32; while microbatches are added up, the sum and the newest."""
+    single = program.batch.microbatches == 1
+    role = "optimizer" if single else "gradient"
+    held = sum(
+        _bytes(path, ArraySpec(spec.shape, spec.axes, "float32", role), rules, mesh)
+        for path, spec in parameter_arrays(program.model).items()
+    )
+    return held if single else 2 * held
+
+
+def _bytes(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> float:
+    split = layout(path, spec, rules, mesh).split
+    return spec.nbytes / math.prod(mesh.size(names) for names in split)
+
+
+def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
+    """Bytes that the forward pass of a layer leaves for its backward pass."""
+    model = program.model
+    assert model.head_dim
+    tokens, inside = sizes.sequences * sizes.length, sizes.sequences * sizes.inside
+    stream = tokens * model.embed * sizes.item
+    hidden = inside * sizes.mlp * sizes.item * (2 if is_gated(model) else 1)
+    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * model.head_dim * sizes.item
+    products = heads + hidden + 2 * stream
+    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
+    everything = 2 * products + 2 * stream
+    return {
+        "full": stream,
+        "offload": stream,
+        "dots": stream + products,
+        "attention": everything,
+        "none": everything + 2 * scores,
+    }[model.remat]
+
+
+def _layer_at_work(program: Program, sizes: Sizes) -> float:
+    """Scores, their softmax and the gradient of it, in float32; and the MLP's width."""
+    inside = sizes.sequences * sizes.inside
+    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
+    wide = inside * sizes.mlp * sizes.item * (4 if is_gated(program.model) else 2)
+    return max(3 * scores, wide)
+
+
+def _logits_at_work(sizes: Sizes, program: Program) -> float:
+    """Logits and their gradient, in float32."""
+    return 2 * sizes.sequences * sizes.inside * sizes.vocab * 4
+
+
+def _gathered(program: Program, rules: Rules, mesh: MeshShape) -> float:
+    """Weights of two layers in use, in bfloat16: this layer's, and the next one's on their way."""
+    layers = program.model.layers
+    use = rules.activations
+    total = 0.0
+    for path, spec in parameter_arrays(program.model).items():
+        if not path.startswith("layers/"):
+            continue
+        kept_split = math.prod(mesh.size(use.get(axis or "", ())) for axis in spec.axes)
+        total += spec.nbytes / layers / kept_split
+    return 2 * total / 2

@@ -1,0 +1,135 @@
+"""Seconds of a training step by roofline: compute, memory, each mesh axis's links, the bubble."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from graphtrain.config.schema import Model, Program
+from graphtrain.models.counts import attention_flops_per_token, flops_per_token
+from graphtrain.planning.assessment import Memory, StepTime
+from lowering.target import Target
+from sharding_rules.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from lowering.collectives import Collective
+
+# What waits for nothing: gradients and gathered weights travel beside the work of other layers.
+_HIDDEN = {"data", "fsdp"}
+# Of starting one collective; the order of a kernel launch and a handshake, an assumption.
+_LATENCY = 5e-6
+
+
+def step_time(
+    program: Program,
+    mesh: MeshShape,
+    memory: Memory,
+    collectives: Iterable[Collective],
+    bubble: float = 0.0,
+) -> StepTime:
+    """Roofline of a step.
+
+    Args:
+        collectives: read from a compiled program, or predicted.
+        bubble: share of the ticks of a pipeline in which a stage waits.
+    """
+    target = Target.parse(program.target)
+    compute = _seconds_of_compute(program, target)
+    communication = _communication(collectives, mesh, target)
+    hideable = sum(
+        seconds for axes, seconds in communication.items() if set(axes.split("+")) <= _HIDDEN
+    )
+    work = compute + sum(communication.values()) - hideable
+    return StepTime(
+        compute=compute,
+        memory=_seconds_of_memory(program, memory, target),
+        communication=communication,
+        bubble=work * bubble / (1 - bubble),
+        overlapped=min(hideable, compute),
+    )
+
+
+def utilisation(program: Program, seconds: float) -> float:
+    """Model FLOP utilisation; what is computed a second time is not useful work.
+
+    Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
+    """
+    peak = Target.parse(program.target).peak_flops(program.model.dtype)
+    batch = program.batch
+    useful = flops_per_token(program.model, batch.length) * batch.tokens
+    return useful / (seconds * peak) if peak and seconds else 0.0
+
+
+def _seconds_of_compute(program: Program, target: Target) -> float:
+    peak = target.peak_flops(program.model.dtype)
+    if not peak:
+        return 0.0
+    batch, model = program.batch, program.model
+    done = flops_per_token(model, batch.length) + _again(model, batch.length)
+    return done * batch.tokens / peak
+
+
+def _again(model: Model, length: int) -> float:
+    """Operations per token that the backward pass computes a second time."""
+    attention = attention_flops_per_token(model, length) / 3
+    forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
+    return {"none": 0.0, "full": forward}.get(model.remat, attention)
+
+
+def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> float:
+    """State is read and written once a step, weights twice a microbatch, activations twice."""
+    bandwidth = target.about.get("bandwidth")
+    if not bandwidth:
+        return 0.0
+    state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
+    width = 2 if program.model.dtype == "bfloat16" else 4
+    weights = 2 * program.batch.microbatches * memory.parameters * width / 4
+    passing = 2 * program.batch.microbatches * (memory.activations + memory.temporaries)
+    return (state + weights + passing) / bandwidth
+
+
+def _communication(
+    collectives: Iterable[Collective], mesh: MeshShape, target: Target
+) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for collective in collectives:
+        speed = bandwidth_of(collective.axes, mesh, target)
+        if speed:
+            travel = collective.wire_bytes_per_step / speed
+            seconds["+".join(collective.axes)] += travel + collective.count * _LATENCY
+    return dict(seconds)
+
+
+def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
+    """Bytes per second that a device sends along mesh axes; 0.0 where no number is known.
+
+    Cards of a host talk over its link; beyond it, those of a group that share a host use their
+    ports together. On a torus a ring has the links of one of its dimensions.
+    """
+    about = target.about
+    if "link" not in about or not axes:
+        return 0.0
+    one_way = about["link"] / 2
+    if target.platform == "tpu":
+        return one_way / len(target.topology)
+    sizes = list(mesh.axes.items())
+    slowest = next(index for index, (name, _) in enumerate(sizes) if name in axes)
+    span = 1
+    for _, size in sizes[slowest:]:
+        span *= size
+    if span <= about["group"]:
+        return one_way
+    return min(one_way, _neighbours(axes, mesh, int(about["group"])) * about["network"] / 2)
+
+
+def _neighbours(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
+    """Members of a group that share a host, which holds consecutive positions of the mesh."""
+    stride, together = 1, 1
+    for name, size in reversed(list(mesh.axes.items())):
+        if stride >= host:
+            break
+        here = min(size, host // stride)
+        together *= here if name in axes else 1
+        stride *= size
+    return together

@@ -1,0 +1,111 @@
+"""Predicted peak memory against the compiler's, over models, meshes and targets.
+
+    python tests/benchmarks/memory.py [--json FILE] [--known FILE]
+
+Every row compiles a training step for machines that are not here. --known takes the compiler's
+answers from an earlier FILE instead, to try a prediction without compiling again.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+
+SMALL = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4, "mlp": 2816, "vocab": 32000}
+SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000}
+SEVENTY = {
+    "layers": 80, "embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocab": 32000,
+}  # fmt: skip
+NONE, ATTENTION, DOTS, FULL = ({"remat": name} for name in ("none", "attention", "dots", "full"))
+TENSOR = ("data", "tensor")
+CUBE = {"data": 2, "fsdp": 8, "tensor": 4}
+SQUARE = {"fsdp": 16, "tensor": 4}
+WIDE = {"fsdp": 64, "tensor": 8}
+SEQUENCE = ("data", "fsdp", "tensor", "sequence")
+LONG = (8, 2048, 1)  # sequences, length, microbatches
+# name, target, mesh, rules, model, batch
+ROWS = [
+    ("0.2B dots", "h100:8", {"data": 8}, ("data",), SMALL | DOTS, (32, 2048, 1)),
+    ("0.2B full", "h100:8", {"data": 8}, ("data",), SMALL | FULL, (32, 2048, 1)),
+    ("0.2B none", "h100:8", {"data": 8}, ("data",), SMALL | NONE, (16, 1024, 1)),
+    ("0.2B attention", "h100:8", {"data": 8}, ("data",), SMALL | ATTENTION, (16, 1024, 1)),
+    ("0.2B zero1", "h100:8", {"data": 8}, ("zero1",), SMALL | DOTS, (32, 2048, 1)),
+    ("0.2B zero2 x4", "h100:8", {"data": 8}, ("zero2",), SMALL | DOTS, (64, 2048, 4)),
+    ("0.2B data x4", "h100:8", {"data": 8}, ("data",), SMALL | DOTS, (64, 2048, 4)),
+    ("0.2B fsdp", "h100:8", {"fsdp": 8}, ("fsdp",), SMALL | DOTS, (32, 2048, 1)),
+    ("0.2B tensor", "h100:8", {"data": 2, "tensor": 4}, TENSOR, SMALL | DOTS, LONG),
+    ("0.2B sequence", "h100:8", {"data": 2, "tensor": 4}, SEQUENCE, SMALL | DOTS, LONG),
+    ("7B fsdp 8", "h100:64", {"data": 8, "fsdp": 8}, SEQUENCE, SEVEN | FULL, (64, 4096, 1)),
+    ("7B fsdp 64", "h100:64", {"fsdp": 64}, SEQUENCE, SEVEN | FULL, (128, 4096, 1)),
+    ("7B fsdp 64 dots", "h100:64", {"fsdp": 64}, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
+    ("7B fsdp 64 x4", "h100:64", {"fsdp": 64}, SEQUENCE, SEVEN | FULL, (256, 4096, 4)),
+    ("7B tensor 8", "h100:64", {"data": 8, "tensor": 8}, SEQUENCE, SEVEN | FULL, (64, 4096, 1)),
+    ("7B cube", "h100:64", CUBE, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
+    ("70B fsdp 64 tensor 8", "h100:512", WIDE, SEQUENCE, SEVENTY | FULL, (64, 4096, 1)),
+    ("70B fsdp 512", "h200:512", {"fsdp": 512}, SEQUENCE, SEVENTY | FULL, (512, 4096, 1)),
+    ("0.2B dots", "v5e:2x4", {"data": 8}, ("data",), SMALL | DOTS, (32, 2048, 1)),
+    ("0.2B full", "v5e:2x4", {"data": 8}, ("data",), SMALL | FULL, (32, 2048, 1)),
+    ("0.2B fsdp", "v5e:2x4", {"fsdp": 8}, ("fsdp",), SMALL | DOTS, (32, 2048, 1)),
+    ("0.2B zero2 x4", "v5e:2x4", {"data": 8}, ("zero2",), SMALL | DOTS, (64, 2048, 4)),
+    ("0.2B sequence", "v5e:2x4", {"data": 2, "tensor": 4}, SEQUENCE, SMALL | DOTS, LONG),
+    ("7B fsdp 64", "v5p:4x4x4", {"fsdp": 64}, SEQUENCE, SEVEN | FULL, (128, 4096, 1)),
+    ("7B fsdp 16 tensor 4", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | FULL, (64, 4096, 1)),
+    ("7B fsdp 16 tensor 4 dots", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
+]
+
+
+def program(target, mesh, rules, model, batch) -> Program:
+    sequences, length, microbatches = batch
+    return Program(
+        target=target,
+        mesh=Mesh(**mesh),
+        rules=rules,
+        model=Model(**model),
+        batch=Batch(sequences=sequences, length=length, microbatches=microbatches),
+    )
+
+
+def compiled_peak(of: Program) -> int:
+    import lowering
+    from graphtrain import worker
+
+    lowered = worker.lower(of, "train")
+    return lowering.backend(lowered.target).compile(lowered).record["memory"]["peak"]
+
+
+def main() -> None:
+    from graphtrain.estimates.memory import memory
+    from graphtrain.requests import mesh_shape
+    from sharding_rules.rules import Rules
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--known", type=Path)
+    arguments = parser.parse_args()
+    known = {}
+    if arguments.known and arguments.known.exists():
+        known = {
+            tuple(row["key"]): row["compiler"] for row in json.loads(arguments.known.read_text())
+        }
+    rows, errors = [], []
+    print(f"{'model and mesh':<26}{'target':<12}{'predicted':>10}{'compiler':>10}{'error':>8}")
+    for name, target, *settings in ROWS:
+        of = program(target, *settings)
+        predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
+        compiler = known.get((name, target)) or compiled_peak(of)
+        error = predicted.peak / compiler - 1
+        errors.append(abs(error))
+        sizes = f"{predicted.peak / 1e9:>9.2f}G{compiler / 1e9:>9.2f}G"
+        print(
+            f"{name:<26}{target:<12}{sizes}{error:>8.1%}",
+            flush=True,
+        )
+        rows.append({"key": [name, target], "predicted": predicted.peak, "compiler": compiler})
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
+    print(f"worst {max(errors):.1%}; within 10 %: {sum(e <= 0.1 for e in errors)} of {len(errors)}")
+
+
+if __name__ == "__main__":
+    main()
