@@ -104,7 +104,7 @@ def console():
     """The terminal; elsewhere wide enough that no table is cut."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json: bool) -> None:

@@ -46,9 +46,13 @@ class Remedy:
         return self.assessment.memory.source == "compiler"
 
     @property
+    def devices(self) -> int:
+        return self.assessment.plan.mesh.devices
+
+    @property
     def device_seconds(self) -> float:
         """Of a step: what a remedy costs, on more devices too."""
-        return self.assessment.time.total * self.assessment.plan.mesh.devices
+        return self.assessment.time.total * self.devices
 
 
 def find_remedies(
@@ -60,7 +64,7 @@ def find_remedies(
     confirm: bool = True,
     observe: Observer = lambda label, stage: None,
 ) -> list[Remedy]:
-    """Changes that fit, cheapest in device-seconds a step first; few, and few compilations.
+    """Changes that fit: without more devices first, then the cheapest in device-seconds a step.
 
     Candidates are estimated, with an estimate as wrong as it was about the program itself. The
     best are compiled, and those that then do not fit are left out.
@@ -77,7 +81,7 @@ def find_remedies(
         assessed = assess_all(programs, cache, observe)
         compiled = (replace(one, assessment=assessed[" ".join(one.change)]) for one in batch)
         found += [one for one in compiled if one.assessment.memory.fits]
-    return sorted(found, key=lambda remedy: remedy.device_seconds)
+    return found
 
 
 def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
@@ -97,7 +101,8 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
                     remedies.append(Remedy(change, assessment))
         if len(remedies) >= _OFFERED:
             break
-    return sorted(remedies, key=lambda remedy: remedy.device_seconds)
+    now = failed.plan.mesh.devices
+    return sorted(remedies, key=lambda one: (one.devices > now, one.device_seconds))
 
 
 def _estimate(program: Program) -> Assessment:

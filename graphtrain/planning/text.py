@@ -31,6 +31,10 @@ _QUANTITIES = {
     "peak_bytes": "peak memory",
 }
 
+_NO_SPEEDS = (
+    "no speed of this machine's memory and links is known, so the time of a step is that of its "
+    "matrix products alone, at best"
+)
 _NO_REMEDY = (
     "no change of remat, microbatches, optimizer or mesh, nor up to four times the devices, was "
     "found to fit; graphtrain plan search tries every strategy"
@@ -65,6 +69,8 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print()
     for line in _error_bars(answer):
         console.print(line)
+    if not Target.parse(program.target).about:
+        console.print(_NO_SPEEDS)
     if assessment.remark:
         console.print(f"remark: {assessment.remark}")
     console.print(verdict(assessment))

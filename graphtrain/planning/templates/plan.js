@@ -17,7 +17,7 @@ const number = (value, digits = 1) =>
   value.toLocaleString("en-US", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 const mega = (bytes) => number(bytes / 1e6);
 const megabytes = (bytes) =>
-  bytes >= 1e5 || bytes === 0 ? `${mega(bytes)} MB` : `${bytes.toLocaleString("en-US")} bytes`;
+  bytes >= 1e9 ? `${number(bytes / 1e9, 2)} GB` : bytes >= 1e5 || bytes === 0 ? `${mega(bytes)} MB` : `${bytes.toLocaleString("en-US")} bytes`;
 const seconds = (value) =>
   value >= 1 ? `${number(value, 2)} s` : value >= 1e-3 ? `${number(value * 1e3, 2)} ms`
     : `${number(value * 1e6, 1)} µs`;
@@ -164,40 +164,47 @@ function describe(array) {
     `(${megabytes(array.bytes)}), each on ${copies} ${copies === 1 ? "device" : "devices"}`;
 }
 
+// A grid of the devices, each with the number and colour of the piece it holds.
+function drawDevices(array) {
+  const { columns, rows, width } = columnAxes();
+  const shown = devices(array), height = Math.ceil(shown.length / width);
+  const cell = Math.max(12, Math.min(56, Math.floor(960 / width)));
+  const pieces = 1 + Math.max(...shown.map((one) => one.shard));
+  const hover = { type: "point", on: "mouseover", clear: "mouseout", fields: ["shard"] };
+  const title = (axes) => axes.join(" × ") || null;
+  const few = { type: "nominal", scale: { scheme: "tableau10" } };
+  const many = { type: "quantitative", scale: { scheme: { name: "viridis", extent: [0, 0.8] } } };
+  const layers = [{
+    params: [{ name: "same", select: hover }],
+    mark: { type: "rect", stroke: "#fff", strokeWidth: 2, cornerRadius: 3 },
+    encoding: {
+      color: { field: "shard", legend: null, ...(pieces > 10 ? many : few) },
+      opacity: { condition: { param: "same", value: 1 }, value: 0.25 },
+      tooltip: [{ field: "device" }, { field: "on", title: "on the mesh" },
+        { field: "shard", title: "piece" }, { field: "holds" }],
+    },
+  }];
+  if (cell >= 24) layers.push({
+    mark: { type: "text", fontSize: Math.min(14, cell / 2.6), fontWeight: 600, color: "#fff", tooltip: false },
+    encoding: { text: { field: "shard" } },
+  });
+  return draw("devices-chart", {
+    width: cell * width, height: cell * height, data: { values: shown }, layer: layers,
+    encoding: {
+      x: { field: "column", type: "ordinal", title: title(columns),
+        axis: { labelAngle: 0, orient: "top", labels: width <= 64 } },
+      y: { field: "row", type: "ordinal", title: title(rows) },
+    },
+  });
+}
+
 async function arrays() {
   const select = at("array");
   for (const array of plan.arrays) select.add(new Option(array.path, array.path));
   const largest = plan.arrays.reduce((a, b) => (b.role === "parameter" && b.bytes > a.bytes ? b : a),
     plan.arrays.find((one) => one.role === "parameter") ?? plan.arrays[0]);
   select.value = largest.path;
-  const { columns, rows, width } = columnAxes();
-  const shown = devices(largest), height = Math.ceil(shown.length / width);
-  const cell = Math.max(12, Math.min(64, Math.floor(960 / width)));
-  const hover = { name: "same", select: { type: "point", on: "mouseover", clear: "mouseout", fields: ["shard"] } };
-  const title = (axes) => axes.join(" × ") || null;
-  const base = {
-    x: { field: "column", type: "ordinal", title: title(columns), axis: { labelAngle: 0, orient: "top", labels: width <= 64 } },
-    y: { field: "row", type: "ordinal", title: title(rows) },
-  };
-  const layers = [{
-    params: [hover],
-    mark: { type: "rect", stroke: "#fff", strokeWidth: 2, cornerRadius: 3 },
-    encoding: {
-      color: { field: "shard", type: "quantitative", title: "piece", legend: null,
-        scale: { scheme: "turbo", domainMin: -1 } },
-      opacity: { condition: { param: "same", value: 0.85 }, value: 0.25 },
-      tooltip: [{ field: "device", title: "device" }, { field: "on", title: "on the mesh" },
-        { field: "shard", title: "piece" }, { field: "holds", title: "holds" }],
-    },
-  }];
-  if (cell >= 24) layers.push({
-    mark: { type: "text", fontSize: Math.min(14, cell / 2.6), fontWeight: 600, color: "#fff", stroke: "#0008", strokeWidth: 2.5, paintOrder: "stroke", tooltip: false },
-    encoding: { text: { field: "shard" } },
-  });
-  const view = await draw("devices-chart", {
-    width: cell * width, height: cell * height, data: { name: "devices", values: shown },
-    encoding: base, layer: layers,
-  });
+  await drawDevices(largest);
   const left = plan.devices > DEVICES_SHOWN ? ` The first ${DEVICES_SHOWN} devices are shown.` : "";
   at("devices-note").textContent =
     `Each square is a device; the number and colour say which piece it holds.${left} ` +
@@ -206,7 +213,7 @@ async function arrays() {
   select.addEventListener("change", () => {
     const array = plan.arrays.find((one) => one.path === select.value);
     describe(array);
-    view.change("devices", vega.changeset().remove(() => true).insert(devices(array))).run();
+    drawDevices(array);
   });
 }
 
@@ -342,7 +349,7 @@ async function collectives() {
     { name: "size", of: (one) => one.bytes, number: true, show: (one) => megabytes(one.bytes) },
     { name: "sent by a device in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
     { name: "type", of: (one) => one.dtype },
-    { name: "line of the model", of: (one) => one.source, show: (one) => code(one.source) },
+    { name: "made by", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
     ...(list.some((one) => one.cause) ? [{ name: "why", of: (one) => one.cause ?? "", words: true }] : []),
   ], list);
   const sums = new Map();
