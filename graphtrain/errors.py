@@ -27,3 +27,7 @@ class MissingProgram(GraphtrainError):
 
 class TrainingError(GraphtrainError):
     """A run stopped: the loss is not finite, or its directory cannot be used."""
+
+
+class PlanError(GraphtrainError):
+    """A plan cannot be made, or compared with what it should be compared with."""

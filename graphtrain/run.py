@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,9 +20,10 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
-from graphtrain.metrics import Journal, Record, writing
+from graphtrain.metrics import Journal, Record, read_journal, writing
 from graphtrain.models.counts import flops_per_token
 from graphtrain.schedule import learning_rate
+from lowering import host
 from lowering.target import Target
 from lowering.trees import Tree
 
@@ -62,6 +64,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         programs = Programs(program, cache, names, remedy)
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
+        began = host.peak_resident_bytes()
         checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
         stack.callback(checkpoints.close)
         if saved:
@@ -78,6 +81,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         # Only now, when the run is known to go on, is anything in its directory changed.
         with writing(directory):
             (directory / "config.toml").write_text(render(config))
+        stack.callback(_add_to_ledger, config, cache, programs, start, began)
         journal = Journal(directory, after=start, tensorboard=run.tensorboard)
         stack.callback(journal.close)
 
@@ -99,6 +103,25 @@ def _open_loader(run: Run, program: Program) -> Any:
         seed=run.seed,
         vocab=program.model.vocab,
     )
+
+
+def _add_to_ledger(
+    config: Config, cache: Cache, programs: Programs, start: int, began: int
+) -> None:
+    """Keep what the run took, however it ended; a ledger that cannot be written ends no run."""
+    from graphtrain.planning.measured import add_run
+
+    steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
+    if not steps:
+        return
+    target = Target.parse(config.program.target)
+    peak = lowering.backend(target).peak_memory()
+    # Devices of a CPU share the process, which held something before it trained.
+    each = (peak - began) / target.devices if target.platform == "cpu" else peak
+    try:
+        add_run(cache.root, config.program, programs["train"].record, steps, each)
+    except OSError as error:
+        warnings.warn(f"the run is not in the ledger: {error}", stacklevel=1)
 
 
 @contextmanager

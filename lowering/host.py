@@ -4,6 +4,8 @@ import functools
 import hashlib
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -38,6 +40,12 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """Most memory this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def peak_flops(dtype: str) -> float:

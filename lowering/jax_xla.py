@@ -304,3 +304,10 @@ def memory_in_use() -> int:
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [stat["bytes_in_use"] for stat in stats if stat]
     return max(used) if used else host.resident_bytes()
+
+
+def peak_memory() -> int:
+    """Most bytes that were in use at once on a device; on a CPU, by the whole process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if stat]
+    return max(peaks) if peaks else host.peak_resident_bytes()

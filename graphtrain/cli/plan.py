@@ -1,73 +1,64 @@
-"""graphtrain plan: where every array lives and what each device holds."""
+"""graphtrain plan: what each device of a run holds, sends and waits for.
 
-import json
-import sys
-from collections.abc import Sequence
-from fnmatch import fnmatch
-from pathlib import Path
-from typing import TYPE_CHECKING
+`graphtrain plan CONFIG` is the command `show` of this group, whose name nobody has to write.
+"""
+
+import importlib
+from typing import Any
 
 import click
 
-from graphtrain.cli.options import config_argument, json_option, overrides_option, target_option
-from sharding_rules.errors import ShardingError
+# Name: the module that holds it, its function, its help.
+_COMMANDS = {
+    "diff": ("plan_diff", "diff", "what changes between two configurations, or by settings"),
+    "lock": ("plan_lock", "lock", "write the plan as text to keep in git"),
+    "check": ("plan_lock", "check", "compare with the lock; exit with 5 and the difference"),
+    "search": ("search", "command", "rank the strategies for a model and a machine"),
+}
 
-if TYPE_CHECKING:
-    from graphtrain.config import Program
-    from sharding_rules.plan import Plan
+
+class _Plan(click.Group):
+    """A group that takes what is none of its commands for the arguments of `show`."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if args and args[0] not in (*_COMMANDS, "-h", "--help"):
+            return _load("plan_show", "show").make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, function, _ = _COMMANDS[cmd_name]
+        return _load(module, function)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "CONFIG [OPTIONS] | COMMAND [ARGS]...")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        show = _load("plan_show", "show")
+        click.Command.format_options(show, click.Context(show, parent=ctx), formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
 
 
-@click.command("plan")
-@config_argument
-@target_option
-@overrides_option
-@click.option("--array", "pattern", metavar="PATTERN", help="Only these arrays, as in '*mlp*'.")
-@json_option
-def command(
-    config: Path, target: str | None, overrides: Sequence[str], pattern: str | None, as_json: bool
-) -> None:
-    """Show how the training step of CONFIG is split over the target's devices.
+def _load(module: str, function: str) -> click.Command:
+    return getattr(importlib.import_module(f"graphtrain.cli.{module}"), function)
 
-    Optimizer state rests where its parameters do, so it is listed only under --array and --json.
+
+@click.command("plan", cls=_Plan)
+def command() -> None:
+    """Show what each device holds, sends and waits for when it trains as CONFIG says.
+
+    The training step is compiled for the target, into the cache and with no accelerator; a target
+    whose compiler is not installed is estimated. Exits with 4 if the step does not fit the device's
+    memory, after the cheapest changes with which it would.
     """
-    from graphtrain.config import load_config
-    from graphtrain.planning.assess import plan_program
-    from graphtrain.report import plan_as_json
-
-    program = load_config(config, overrides, target).program
-    plan = plan_program(program)
-    if pattern is not None:
-        shown = [path for path in plan.layouts if fnmatch(path, pattern)]
-    elif as_json:
-        shown = list(plan.layouts)
-    else:
-        shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
-    if pattern is not None and not shown:
-        raise ShardingError(f"no array matches {pattern!r}; an example: {next(iter(plan.layouts))}")
-    if not as_json:
-        _print(program, plan, shown)
-        return
-    about = {"target": program.target, "devices": plan.mesh.devices, "mesh": dict(plan.mesh.axes)}
-    rows = [row for row in plan_as_json(plan) if row["path"] in shown]
-    click.echo(json.dumps(about | {"arrays": rows}))
-
-
-def _print(program: "Program", plan: "Plan", shown: Sequence[str]) -> None:
-    from rich.console import Console
-
-    from graphtrain.report import plan_table
-    from lowering.target import Target
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"{program.target}: mesh {plan.mesh}, rules {', '.join(program.rules)}\n")
-    console.print(plan_table(plan, shown))
-    memory = Target.parse(program.target).memory_bytes
-    parameters, optimizer = map(plan.bytes_per_device, ("parameter", "optimizer"))
-    console.print(
-        f"\none device holds {_megabytes(parameters)} of parameters and {_megabytes(optimizer)} of "
-        f"optimizer state, of {_megabytes(memory)}"
-    )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

@@ -1,4 +1,8 @@
-"""assess: the compiler's answer about a training step, or the best estimate and why."""
+"""assess: the compiler's answer about a training step, or the best estimate and why.
+
+The step is compiled through the cache, by the keys that `graphtrain compile` uses: a plan of what
+is compiled costs nothing, and what a plan compiled is there for the run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 from graphtrain.cache import Cache
 from graphtrain.compile import Observer, Outcome, compile_tasks, tasks_of
 from graphtrain.config.schema import Program
+from graphtrain.errors import PlanError
 from graphtrain.estimates.memory import memory as estimated_memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
@@ -34,15 +39,26 @@ def plan_program(program: Program) -> Plan:
 
 
 def assess(
-    program: Program, cache: Cache, observe: Observer = lambda label, stage: None
+    program: Program,
+    cache: Cache,
+    observe: Observer = lambda label, stage: None,
+    *,
+    compile: bool = True,
 ) -> Assessment:
     """Compile the training step into the cache, and read there what it does.
 
+    A target that cannot be compiled for here is estimated, with a remark that says what to install.
+    That the step does not fit is an answer, not an error.
+
+    Args:
+        compile: ask the compiler, or estimate alone.
+
     Raises:
         LoweringError: no such target.
+        PlanError: the step cannot be traced.
         ShardingError: an array cannot be placed.
     """
-    return assess_all({"": program}, cache, observe)[""]
+    return assess_all({"": program}, cache, observe, compile=compile)[""]
 
 
 def assess_all(
@@ -50,11 +66,16 @@ def assess_all(
     cache: Cache,
     observe: Observer = lambda label, stage: None,
     plan: Callable[[Program], Plan] = plan_program,
+    *,
+    compile: bool = True,
+    jobs: int | None = None,
 ) -> dict[str, Assessment]:
     """Assess several programs, compiling side by side. Raises as assess does."""
     plans = {name: plan(program) for name, program in programs.items()}
+    if not compile:
+        return {name: estimate(program, plans[name]) for name, program in programs.items()}
     tasks = {name: _train_task(name, program) for name, program in programs.items()}
-    report = compile_tasks(list(tasks.values()), cache, observe=observe)
+    report = compile_tasks(list(tasks.values()), cache, jobs=jobs, observe=observe)
     outcomes = {outcome.label: outcome for outcome in report.outcomes}
     return {
         name: _from_outcome(program, plans[name], outcomes[tasks[name].label], cache)
@@ -79,9 +100,11 @@ def _train_task(name: str, program: Program) -> Any:
 def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) -> Assessment:
     artifact = cache.get(outcome.digest) if outcome.digest else None
     if artifact is None:
+        if outcome.kind == "ShardingError":
+            raise PlanError(outcome.error)
         guess = estimate(program, plan)
         memory = replace(guess.memory, refused=outcome.kind == "OutOfMemory")
-        return replace(guess, memory=memory, remark=outcome.error or "the cache lost the program")
+        return replace(guess, memory=memory, remark=_why_not(outcome))
     record = artifact.record
     collectives = tuple(Collective.from_record(one) for one in record["collectives"])
     memory = _explained(record["memory"]["peak"], program, plan)
@@ -93,6 +116,15 @@ def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) 
         )
     compiled = _assessment(program, plan, memory, collectives, "compiler")
     return replace(compiled, compile_seconds=record["compile_seconds"], remark=remark)
+
+
+def _why_not(outcome: Outcome) -> str:
+    """Why there is no compiled program."""
+    if outcome.error is None:
+        return "the compiled program was removed from the cache meanwhile"
+    if outcome.kind in ("OutOfMemory", "LoweringError"):
+        return outcome.error
+    return f"the compiler failed: {outcome.error}; its StableHLO and log: {outcome.failure}"
 
 
 def _explained(peak: int, program: Program, plan: Plan) -> Memory:

@@ -1,0 +1,68 @@
+"""graphtrain plan diff: what changes between two programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from graphtrain.cli.options import cache_option, json_option, overrides_option, target_option
+from graphtrain.cli.plan_show import compile_option, console
+
+
+@click.command("diff")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path), required=False)
+@target_option
+@overrides_option
+@click.option(
+    "--with",
+    "changes",
+    metavar="SECTION.NAME=VALUE",
+    multiple=True,
+    help="Change a setting of AFTER alone, as in --with program.mesh.tensor=2. May be repeated.",
+)
+@cache_option
+@compile_option
+@json_option
+def diff(
+    before: Path,
+    after: Path | None,
+    target: str | None,
+    overrides: Sequence[str],
+    changes: Sequence[str],
+    cache: Path,
+    ask_compiler: bool,
+    as_json: bool,
+) -> None:
+    """Show what of placement, memory, communication and time differs between BEFORE and AFTER.
+
+    AFTER is BEFORE if left out, so that --with alone tells what a setting does.
+    """
+    if after is None and not changes:
+        raise click.UsageError("give a second configuration, or what to change: --with NAME=VALUE")
+    from graphtrain.cache import Cache
+    from graphtrain.cli.compile import progress
+    from graphtrain.config import load_config
+    from graphtrain.planning.assess import assess_all
+    from graphtrain.planning.diff import differences
+    from graphtrain.planning.text import changes_table
+
+    both = [*overrides, *([f"program.target={target}"] if target else [])]
+    programs = {
+        "before": load_config(before, both).program,
+        "after": load_config(after or before, [*both, *changes]).program,
+    }
+    with progress() as observe:
+        assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
+    for name, assessment in assessed.items():
+        if assessment.remark:
+            click.echo(f"{name}: {assessment.remark}", err=True)
+    found = differences(assessed["before"], assessed["after"])
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found]))
+    elif found:
+        console().print(changes_table(found))
+    else:
+        click.echo("no difference")

@@ -1,0 +1,152 @@
+"""graphtrain plan CONFIG: one program on one target, or on several."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cli.options import (
+    cache_option,
+    config_argument,
+    json_option,
+    overrides_option,
+    target_option,
+)
+
+if TYPE_CHECKING:
+    from graphtrain.config import Program
+    from graphtrain.planning.answer import Answer
+
+DOES_NOT_FIT = 4  # exit status
+
+compile_option = click.option(
+    "--compile/--no-compile",
+    "ask_compiler",
+    default=True,
+    help="Ask the target's compiler, as is the default, or estimate in an instant.",
+)
+
+
+@click.command("plan")
+@config_argument
+@target_option
+@click.option("--targets", metavar="A,B,...", help="Compare these machines, a line for each.")
+@overrides_option
+@cache_option
+@compile_option
+@click.option(
+    "--confirm/--no-confirm",
+    default=True,
+    help="Compile the changes that would make it fit, as is the default, or estimate them.",
+)
+@click.option("--jobs", type=click.IntRange(1), help="With --targets: compilers at once.")
+@click.option("--array", "pattern", metavar="PATTERN", help="Only these arrays, as in '*mlp*'.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --html: what graphtrain plan search --json printed.",
+)
+@json_option
+def show(
+    config: Path,
+    target: str | None,
+    targets: str | None,
+    overrides: Sequence[str],
+    cache: Path,
+    ask_compiler: bool,
+    confirm: bool,
+    jobs: int | None,
+    pattern: str | None,
+    html: Path | None,
+    results: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what each device holds, sends and waits for when it trains as CONFIG says."""
+    from graphtrain.cache import Cache
+    from graphtrain.config import load_config
+
+    def vary(change: Sequence[str]) -> "Program":
+        named = [f"program.target={target}"] if target else []
+        return load_config(config, [*overrides, *named, *change]).program
+
+    if targets is not None:
+        _compare(targets.split(","), vary, Cache(cache), ask_compiler, jobs, as_json)
+        return
+    program = load_config(config, overrides, target).program
+    if pattern is not None and not as_json and html is None:
+        _print_arrays(program, pattern)
+        return
+    from graphtrain.cli.compile import progress
+    from graphtrain.planning.answer import answer
+
+    with progress() as observe:
+        found = answer(
+            program, vary, Cache(cache), compile=ask_compiler, confirm=confirm, observe=observe
+        )
+    if html is not None:
+        _write_page(html, config, found, results)
+    if as_json:
+        _print_json(found, pattern)
+    else:
+        from graphtrain.planning.text import print_answer
+
+        print_answer(console(), found)
+    if not found.assessment.memory.fits:
+        sys.exit(DOES_NOT_FIT)
+
+
+def console():
+    """The terminal; elsewhere wide enough that no table is cut."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+
+
+def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json: bool) -> None:
+    from graphtrain.cli.compile import progress
+    from graphtrain.planning.targets import compare_targets
+    from graphtrain.planning.text import target_rows, targets_table
+
+    with progress() as observe:
+        rows = compare_targets(
+            targets, vary, store, compile=ask_compiler, jobs=jobs, observe=observe
+        )
+    if as_json:
+        click.echo(json.dumps(target_rows(rows)))
+    else:
+        console().print(targets_table(rows))
+        for row in rows:
+            if remark := row.error or (row.assessment.remark if row.assessment else ""):
+                click.echo(f"{row.target}: {remark}")
+
+
+def _print_arrays(program: "Program", pattern: str) -> None:
+    from graphtrain.planning.assess import plan_program
+    from graphtrain.planning.text import matching
+    from graphtrain.report import plan_table
+
+    plan = plan_program(program)
+    console().print(plan_table(plan, matching(plan, pattern)))
+
+
+def _print_json(found: "Answer", pattern: str | None) -> None:
+    from graphtrain.planning.text import answer_as_json, matching
+
+    about = answer_as_json(found)
+    if pattern is not None:
+        shown = set(matching(found.assessment.plan, pattern))
+        about["arrays"] = [row for row in about["arrays"] if row["path"] in shown]
+    click.echo(json.dumps(about))
+
+
+def _write_page(path: Path, config: Path, found: "Answer", results: Path | None) -> None:
+    from graphtrain.planning.page import page
+
+    searched = json.loads(results.read_text()) if results is not None else []
+    path.write_text(page(config.stem, found, searched), encoding="utf-8")
+    click.echo(f"wrote {path}", err=True)

@@ -1,0 +1,108 @@
+"""What changes between two assessments: placement, memory, communication, time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from graphtrain.planning.assessment import Assessment
+from graphtrain.planning.traffic import by_axes
+from sharding_rules.plan import Plan
+
+Kind = Literal["placement", "memory", "communication", "time"]
+
+_MEMORY = ("parameters", "optimizer", "gradients", "activations", "temporaries", "peak", "capacity")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing in which two assessments differ; None where one of them lacks it."""
+
+    kind: Kind
+    what: str
+    before: str | float | None
+    after: str | float | None
+    unit: str = ""  # of numbers
+
+    @property
+    def ratio(self) -> float | None:
+        """After over before, of numbers."""
+        numbers = isinstance(self.before, int | float) and isinstance(self.after, int | float)
+        return self.after / self.before if numbers and self.before else None  # type: ignore[operator]
+
+
+def differences(before: Assessment, after: Assessment) -> list[Change]:
+    """Everything that differs, in the order of the kinds; nothing where all is equal.
+
+    Optimizer state that changes as its parameter does is left out.
+    """
+    return [
+        *_without_followers(_compare("placement", _placement(before), _placement(after))),
+        *_compare("memory", _memory(before), _memory(after), "bytes"),
+        *_compare("communication", _counts(before), _counts(after), "a step"),
+        *_compare("communication", _sent(before), _sent(after), "bytes"),
+        *_compare("time", _time(before), _time(after), "s"),
+        *_compare("time", {"MFU": before.mfu}, {"MFU": after.mfu}),
+    ]
+
+
+def _compare(
+    kind: Kind, before: Mapping[str, str | float], after: Mapping[str, str | float], unit: str = ""
+) -> Iterator[Change]:
+    for what in {**before, **after}:
+        if before.get(what) != after.get(what):
+            yield Change(kind, what, before.get(what), after.get(what), unit)
+
+
+def _without_followers(changes: Iterable[Change]) -> Iterator[Change]:
+    """All but the moments of parameters that change in the same way."""
+    changes = list(changes)
+    parameters = {
+        one.what.removeprefix("state/parameters/"): (one.before, one.after)
+        for one in changes
+        if one.what.startswith("state/parameters/")
+    }
+    for one in changes:
+        follows = one.what.startswith("state/optimizer/") and any(
+            one.what.endswith(f"/{name}") and (one.before, one.after) == values
+            for name, values in parameters.items()
+        )
+        if not follows:
+            yield one
+
+
+def _placement(of: Assessment) -> dict[str, str | float]:
+    about: dict[str, str | float] = {"target": of.target, "mesh": str(of.plan.mesh)}
+    return about | {path: placement(of.plan, path) for path in of.plan.layouts}
+
+
+def placement(plan: Plan, path: str) -> str:
+    """One array's dtype, shape and split in a line, as in "float32 64x16(tensor)"."""
+    layout = plan.layouts[path]
+    sizes = (
+        f"{size}({'+'.join(names)})" if names else str(size)
+        for size, names in zip(layout.spec.shape, layout.split, strict=True)
+    )
+    where = "" if layout.spec.memory == "device" else f" in {layout.spec.memory} memory"
+    return f"{layout.spec.dtype} {'x'.join(sizes) or 'scalar'}{where}"
+
+
+def _memory(of: Assessment) -> dict[str, str | float]:
+    return {name: getattr(of.memory, name) for name in _MEMORY}
+
+
+def _counts(of: Assessment) -> dict[str, str | float]:
+    return {f"{row.op} over {row.axes}": row.count for row in by_axes(of.collectives)}
+
+
+def _sent(of: Assessment) -> dict[str, str | float]:
+    rows = by_axes(of.collectives)
+    return {f"{row.op} over {row.axes}, sent": round(row.wire_bytes) for row in rows}
+
+
+def _time(of: Assessment) -> dict[str, str | float]:
+    time = of.time
+    parts: dict[str, str | float] = {"compute": time.compute, "memory": time.memory}
+    parts |= {f"sending over {axes}": spent for axes, spent in time.communication.items()}
+    return parts | {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}

@@ -1,0 +1,179 @@
+"""Remedies: the cheapest changes of settings with which a program that does not fit would fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphtrain.cache import Cache
+from graphtrain.compile import Observer
+from graphtrain.config.render import toml
+from graphtrain.config.schema import Program
+from graphtrain.errors import GraphtrainError
+from graphtrain.estimates.arrays import state_arrays
+from graphtrain.planning.assess import assess_all, estimate
+from graphtrain.planning.assessment import Assessment
+from graphtrain.requests import mesh_shape
+from lowering.errors import LoweringError
+from lowering.target import Target
+from sharding_rules.errors import ShardingError
+from sharding_rules.plan import make_plan
+from sharding_rules.rules import Rules
+
+# A change of settings, as --set takes it: ("program.model.remat=full",).
+Change = tuple[str, ...]
+# The program that the configuration gives with changes; a ConfigError where that is none.
+Vary = Callable[[Sequence[str]], Program]
+
+_OFFERED = 3
+_COMPILATIONS = 6  # to find them
+_REMAT = ("none", "attention", "dots", "full")  # each holds less than the one before
+_FAMILIES = 3  # changed at once, at most
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which the program fits."""
+
+    change: Change
+    assessment: Assessment
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether a compiler said so."""
+        return self.assessment.memory.source == "compiler"
+
+    @property
+    def devices(self) -> int:
+        return self.assessment.plan.mesh.devices
+
+    @property
+    def device_seconds(self) -> float:
+        """Of a step: what a remedy costs, on more devices too."""
+        return self.assessment.time.total * self.devices
+
+
+def find_remedies(
+    failed: Assessment,
+    program: Program,
+    vary: Vary,
+    cache: Cache,
+    *,
+    confirm: bool = True,
+    observe: Observer = lambda label, stage: None,
+) -> list[Remedy]:
+    """Changes that fit: without more devices first, then the cheapest in device-seconds a step.
+
+    Candidates are estimated, with an estimate as wrong as it was about the program itself. The
+    best are compiled, and those that then do not fit are left out.
+    """
+    candidates = _that_fit(failed, program, vary)
+    if not confirm:
+        return candidates[:_OFFERED]
+    found: list[Remedy] = []
+    tried = 0
+    while candidates[tried:] and len(found) < _OFFERED and tried < _COMPILATIONS:
+        batch = candidates[tried : tried + min(_OFFERED - len(found), _COMPILATIONS - tried)]
+        tried += len(batch)
+        programs = {" ".join(remedy.change): vary(remedy.change) for remedy in batch}
+        assessed = assess_all(programs, cache, observe)
+        compiled = (replace(one, assessment=assessed[" ".join(one.change)]) for one in batch)
+        found += [one for one in compiled if one.assessment.memory.fits]
+    return found
+
+
+def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
+    """Single changes, then several at once while fewer are found than are offered."""
+    error = max(1.0, failed.memory.peak / _estimate(program).memory.peak)
+    families = [list(family) for family in _families(program)]
+    remedies: list[Remedy] = []
+    for together in range(1, _FAMILIES + 1):
+        for chosen in itertools.combinations(families, together):
+            for changes in itertools.product(*chosen):
+                change = tuple(one for parts in changes for one in parts)
+                try:
+                    assessment = _estimate(vary(change))
+                except (GraphtrainError, LoweringError, ShardingError):
+                    continue  # settings that do not go together
+                if assessment.memory.peak * error <= assessment.memory.capacity:
+                    remedies.append(Remedy(change, assessment))
+        if len(remedies) >= _OFFERED:
+            break
+    now = failed.plan.mesh.devices
+    return sorted(remedies, key=lambda one: (one.devices > now, one.device_seconds))
+
+
+def _estimate(program: Program) -> Assessment:
+    """In well under a millisecond, without tracing."""
+    rules, mesh = Rules.load(program.rules), mesh_shape(program)
+    arrays = state_arrays(program.model, program.optimizer)
+    return estimate(program, make_plan(arrays, rules, mesh))
+
+
+def _families(program: Program) -> Iterator[Iterator[Change]]:
+    """Changes by kind; two of one kind never go together."""
+    yield _remat(program)
+    yield _microbatches(program)
+    yield _optimizer(program)
+    yield _mesh(program)
+    yield _devices(program)
+
+
+def _remat(program: Program) -> Iterator[Change]:
+    now = program.model.remat
+    known = _REMAT.index(now) if now in _REMAT else 0
+    for remat in _REMAT[known + 1 :]:
+        yield (f"program.model.remat={remat}",)
+    if now != "offload" and Target.parse(program.target).platform != "cpu":
+        yield ("program.model.remat=offload",)
+
+
+def _microbatches(program: Program) -> Iterator[Change]:
+    mesh, batch = mesh_shape(program), program.batch
+    shards = mesh.size(("data", "fsdp"))
+    count = 2 * batch.microbatches
+    while count <= batch.sequences // shards:
+        yield (f"program.batch.microbatches={count}",)
+        count *= 2
+
+
+def _optimizer(program: Program) -> Iterator[Change]:
+    if program.optimizer.moments == "float32":
+        yield ("program.optimizer.moments=bfloat16",)
+    if not program.optimizer.offload and Target.parse(program.target).platform != "cpu":
+        yield ("program.optimizer.offload=true",)
+
+
+def _mesh(program: Program) -> Iterator[Change]:
+    """Weights, or their gradients and moments, split further."""
+    mesh = mesh_shape(program).axes
+    if mesh["data"] > 1:
+        for name in ("zero1", "zero2"):
+            if name not in program.rules:
+                yield (f"program.rules={toml([*program.rules, name])}",)
+        yield (_mesh_change(mesh, data=1, fsdp="rest"),)
+    tensor = 2 * mesh["tensor"]
+    while tensor <= min(8, math.prod(mesh.values())):
+        yield (_mesh_change(mesh, data=1, fsdp="rest", tensor=tensor),)
+        tensor *= 2
+
+
+def _mesh_change(mesh: object, **sizes: object) -> str:
+    assert isinstance(mesh, dict)
+    changed = {name: size for name, size in {**mesh, **sizes}.items() if size != 1}
+    return f"program.mesh={toml(changed)}"
+
+
+def _devices(program: Program) -> Iterator[Change]:
+    """Two and four times the devices; what is added goes to fsdp, which splits the weights."""
+    target, mesh = Target.parse(program.target), mesh_shape(program).axes
+    sizes = list(target.topology)
+    for _ in range(2):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] *= 2
+        yield (
+            f"program.target={target.machine}:{'x'.join(map(str, sizes))}",
+            _mesh_change(mesh, fsdp="rest"),
+        )

@@ -1,0 +1,48 @@
+"""One program on several machines, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphtrain.cache import Cache
+from graphtrain.compile import Observer
+from graphtrain.config.schema import Program
+from graphtrain.errors import GraphtrainError
+from graphtrain.planning.assess import assess_all
+from graphtrain.planning.assessment import Assessment
+from graphtrain.planning.remedies import Vary
+from lowering.errors import LoweringError
+from sharding_rules.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One machine: what the program does there, or why it cannot."""
+
+    target: str
+    assessment: Assessment | None
+    error: str = ""
+
+
+def compare_targets(
+    targets: Sequence[str],
+    vary: Vary,
+    cache: Cache,
+    *,
+    compile: bool = True,
+    jobs: int | None = None,
+    observe: Observer = lambda label, stage: None,
+) -> list[Row]:
+    """Assess a program on every target, compiling in parallel; one that cannot stops no other."""
+    programs: dict[str, Program] = {}
+    errors: dict[str, str] = {}
+    for target in targets:
+        try:
+            program = vary([f"program.target={target}"])
+            assess_all({target: program}, cache, compile=False)
+            programs[target] = program
+        except (GraphtrainError, LoweringError, ShardingError) as error:
+            errors[target] = str(error)
+    assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
+    return [Row(name, assessed.get(name), errors.get(name, "")) for name in targets]

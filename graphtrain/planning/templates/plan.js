@@ -1,0 +1,436 @@
+"use strict";
+// The page of a plan: reads the JSON beside it, draws with Vega-Lite, and loads nothing.
+
+const plan = JSON.parse(document.getElementById("plan").textContent);
+const at = (id) => document.getElementById(id);
+const KINDS = ["parameters", "optimizer", "gradients", "activations", "temporaries"];
+const COLORS = ["#2f6fb5", "#7fb2e5", "#5aa469", "#e0a33e", "#b9bfc7"];
+const CONFIG = {
+  view: { stroke: null },
+  font: "system-ui, Segoe UI, Roboto, sans-serif",
+  axis: { labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, grid: false },
+  legend: { labelFontSize: 12, titleFontSize: 12 },
+};
+const DEVICES_SHOWN = 1024;
+
+const number = (value, digits = 1) =>
+  value.toLocaleString("en-US", { maximumFractionDigits: digits, minimumFractionDigits: digits });
+const mega = (bytes) => number(bytes / 1e6);
+const megabytes = (bytes) =>
+  bytes >= 1e9 ? `${number(bytes / 1e9, 2)} GB` : bytes >= 1e5 || bytes === 0 ? `${mega(bytes)} MB` : `${bytes.toLocaleString("en-US")} bytes`;
+const seconds = (value) =>
+  value >= 1 ? `${number(value, 2)} s` : value >= 1e-3 ? `${number(value * 1e3, 2)} ms`
+    : `${number(value * 1e6, 1)} µs`;
+const source = (name) => {
+  const mark = document.createElement("span");
+  mark.className = `source ${name.split(" ")[0]}`;
+  mark.textContent = name;
+  return mark;
+};
+
+function draw(id, spec) {
+  const whole = { $schema: "https://vega.github.io/schema/vega-lite/v6.json", config: CONFIG, ...spec };
+  return vegaEmbed(at(id), whole, { actions: false, renderer: "svg" }).then((result) => result.view);
+}
+
+// A table whose headers sort it. A column: {name, of: row => value, show?, number?, words?}.
+function table(id, columns, rows) {
+  const head = document.createElement("tr"), body = document.createElement("tbody");
+  const fill = (sorted) => body.replaceChildren(...sorted.map((row) => line(columns, row)));
+  columns.forEach((column) => {
+    const cell = document.createElement("th"), button = document.createElement("button");
+    button.textContent = column.name;
+    cell.append(button);
+    if (column.number) cell.className = "number";
+    button.addEventListener("click", () => {
+      const down = cell.ariaSort ? cell.ariaSort === "ascending" : Boolean(column.number);
+      for (const other of head.children) other.removeAttribute("aria-sort");
+      cell.ariaSort = down ? "descending" : "ascending";
+      const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+      fill([...rows].sort((a, b) => order(column.of(a), column.of(b)) * (down ? -1 : 1)));
+    });
+    head.append(cell);
+  });
+  const top = document.createElement("thead");
+  top.append(head);
+  fill(rows);
+  at(id).replaceChildren(top, body);
+}
+
+function line(columns, row) {
+  const tr = document.createElement("tr");
+  for (const column of columns) {
+    const td = tr.insertCell(), shown = (column.show ?? column.of)(row);
+    td.className = column.number ? "number" : column.words ? "words" : "";
+    td.append(shown instanceof Node ? shown : String(shown));
+  }
+  return tr;
+}
+
+function header() {
+  const mesh = Object.entries(plan.mesh).filter(([, size]) => size > 1);
+  const axes = mesh.map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
+  const devices = plan.devices === 1 ? "1 device" : `${plan.devices} devices`;
+  at("about").textContent =
+    `${plan.target} · ${devices} · mesh ${axes} · rules ${plan.rules.join(", ")}`;
+  at("verdict").textContent = plan.verdict;
+  at("verdict").className = plan.fits ? "fits" : "over";
+  at("remark").textContent = plan.remark;
+  at("remark").hidden = !plan.remark;
+}
+
+function figures() {
+  const sent = plan.collectives.reduce((sum, one) => sum + one.wire_bytes_per_step, 0);
+  const share = (plan.memory.peak_bytes / plan.memory.capacity_bytes) * 100;
+  const all = [
+    ["peak memory of a device", megabytes(plan.memory.peak_bytes), plan.memory.source],
+    ["of the device's memory", `${number(share)} %`, plan.memory.source],
+    ["sent by a device in a step", megabytes(sent), plan.sources.collectives],
+    ["time of a step", seconds(plan.step_seconds), "estimate"],
+    ["model FLOP utilisation", `${number(plan.mfu * 100)} %`, "estimate"],
+  ];
+  if (plan.compile_seconds !== null)
+    all.push(["time to compile", seconds(plan.compile_seconds), "compiler"]);
+  for (const [name, value, who] of all) {
+    const box = document.createElement("div"), text = document.createElement("span");
+    const bold = document.createElement("b");
+    box.className = "figure";
+    bold.textContent = value;
+    text.textContent = `${name} `;
+    box.append(bold, text, source(who));
+    at("figures").append(box);
+  }
+}
+
+// The coordinates of a device on the mesh: ids count along the last axis first.
+function coordinates(device) {
+  const found = {};
+  for (const [axis, size] of Object.entries(plan.mesh).reverse()) {
+    found[axis] = device % size;
+    device = Math.floor(device / size);
+  }
+  return found;
+}
+
+// Which piece of an array a device holds: its place along each dimension.
+function piece(array, place) {
+  return array.split.map((axes) =>
+    axes.reduce((index, axis) => index * plan.mesh[axis] + place[axis], 0));
+}
+
+// The mesh axes that make the columns: from the fastest, until the grid is wider than high.
+function columnAxes() {
+  const axes = Object.keys(plan.mesh).filter((axis) => plan.mesh[axis] > 1);
+  const columns = [];
+  let width = 1;
+  while (axes.length && width * width < plan.devices) {
+    columns.unshift(axes.pop());
+    width *= plan.mesh[columns[0]];
+  }
+  return { columns, rows: axes, width };
+}
+
+function devices(array) {
+  const { width } = columnAxes();
+  const pieces = array.split.map((axes) => axes.reduce((n, axis) => n * plan.mesh[axis], 1));
+  return Array.from({ length: Math.min(plan.devices, DEVICES_SHOWN) }, (_, device) => {
+    const place = coordinates(device), held = piece(array, place);
+    const ranges = held.map((index, d) => {
+      const size = array.shape[d] / pieces[d];
+      return pieces[d] > 1 ? `${index * size}:${(index + 1) * size}` : ":";
+    });
+    return {
+      device,
+      row: Math.floor(device / width),
+      column: device % width,
+      shard: held.reduce((flat, index, d) => flat * pieces[d] + index, 0),
+      holds: ranges.length ? `[${ranges.join(", ")}]` : "the scalar",
+      on: Object.keys(place).filter((axis) => plan.mesh[axis] > 1)
+        .map((axis) => `${axis} ${place[axis]}`).join(", ") || "the device",
+    };
+  });
+}
+
+function describe(array) {
+  const pieces = array.split.flat().reduce((n, axis) => n * plan.mesh[axis], 1);
+  const dimensions = array.shape.map((size, d) => {
+    const name = array.axes[d] ?? "–", split = array.split[d];
+    return `${name} ${size}${split.length ? ` over ${split.join("+")}` : ""}`;
+  });
+  const copies = plan.devices / pieces;
+  at("array-about").textContent =
+    `${array.dtype} · ${dimensions.join(" × ") || "scalar"} · ${pieces} ` +
+    `${pieces === 1 ? "piece" : "different pieces"} of ${array.shard_shape.join("×") || "1"} ` +
+    `(${megabytes(array.bytes)}), each on ${copies} ${copies === 1 ? "device" : "devices"}`;
+}
+
+// A grid of the devices, each with the number and colour of the piece it holds.
+function drawDevices(array) {
+  const { columns, rows, width } = columnAxes();
+  const shown = devices(array), height = Math.ceil(shown.length / width);
+  const cell = Math.max(12, Math.min(56, Math.floor(960 / width)));
+  const pieces = 1 + Math.max(...shown.map((one) => one.shard));
+  const hover = { type: "point", on: "mouseover", clear: "mouseout", fields: ["shard"] };
+  const title = (axes) => axes.join(" × ") || null;
+  const few = { type: "nominal", scale: { scheme: "tableau10" } };
+  const many = { type: "quantitative", scale: { scheme: { name: "viridis", extent: [0, 0.8] } } };
+  const layers = [{
+    params: [{ name: "same", select: hover }],
+    mark: { type: "rect", stroke: "#fff", strokeWidth: 2, cornerRadius: 3 },
+    encoding: {
+      color: { field: "shard", legend: null, ...(pieces > 10 ? many : few) },
+      opacity: { condition: { param: "same", value: 1 }, value: 0.25 },
+      tooltip: [{ field: "device" }, { field: "on", title: "on the mesh" },
+        { field: "shard", title: "piece" }, { field: "holds" }],
+    },
+  }];
+  if (cell >= 24) layers.push({
+    mark: { type: "text", fontSize: Math.min(14, cell / 2.6), fontWeight: 600, color: "#fff", tooltip: false },
+    encoding: { text: { field: "shard" } },
+  });
+  return draw("devices-chart", {
+    width: cell * width, height: cell * height, data: { values: shown }, layer: layers,
+    encoding: {
+      x: { field: "column", type: "ordinal", title: title(columns),
+        axis: { labelAngle: 0, orient: "top", labels: width <= 64 } },
+      y: { field: "row", type: "ordinal", title: title(rows) },
+    },
+  });
+}
+
+async function arrays() {
+  const select = at("array");
+  for (const array of plan.arrays) select.add(new Option(array.path, array.path));
+  const largest = plan.arrays.reduce((a, b) => (b.role === "parameter" && b.bytes > a.bytes ? b : a),
+    plan.arrays.find((one) => one.role === "parameter") ?? plan.arrays[0]);
+  select.value = largest.path;
+  await drawDevices(largest);
+  const left = plan.devices > DEVICES_SHOWN ? ` The first ${DEVICES_SHOWN} devices are shown.` : "";
+  at("devices-note").textContent =
+    `Each square is a device; the number and colour say which piece it holds.${left} ` +
+    "Point at one to see who holds the same.";
+  describe(largest);
+  select.addEventListener("change", () => {
+    const array = plan.arrays.find((one) => one.path === select.value);
+    describe(array);
+    drawDevices(array);
+  });
+}
+
+async function memory() {
+  const { memory } = plan, rows = KINDS.map((kind, order) => ({
+    kind, order, megabytes: memory[`${kind}_bytes`] / 1e6, says: plan.sources.memory[kind] }));
+  const capacity = memory.capacity_bytes / 1e6, peak = memory.peak_bytes / 1e6;
+  const spec = (scale) => ({
+    width: 940, height: 64,
+    layer: [
+      { data: { values: rows }, mark: { type: "bar", height: 44 },
+        encoding: {
+          x: { field: "megabytes", type: "quantitative", stack: "zero", title: "MB",
+            scale: { domainMin: 0, ...(scale === "device" ? { domainMax: Math.max(capacity, peak) * 1.02 } : {}) } },
+          color: { field: "kind", type: "nominal", title: null, sort: KINDS,
+            scale: { domain: KINDS, range: COLORS }, legend: { orient: "top" } },
+          order: { field: "order" },
+          tooltip: [{ field: "kind" }, { field: "megabytes", format: ",.1f", title: "MB" }, { field: "says", title: "says" }],
+        } },
+      ...(scale === "device" || peak > capacity ? [{
+        data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeWidth: 2 },
+        encoding: { x: { field: "capacity", type: "quantitative" },
+          tooltip: [{ field: "capacity", format: ",.1f", title: "the device's MB" }] } }] : []),
+    ],
+  });
+  for (const radio of document.getElementsByName("scale"))
+    radio.addEventListener("change", () => draw("memory-chart", spec(radio.value)));
+  const all = [...KINDS, "peak"].map((kind) => ({ kind, bytes: memory[`${kind}_bytes`] }));
+  all.push({ kind: "device", bytes: memory.capacity_bytes });
+  table("memory", [
+    { name: "kind", of: (row) => row.kind },
+    { name: "MB", of: (row) => row.bytes, show: (row) => mega(row.bytes), number: true },
+    { name: "% of device", of: (row) => row.bytes, number: true,
+      show: (row) => number((row.bytes / memory.capacity_bytes) * 100) },
+    { name: "says", of: (row) => plan.sources.memory[row.kind] ?? plan.capacity_source,
+      show: (row) => source(plan.sources.memory[row.kind] ?? plan.capacity_source) },
+  ], all);
+  await draw("memory-chart", spec("program"));
+}
+
+async function time() {
+  const parts = plan.step_seconds_by_part;
+  const limit = parts.memory > parts.compute ? "memory" : "compute";
+  const rows = ["compute", "memory"].map((part) => ({
+    part, seconds: parts[part], role: part === limit ? "counts" : "hidden" }));
+  for (const [axes, spent] of Object.entries(parts.communication))
+    rows.push({ part: `sending over ${axes}`, seconds: spent, role: "sending" });
+  if (parts.overlapped) rows.push({ part: "of it, hidden", seconds: parts.overlapped, role: "hidden" });
+  if (parts.bubble) rows.push({ part: "pipeline bubble", seconds: parts.bubble, role: "waiting" });
+  rows.push({ part: "step", seconds: plan.step_seconds, role: "step" });
+  for (const row of rows) row.shown = seconds(row.seconds);
+  const roles = ["counts", "sending", "waiting", "hidden", "step"];
+  const y = { field: "part", type: "nominal", sort: null, title: null, axis: { labelLimit: 220 } };
+  const x = { field: "seconds", type: "quantitative", title: "seconds (estimate)" };
+  await draw("time-chart", {
+    width: 740, height: { step: 26 }, data: { values: rows }, encoding: { y, x },
+    layer: [
+      { mark: { type: "bar", height: 18 }, encoding: {
+        color: { field: "role", type: "nominal", legend: null,
+          scale: { domain: roles, range: ["#2f6fb5", "#e0a33e", "#c8574b", "#ccd2d9", "#1d2733"] } },
+        tooltip: [{ field: "part" }, { field: "shown", title: "time" }, { field: "role" }] } },
+      { mark: { type: "text", align: "left", dx: 5, color: "#1d2733" }, encoding: { text: { field: "shown" } } },
+    ],
+  });
+  const names = { compile_seconds: "time to compile", step_seconds: "time of a step", peak_bytes: "peak memory" };
+  const bars = Object.entries(plan.error_bars).map(([name, bar]) =>
+    `${names[name]} was ${number(bar.median, 2)} × the predicted (median), ` +
+    `${number(bar.worst, 2)} × at worst, in ${bar.count} runs`);
+  at("error-bars").textContent = bars.length
+    ? `Error bar on ${plan.target}: ${bars.join("; ")}.`
+    : `No error bar yet: runs on ${plan.target} add to it.`;
+}
+
+async function pipeline() {
+  const pipe = plan.pipeline;
+  if (!pipe) return;
+  at("pipeline-section").hidden = false;
+  at("pipeline-about").textContent =
+    `${pipe.schedule}: ${pipe.stages} stages, ${pipe.rounds} ` +
+    `${pipe.rounds === 1 ? "round" : "rounds"}, ${pipe.microbatches} microbatches; each stage ` +
+    `waits ${number(pipe.bubble * 100)} % of a step (by the schedule, all ticks alike).`;
+  const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
+    ({ stage, tick, until: tick + 1, kind, microbatch, round }));
+  const ticks = Math.max(...rows.map((row) => row.until));
+  const both = new Set(), pairs = new Set();
+  for (const row of rows) {
+    const slot = `${row.stage},${row.tick}`;
+    if (both.has(slot)) pairs.add(slot);
+    both.add(slot);
+  }
+  // Where a tick holds a forward and a backward pass, each takes half of it.
+  for (const row of rows) if (pairs.has(`${row.stage},${row.tick}`)) {
+    if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
+  }
+  const wide = Math.max(900, Math.min(4000, ticks * 14));
+  const layers = [{
+    mark: { type: "rect", stroke: "#fff", strokeWidth: 1 },
+    encoding: {
+      color: { field: "kind", type: "nominal", title: null, legend: { orient: "top" },
+        scale: { domain: ["forward", "backward"], range: ["#2f6fb5", "#5aa469"] } },
+      opacity: { field: "round", type: "ordinal", legend: null, scale: { range: [0.95, 0.55] } },
+      tooltip: ["stage", "kind", "microbatch", "round"].map((field) => ({ field })),
+    },
+  }];
+  if (wide / ticks >= 14) layers.push({
+    transform: [{ calculate: "(datum.tick + datum.until) / 2", as: "middle" }],
+    mark: { type: "text", color: "#fff", fontSize: pairs.size ? 9 : 11, tooltip: false },
+    encoding: { x: { field: "middle", type: "quantitative" }, x2: null, text: { field: "microbatch" } },
+  });
+  await draw("pipeline-chart", {
+    width: wide, height: { step: 30 }, data: { values: rows },
+    encoding: {
+      x: { field: "tick", type: "quantitative", title: "tick", scale: { domain: [0, ticks], nice: false } },
+      x2: { field: "until" },
+      y: { field: "stage", type: "ordinal", title: "stage" },
+    },
+    layer: layers,
+  });
+}
+
+async function collectives() {
+  const list = plan.collectives, who = plan.sources.collectives;
+  const about = list.length
+    ? `${list.reduce((sum, one) => sum + one.count, 0).toLocaleString("en-US")} a step, loops counted as often as they run `
+    : "None: the devices of this plan do not talk to each other. ";
+  at("collectives-about").replaceChildren(about, source(who));
+  if (!list.length) return;
+  table("collectives", [
+    { name: "over", of: (one) => one.axes.join("+") },
+    { name: "operation", of: (one) => one.op },
+    { name: "devices", of: (one) => one.devices, number: true },
+    { name: "times a step", of: (one) => one.count, number: true, show: (one) => one.count.toLocaleString("en-US") },
+    { name: "size", of: (one) => one.bytes, number: true, show: (one) => megabytes(one.bytes) },
+    { name: "sent by a device in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
+    { name: "type", of: (one) => one.dtype },
+    { name: "made by", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
+    ...(list.some((one) => one.cause) ? [{ name: "why", of: (one) => one.cause ?? "", words: true }] : []),
+  ], list);
+  const sums = new Map();
+  for (const one of list) {
+    const key = `${one.axes.join("+")}|${one.op}`;
+    sums.set(key, (sums.get(key) ?? 0) + one.wire_bytes_per_step / 1e6);
+  }
+  const rows = [...sums].map(([key, sent]) => ({ over: key.split("|")[0], operation: key.split("|")[1], sent }));
+  await draw("collectives-chart", {
+    width: 740, height: { step: 30 }, data: { values: rows }, mark: { type: "bar", height: 20 },
+    encoding: {
+      y: { field: "over", type: "nominal", title: "over", sort: "-x" },
+      x: { field: "sent", type: "quantitative", title: `MB sent by a device in a step (${who})`, stack: "zero" },
+      color: { field: "operation", type: "nominal", title: null, scale: { scheme: "tableau10" }, legend: { orient: "top" } },
+      tooltip: [{ field: "over" }, { field: "operation" }, { field: "sent", format: ",.1f", title: "MB" }],
+    },
+  });
+}
+
+function code(text) {
+  const element = document.createElement("code");
+  element.textContent = text;
+  return element;
+}
+
+function remedies() {
+  at("remedies-section").hidden = !plan.remedies.length;
+  table("remedies", [
+    { name: "change", of: (one) => one.change.join(" "), show: (one) => code(one.change.map((set) => `--set '${set}'`).join(" ")) },
+    { name: "peak MB", of: (one) => one.peak_bytes, show: (one) => mega(one.peak_bytes), number: true },
+    { name: "step", of: (one) => one.step_seconds, show: (one) => seconds(one.step_seconds), number: true },
+    { name: "device-seconds", of: (one) => one.device_seconds, show: (one) => number(one.device_seconds, 2), number: true },
+    { name: "says", of: (one) => one.confirmed, show: (one) => source(one.confirmed ? "compiler" : "estimate") },
+  ], plan.remedies);
+}
+
+function causes() {
+  at("causes-section").hidden = !plan.causes.length;
+  table("causes", [
+    { name: "what", of: (one) => one.what, words: true },
+    { name: "line of the model", of: (one) => one.source, show: (one) => code(one.source) },
+    { name: "sent in a step", of: (one) => one.bytes, show: (one) => megabytes(one.bytes), number: true },
+    { name: "what would remove it", of: (one) => one.remedy, words: true },
+  ], plan.causes);
+}
+
+// Whatever the search printed of each strategy: a column for each name whose values are simple.
+async function search() {
+  const list = plan.search;
+  if (!list.length) return;
+  at("search-section").hidden = false;
+  const simple = (value) => ["number", "string", "boolean"].includes(typeof value);
+  const names = [...new Set(list.flatMap(Object.keys))].filter((name) => list.some((one) => simple(one[name])));
+  const text = (value, name) => typeof value !== "number" ? String(value ?? "")
+    : name.endsWith("_bytes") ? megabytes(value) : name.endsWith("seconds") ? seconds(value)
+    : value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
+  table("search", names.map((name) => ({
+    name: name.replaceAll("_", " ").replace(/ (bytes|seconds)$/, ""),
+    number: list.some((one) => typeof one[name] === "number"),
+    of: (one) => one[name] ?? "", show: (one) => text(one[name], name),
+  })), list);
+  if (!list.every((one) => one.step_seconds && one.peak_bytes)) return;
+  const capacity = plan.memory.capacity_bytes / 1e9;
+  const rows = list.map((one) => ({ ...one, gigabytes: one.peak_bytes / 1e9 }));
+  await draw("search-chart", {
+    width: 740, height: 260,
+    layer: [
+      { data: { values: rows }, mark: { type: "point", filled: true, size: 70, color: "#2f6fb5", opacity: 0.7 },
+        encoding: {
+          x: { field: "step_seconds", type: "quantitative", title: "seconds a step (estimate)", scale: { zero: false } },
+          y: { field: "gigabytes", type: "quantitative", title: "peak GB of a device" },
+          tooltip: names.map((field) => ({ field })) } },
+      { data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeDash: [4, 4] },
+        encoding: { y: { field: "capacity", type: "quantitative" } } },
+    ],
+  });
+}
+
+header();
+figures();
+remedies();
+causes();
+Promise.all([arrays(), memory(), time(), pipeline(), collectives(), search()])
+  .then(() => document.body.dataset.drawn = "yes");

@@ -1,0 +1,130 @@
+"""graphtrain plan and its subcommands, as a shell sees them."""
+
+import json
+
+import pytest
+from places import CUBE
+
+TOO_LARGE = [
+    "--target", "v5e:2x2", "--no-compile",
+    "--set", "program.batch.sequences=4096", "--set", "program.batch.length=8192",
+]  # fmt: skip
+PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
+
+
+@pytest.fixture
+def plan(place):
+    """`graphtrain plan WORDS`; gives what it printed."""
+    return lambda *words, status=0: place.command("plan", *words, status=status)
+
+
+def test_a_plan_of_what_is_compiled_is_from_the_compiler_and_compiles_nothing(plan):
+    out, err = plan("config.toml", "--json", *CUBE)
+    answer = json.loads(out)
+    assert err.strip() == "train: cached"
+    assert answer["devices"] == 8 and answer["mesh"]["tensor"] == 2
+    memory = answer["memory"]
+    assert sum(memory[f"{part}_bytes"] for part in PARTS) == memory["peak_bytes"]
+    assert memory["source"] == "compiler" and answer["fits"] is True
+    assert {"all-gather", "all-reduce"} <= {one["op"] for one in answer["collectives"]}
+    assert answer["step_seconds"] > 0 and 0 < answer["mfu"] <= 1
+    assert {row["path"] for row in answer["arrays"]} >= {"state/parameters/layers/mlp/up"}
+    assert answer["sources"]["collectives"] == "compiler"
+
+
+def test_what_a_plan_compiled_is_there_for_the_run(cold):
+    cold.command("plan", "config.toml")
+    cold.command("compile", "config.toml", "--report", "report.json")
+    report = json.loads((cold.path / "report.json").read_text())
+    assert {one["label"]: one["status"] for one in report["graphs"]}["train"] == "cached"
+
+
+def test_every_number_says_whose_it_is(plan):
+    out, _ = plan("config.toml", *CUBE)
+    words = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.strip()}
+    assert words["peak"] == words["parameters"] == words["tensor"] == "compiler"
+    assert words["gradients"] == words["step"] == "estimate"
+    assert "fits cpu:8: " in out and "error bar: none yet" in out
+
+
+def test_an_estimate_is_marked_and_needs_no_compiler(plan):
+    out, err = plan("config.toml", "--no-compile", "--target", "v5p:2x2x2", "--json")
+    answer = json.loads(out)
+    assert answer["memory"]["source"] == answer["sources"]["collectives"] == "estimate"
+    assert answer["compile_seconds"] is None and err == ""
+
+
+def test_one_array_is_shown_without_compiling(plan):
+    out, err = plan("config.toml", "--array", "*mu*mlp/up", *CUBE)
+    assert "optimizer/adam/mu/layers/mlp/up" in out and len(out.splitlines()) == 2 and err == ""
+    _, err = plan("config.toml", "--array", "*mpl*", status=2)
+    assert "no array matches '*mpl*'; an example: " in err
+
+
+def test_what_does_not_fit_is_status_4_with_changes_that_would(plan):
+    out, _ = plan("config.toml", *TOO_LARGE, status=4)
+    assert "does not fit v5e:2x2: " in out and "what would fit" in out
+    out, _ = plan("config.toml", *TOO_LARGE, "--json", status=4)
+    remedy = json.loads(out)["remedies"][0]
+    words = [word for change in remedy["change"] for word in ("--set", change)]
+    out, _ = plan("config.toml", *TOO_LARGE, *words, "--json")
+    assert json.loads(out)["memory"]["peak_bytes"] == remedy["peak_bytes"]
+
+
+def test_several_targets_make_one_table_and_one_that_cannot_stops_no_other(plan):
+    out, _ = plan("config.toml", "--targets", "cpu:1,cpu:8,h100:3,v9:8", "--no-compile")
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:5]}
+    assert "yes" in rows["cpu:1"] and "estimate" in rows["cpu:8"]
+    assert rows["h100:3"][-1] == rows["v9:8"][-1] == "cannot"
+    assert "no target machine 'v9'" in out
+    out, _ = plan("config.toml", "--targets", "cpu:1,v9:8", "--json")
+    one, other = json.loads(out)
+    assert one["memory"]["source"] == "compiler" and "v9" in other["error"]
+
+
+def test_a_difference_is_what_a_setting_does(plan):
+    out, _ = plan("diff", "config.toml", "--with", "program.model.remat=full", "--no-compile")
+    kinds = {line.split()[0] for line in out.splitlines()[1:]}
+    assert "memory" in kinds and "placement" not in kinds
+    out, _ = plan("diff", "config.toml", "config.toml", "--no-compile")
+    assert out == "no difference\n"
+    _, err = plan("diff", "config.toml", status=2)
+    assert "--with" in err
+
+
+def test_a_lock_holds_until_placement_memory_or_communication_change(place, plan):
+    plan("lock", "config.toml", *CUBE)
+    assert (place.path / "config.plan").read_text().startswith("# A plan")
+    out, _ = plan("check", "config.toml", *CUBE)
+    assert out == "config.plan holds\n"
+    out, err = plan("check", "config.toml", *CUBE, "--set", "program.batch.sequences=16", status=5)
+    assert "-batch/tokens  int32  1x8(data+fsdp)x32  256" in out.splitlines()
+    assert "graphtrain plan lock" in err
+    _, err = plan("check", "config.toml", "--lock", "none.plan", status=2)
+    assert "graphtrain plan lock config.toml" in err
+
+
+def test_a_file_named_as_a_subcommand_is_reached_by_its_path(place, plan):
+    (place.path / "diff").write_text((place.path / "config.toml").read_text())
+    out, _ = plan("./diff", "--no-compile")
+    assert "fits cpu:1" in out
+
+
+def test_help_lists_options_and_subcommands(plan):
+    out, _ = plan("--help")
+    assert "--targets" in out and "diff" in out and "check" in out
+
+
+def test_runs_make_the_error_bar_of_later_plans(cold):
+    for directory in ("one", "two"):
+        words = ["--set", f"run.directory={directory}", "--compile", "--set", "run.steps=6"]
+        cold.command("run", "config.toml", *words)
+    lines = (cold.cache / "ledger.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert first["target"] == "cpu:1" and first["steps"] == 5
+    assert first["measured"]["step_seconds"] > 0 and first["measured"]["peak_bytes"] > 0
+    assert first["predicted"]["peak_bytes"] > 0 and first["predicted"]["compile_seconds"] is None
+    assert second["predicted"]["compile_seconds"] == first["measured"]["compile_seconds"]
+    out, _ = cold.command("plan", "config.toml")
+    assert "step time was" in out and "in 2 runs on cpu:1" in out
+    assert "compile time was 1.00 x the predicted" in out

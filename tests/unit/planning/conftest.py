@@ -1,0 +1,35 @@
+"""A small program, and how its settings are changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from graphtrain.config import load_config
+from graphtrain.config.schema import Program
+from graphtrain.planning.remedies import Vary
+
+CONFIG = """
+[program]
+target = "v5e:2x2"
+mesh = { fsdp = "rest" }
+model = { layers = 4, embed = 512, heads = 8, mlp = 1024, vocab = 4096, remat = "none" }
+batch = { sequences = 16, length = 512 }
+
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
+
+
+@pytest.fixture
+def vary(tmp_path: Path) -> Vary:
+    """The program of the file above with settings changed."""
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+
+    def vary(change: Sequence[str]) -> Program:
+        return load_config(path, change).program
+
+    return vary

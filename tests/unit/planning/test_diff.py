@@ -1,0 +1,38 @@
+from graphtrain.planning.assess import estimate
+from graphtrain.planning.diff import differences
+
+
+def test_equal_programs_have_no_difference(vary):
+    assert differences(estimate(vary([])), estimate(vary([]))) == []
+
+
+def test_only_what_differs_is_told(vary):
+    changes = differences(estimate(vary([])), estimate(vary(["program.model.remat=full"])))
+    assert {one.kind for one in changes} == {"memory", "communication", "time"}
+    by_name = {one.what: one for one in changes}
+    assert by_name["activations"].ratio < 1
+    assert by_name["activations"].unit == "bytes"
+    assert "parameters" not in by_name
+
+
+def test_a_new_mesh_axis_appears_and_an_old_one_goes(vary):
+    mesh = ["program.mesh={tensor=4}"]
+    changes = {one.what: one for one in differences(estimate(vary([])), estimate(vary(mesh)))}
+    assert (changes["mesh"].before, changes["mesh"].after) == ("fsdp 4", "tensor 4")
+    up = changes["state/parameters/layers/mlp/up"]
+    assert up.before == "float32 4x512(fsdp)x1024" and up.after == "float32 4x512x1024(tensor)"
+    assert changes["all-gather over fsdp"].after is None
+    assert changes["reduce-scatter over tensor"].before is None
+
+
+def test_moments_that_follow_their_parameters_are_left_out(vary):
+    changed = estimate(vary(["program.mesh={tensor=4}"]))
+    changes = {one.what for one in differences(estimate(vary([])), changed)}
+    assert not any(name.startswith("state/optimizer/") for name in changes)
+
+
+def test_moments_that_change_alone_are_told(vary):
+    changed = estimate(vary(["program.optimizer.moments=bfloat16"]))
+    changes = {one.what: one for one in differences(estimate(vary([])), changed)}
+    assert changes["state/optimizer/adam/mu/head"].after == "bfloat16 512(fsdp)x4096"
+    assert "state/optimizer/adam/nu/head" not in changes
