@@ -157,28 +157,26 @@ def _accusation(
             'constrain(scores, "batch", "seq", "vocab") until they are reduced'
         )
         return advice if op == "all-gather" else f"no rule asks for it over {axes}"
+    what = "an involuntary reshard, that no rule asks for"
+    if op == "all-gather":
+        what = f"an involuntary rematerialisation: no rule makes it whole over {axes}"
     meeting = _conflict(collective, axes, annotations)
-    if meeting:
-        return meeting
-    return (
-        f"no rule asks for it: an involuntary reshard over {axes}; constrain() the array there as "
-        "the line that makes it does"
-    )
+    return f"{what}; {meeting or 'constrain() it there as the line that makes it does'}"
 
 
 def _of_weights(moved: Moved, axes: str, reasons: Reasons, *, again: bool) -> str:
-    names = reasons.rules.activations
-    in_use = [axis for axis in names if any(name in names[axis] for name in axes.split(" and "))]
     if again:
         return (
-            "once for every microbatch although no rule splits weights at rest there; "
-            "constrain them before the loop"
+            "once for every microbatch, although no rule splits weights at rest there; constrain "
+            "them before the loop"
         )
-    return (
-        f"no rule gathers weights over {axes}, where activations are split too "
-        f"({', '.join(f'{axis} = {axes}' for axis in in_use)}); constrain() what the product gives "
-        "with that axis"
-    )
+    split = [
+        f"activations.{axis} = {', '.join(reasons.rules.activations[axis])}"
+        for axis in reasons.axes_of(moved)
+        if set(reasons.rules.activations.get(axis, ())) & set(axes.split(" and "))
+    ]
+    also = f", where {' and '.join(split)} splits their products too" if split else ""
+    return f"no rule gathers weights over {axes}{also}; constrain() what they give with that axis"
 
 
 def _conflict(
@@ -205,8 +203,8 @@ def _conflict(
         return None
     one, other = min(pairs, key=lambda pair: _distance(*pair))
     return (
-        f"{_said(one)} and {_said(other)} disagree on an array of {list(one['shape'])}; no rule "
-        f"asks for it. Annotate both alike, or take one away"
+        f"{_said(one)} and {_said(other)} disagree on an array of {list(one['shape'])}: "
+        "annotate both alike, or take one away"
     )
 
 

@@ -83,6 +83,12 @@ class Reasons:
             )
         )
 
+    def axes_of(self, moved: Moved) -> tuple[str, ...]:
+        """Names of the dimensions of the parameters."""
+        layouts = (self.parameters.plan.layouts[path] for path in moved.paths)
+        named = (axis for layout in layouts for axis in layout.spec.axes if axis)
+        return tuple(dict.fromkeys(named))
+
     def _weights(self, moved: Moved, mesh_axis: str) -> Reason | None:
         """Weights are gathered over what splits them at rest, but not in use."""
         for path in moved.paths:
