@@ -14,6 +14,7 @@ from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.models.order import order_batch
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
 from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
@@ -90,6 +91,7 @@ def _train(program: Program) -> Graph:
 
 def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
     """Gradients and loss of all microbatches, each target weighing the same."""
+    batch = order_batch(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs(program.model)
     objective = _objective(program, state, jnp.maximum(batch["weights"].sum(), 1.0))
@@ -132,6 +134,7 @@ def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
 
 def _evaluate(program: Program) -> Graph:
     def evaluate(parameters: Tree, batch: Tree) -> Tree:
+        batch = order_batch(batch)
         out = logits(program.model, parameters, batch["tokens"])
         loss, _ = cross_entropy(out, batch["targets"], batch["weights"])
         return {"metrics": {"loss_sum": loss, "targets": batch["weights"].sum()}}

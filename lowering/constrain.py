@@ -86,6 +86,12 @@ def split_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
 
 
+def size_of(axis: str) -> int:
+    """Into how many pieces the rules split an array axis of activations."""
+    found = _placement.get()
+    return 1 if found is None else found.shape.size(split_of(axis))
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Say what each dimension of an activation means, so that the rules can split it.
 
