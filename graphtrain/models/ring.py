@@ -201,7 +201,7 @@ def _backward(
         return (*step(of_queries, arrived, keys, number), further), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (queries, keys))
-    start = (*step(*zeros, keys, 0), ring.send(keys))
+    start = (*step(zeros[0], zeros[1], keys, 0), ring.send(keys))
     (of_queries, of_keys, keys), _ = lax.scan(send_and_step, start, jnp.arange(1, ring.size - 1))
     of_queries, of_keys = step(of_queries, ring.send(of_keys), keys, ring.size - 1)
     for_key, for_value = (join_keys(each) for each in ring.send(of_keys))  # home

@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "way"), CASES, ids=" ".join)
+@pytest.mark.parametrize(("model", "way"), CASES, ids=map(" on ".join, CASES))
 def test_loss_and_gradients_equal_those_of_one_device(model, way):
     assert_close(
         loss_and_gradients(program(model=MODELS[model], target="cpu:8", **WAYS[way])),
