@@ -27,6 +27,7 @@ from graphtrain.models.layers import (
     stack_layers,
 )
 from graphtrain.models.norms import Norm
+from graphtrain.models.order import ordered
 from lowering.constrain import by_hand_now, constrain
 from lowering.pending import complete
 from sharding_rules.arrays import ArraySpec
@@ -54,7 +55,7 @@ class Embedding(nnx.Module):
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
                 raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
-            x = x + constrain(self.positions[:length], "seq", "embed")
+            x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
         return x.astype(self.model.dtype)
 
 
