@@ -298,14 +298,9 @@ async function pipeline() {
   const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
     ({ stage, tick, until: tick + 1, kind, microbatch, round }));
   const ticks = Math.max(...rows.map((row) => row.until));
-  const both = new Set(), pairs = new Set();
-  for (const row of rows) {
-    const slot = `${row.stage},${row.tick}`;
-    if (both.has(slot)) pairs.add(slot);
-    both.add(slot);
-  }
-  // Where a tick holds a forward and a backward pass, each takes half of it.
-  for (const row of rows) if (pairs.has(`${row.stage},${row.tick}`)) {
+  // A tick of 1f1b has time for a forward and a backward pass; of the others, for one of them.
+  const halves = pipe.schedule === "1f1b";
+  if (halves) for (const row of rows) {
     if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
   }
   const wide = Math.max(900, Math.min(4000, ticks * 14));
@@ -320,13 +315,14 @@ async function pipeline() {
   }];
   if (wide / ticks >= 14) layers.push({
     transform: [{ calculate: "(datum.tick + datum.until) / 2", as: "middle" }],
-    mark: { type: "text", color: "#fff", fontSize: pairs.size ? 9 : 11, tooltip: false },
+    mark: { type: "text", color: "#fff", fontSize: halves ? 9 : 11, tooltip: false },
     encoding: { x: { field: "middle", type: "quantitative" }, x2: null, text: { field: "microbatch" } },
   });
   await draw("pipeline-chart", {
     width: wide, height: { step: 30 }, data: { values: rows },
     encoding: {
-      x: { field: "tick", type: "quantitative", title: "tick", scale: { domain: [0, ticks], nice: false } },
+      x: { field: "tick", type: "quantitative", title: "tick", axis: { tickMinStep: 1 },
+        scale: { domain: [0, ticks], nice: false } },
       x2: { field: "until" },
       y: { field: "stage", type: "ordinal", title: "stage" },
     },
@@ -335,7 +331,8 @@ async function pipeline() {
 }
 
 async function collectives() {
-  const list = plan.collectives, who = plan.sources.collectives;
+  const list = [...plan.collectives].sort((a, b) => b.wire_bytes_per_step - a.wire_bytes_per_step);
+  const who = plan.sources.collectives;
   const about = list.length
     ? `${list.reduce((sum, one) => sum + one.count, 0).toLocaleString("en-US")} a step, loops counted as often as they run `
     : "None: the devices of this plan do not talk to each other. ";
