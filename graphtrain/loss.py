@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

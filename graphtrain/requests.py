@@ -8,11 +8,12 @@ import functools
 import hashlib
 from pathlib import Path
 
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Program, check_pipeline
 from graphtrain.key import CacheKey
 from lowering.target import Target
 from lowering.toolchain import Toolchain
 from sharding_rules.mesh import MeshShape
+from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
 
 _ROOT = Path(__file__).parent.parent
@@ -22,6 +23,7 @@ _SOURCES = (
     "graphtrain/loss.py",
     "graphtrain/models",
     "graphtrain/optimizer.py",
+    "graphtrain/pipelined.py",
     "graphtrain/steps.py",
     "lowering",
     "sharding_rules",
@@ -59,6 +61,19 @@ def mesh_shape(program: Program) -> MeshShape:
     """The mesh of a program, with the axis that takes the rest of the target's devices."""
     sizes = dataclasses.asdict(program.mesh)
     return MeshShape.resolve(sizes, Target.parse(program.target).devices)
+
+
+def stages_of(program: Program) -> Stages | None:
+    """How the layers of a program are divided among stages; None where it is no pipeline.
+
+    Raises:
+        LoweringError: no such target.
+        ShardingError: layers or microbatches that the stages cannot take.
+    """
+    stages = mesh_shape(program).axes.get("stage", 1)
+    if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
+        return None
+    return check_pipeline(program, stages)
 
 
 @functools.cache

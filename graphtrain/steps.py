@@ -14,7 +14,10 @@ from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.models.stages import arrange, arrange_specs
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
+from graphtrain.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.requests import stages_of
 from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten
@@ -29,9 +32,13 @@ def build_graph(program: Program, name: str) -> Graph:
 
 
 def _init(program: Program) -> Graph:
+    stages = stages_of(program)
+
     def init(seed: jax.Array) -> Tree:
         weights_key, dropout_key = jax.random.split(jax.random.key(seed))
         parameters = initialise(program.model, weights_key)
+        if stages is not None:
+            parameters = arrange(parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -48,7 +55,7 @@ def _init(program: Program) -> Graph:
 
 def _train(program: Program) -> Graph:
     optimizer = _optimizer(program)
-    specs = parameter_specs(program.model)
+    specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
     state_specs = state_specs_of(program)
 
@@ -91,7 +98,10 @@ def _train(program: Program) -> Graph:
 def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
     """Gradients and loss of all microbatches, each target weighing the same."""
     microbatches = program.batch.microbatches
-    parameters, specs = state["parameters"], parameter_specs(program.model)
+    parameters, specs = state["parameters"], parameter_specs_of(program)
+    if (stages := stages_of(program)) is not None:
+        gradients, loss = pipelined_gradients(program, stages, state, batch, _step_key(state))
+        return constrain_tree(gradients, specs, "optimizer"), loss
     objective = _objective(program, state, jnp.maximum(batch["weights"].sum(), 1.0))
     if program.batch.reduce == "last" and can_defer():
         return reduce_last(objective, parameters, specs, batch, microbatches)
@@ -116,7 +126,7 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
 
 def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
     """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+    key = _step_key(state)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
         dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
@@ -130,23 +140,40 @@ def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
     return objective
 
 
+def _step_key(state: Tree) -> jax.Array:
+    return jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+
+
 def _evaluate(program: Program) -> Graph:
-    def evaluate(parameters: Tree, batch: Tree) -> Tree:
+    stages = stages_of(program)
+
+    def loss_of(parameters: Tree, batch: Tree) -> jax.Array:
+        if stages is not None:
+            return pipelined_loss(program, stages, parameters, batch)
         out = logits(program.model, parameters, batch["tokens"])
-        loss, _ = cross_entropy(out, batch["targets"], batch["weights"])
+        return cross_entropy(out, batch["targets"], batch["weights"])[0]
+
+    def evaluate(parameters: Tree, batch: Tree) -> Tree:
+        loss = loss_of(parameters, batch)
         return {"metrics": {"loss_sum": loss, "targets": batch["weights"].sum()}}
 
     return Graph(
         "evaluate",
         evaluate,
-        {"parameters": parameter_specs(program.model), "batch": _batch(program, train=False)},
+        {"parameters": parameter_specs_of(program), "batch": _batch(program, train=False)},
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
     )
 
 
+def parameter_specs_of(program: Program) -> Tree:
+    """The parameters as a run stores them."""
+    specs, stages = parameter_specs(program.model), stages_of(program)
+    return specs if stages is None else arrange_specs(specs, stages)
+
+
 def state_specs_of(program: Program) -> Tree:
     """What the state of a run holds."""
-    parameters = parameter_specs(program.model)
+    parameters = parameter_specs_of(program)
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
@@ -157,7 +184,7 @@ def state_specs_of(program: Program) -> Tree:
 
 
 def _optimizer(program: Program) -> optax.GradientTransformation:
-    return make_optimizer(program.optimizer, parameter_specs(program.model))
+    return make_optimizer(program.optimizer, parameter_specs_of(program))
 
 
 def _shapes(specs: Tree) -> Tree:

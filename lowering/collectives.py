@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from lowering import fused
+from lowering.flops import flops_of
 from lowering.groups import axes_of, groups_of
-from lowering.hlo import Instruction, Module, arrays_of, parse
+from lowering.hlo import Computation, Instruction, Module, arrays, nbytes, parse
+from lowering.loops import trip_count
+from lowering.origin import Origins
 from sharding_rules.mesh import MeshShape
 
+_DIMENSION = re.compile(r"[ ,]dimensions=\{(\d+)\}")
 _OPS = (
     "all-reduce",
     "all-gather",
@@ -22,13 +27,19 @@ _OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-_ROOT = Path(__file__).parent.parent
-_PLUMBING = (  # what every model calls; the caller's line says more
-    "lowering/constrain.py",
-    "graphtrain/models/dot.py",
-    "graphtrain/models/projection.py",
+# Operands after the first say where, not what.
+_ONE_OPERAND = ("ragged-all-to-all", "collective-permute")
+# How an instruction names the computation it runs; reducers and comparators run inside others.
+_CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
+# Custom calls that say something to the compiler and compute nothing.
+_REMARKS = (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollective",
+    "MoveTo",
+    "Sharding",
+    "annotate_device_placement",
 )
-_GENERATIONS = 5  # of operands, to find out where a collective without a name comes from
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,10 @@ class Collective:
     source: str = ""  # line of the model's code, as in "graphtrain/models/mlp.py:45"
     scope: str = ""  # names around the operation, as JAX gives them to the compiler
     loops: tuple[int, ...] = ()  # trip counts around it, outermost first
+    arrays: tuple[str, ...] = ()  # inputs of the program that it moves, by path, where it is plain
+    shapes: tuple[str, ...] = ()  # of the pieces that a device puts in, as in "bf16[64,128]"
+    dimension: int | None = None  # of those pieces, which is gathered or scattered
+    instead_of: str = ""  # all-gather or reduce-scatter, of which this permute is one of the steps
 
     @property
     def wire_bytes(self) -> float:
@@ -58,152 +73,191 @@ class Collective:
         return self.count * self.wire_bytes
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON, for the record of a compiled program."""
-        return asdict(self) | {"axes": list(self.axes), "loops": list(self.loops)}
+        """As JSON, without what is empty."""
+        return {name: value for name, value in vars(self).items() if value not in ("", (), None)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Collective:
-        return cls(**{**record, "axes": tuple(record["axes"]), "loops": tuple(record["loops"])})
+        lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
+        return cls(**{"axes": (), **record, **lists})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All collectives of a program."""
+    """What a device does in one step, as the text of its program tells."""
 
-    collectives: tuple[Collective, ...]
-    unknown_loops: int  # whose trip count the text does not tell; they count as one trip
+    collectives: tuple[Collective, ...] = ()
+    flops: float = 0.0  # of matrix products, loops included
+    unknown_loops: int = 0  # whose trip count the text does not tell; they count once
+    kernels: Mapping[str, int] = field(default_factory=dict)  # executions by name of custom call
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON, by the names of the fields."""
+        return {
+            "collectives": [each.to_record() for each in self.collectives],
+            "flops": self.flops,
+            "unknown_loops": self.unknown_loops,
+            "kernels": dict(self.kernels),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Reading:
+        """What the record of a compiled program says."""
+        return cls(
+            tuple(Collective.from_record(each) for each in record["collectives"]),
+            record["flops"],
+            record["unknown_loops"],
+            record["kernels"],
+        )
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(each.wire_bytes_per_step for each in self.collectives)
 
 
 def read(text: str, mesh: MeshShape) -> Reading:
-    """Read the optimized HLO of a partitioned program: what compiled.as_text() gives.
+    """Read an optimized program, as `compiled.as_text()` gives it on CPU, GPU and TPU.
 
-    Collectives that are alike in everything but their place in the text are one, with their counts
-    added up.
+    Operations that agree in everything but their place are one Collective, whose count is theirs
+    together. A conditional counts as the branch that sends most.
     """
-    reader = _Reader(parse(text), mesh)
-    found = list(reader.walk(reader.module.entry, ()))
+    module = parse(text)
+    reading = _Reader(module, mesh).of(module.entry)
+    return dataclasses.replace(reading, collectives=merged(_whole(reading.collectives)))
+
+
+def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Collectives that differ in count alone, added up; most bytes on the wire first."""
     counts: Counter[Collective] = Counter()
-    for collective in found:
-        counts[replace(collective, count=0)] += collective.count
-    merged = (replace(collective, count=count) for collective, count in counts.items())
-    largest_first = sorted(merged, key=lambda one: -one.wire_bytes_per_step)
-    return Reading(tuple(largest_first), reader.unknown_loops)
+    for each in collectives:
+        counts[dataclasses.replace(each, count=1)] += each.count
+    found = (dataclasses.replace(each, count=count) for each, count in counts.items())
+    return tuple(sorted(found, key=lambda each: -each.wire_bytes_per_step))
+
+
+def _whole(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
+    """Say of the first and last step of a collective that it is one too: they precede the loop of
+    the others, and are of the same scope."""
+    permutes = [each for each in collectives if each.op == "collective-permute"]
+    taken_apart = {each.scope: each.instead_of for each in permutes if each.instead_of}
+    for each in collectives:
+        if each.op == "collective-permute" and each.scope in taken_apart:
+            yield dataclasses.replace(each, instead_of=taken_apart[each.scope])
+        else:
+            yield each
 
 
 class _Reader:
-    """A walk through the computations of a module, as often as they run."""
+    """Reads each computation once, however many call it."""
 
     def __init__(self, module: Module, mesh: MeshShape) -> None:
         self.module = module
         self.mesh = mesh
-        self.unknown_loops = 0
-        self._pieces: set[tuple[str, str, str]] = set()
+        self.origins = Origins(module)
+        self._read: dict[str, Reading] = {}
 
-    def walk(self, computation: str, loops: tuple[int, ...]) -> Iterator[Collective]:
-        for instruction in self.module.computations.get(computation, ()):
-            op = instruction.opcode.removesuffix("-start")
-            if op in _OPS:
-                if self._is_repeated(instruction):
-                    continue
-                if (collective := self._collective(instruction, op, loops)) is not None:
-                    yield replace(collective, **self._origin(instruction, computation))
-            elif op == "while":
-                trips = self._trips(instruction)
-                yield from self.walk(instruction.attribute("body") or "", (*loops, trips))
-            elif op in ("fusion", "call", "conditional", "async", "async-start"):
-                changes = {"op": "reduce-scatter"} if _fused_reduce_scatter(instruction) else {}
-                for name in instruction.called:
-                    for collective in self.walk(name, loops):
-                        if not collective.scope:
-                            changes |= self._origin(instruction, computation)
-                        yield replace(collective, **changes)
+    def of(self, name: str) -> Reading:
+        if name not in self._read:
+            computation = self.module.computations[name]
+            parts = [self._instruction(computation, i) for i in computation.instructions.values()]
+            self._read[name] = _together(parts)
+        return self._read[name]
 
-    def _is_repeated(self, instruction: Instruction) -> bool:
-        """TPU programs spread an all-gather over the products it hides behind, a piece in each;
-        the pieces share its channel. Distinct reductions may share one, but not their shape."""
-        channel = re.search(r"channel_id=(\d+)", instruction.text)
-        if channel is None:
-            return False
-        shape = "" if instruction.opcode == "all-gather" else instruction.shape
-        piece = instruction.opcode, shape, channel[1]
-        repeated = piece in self._pieces
-        self._pieces.add(piece)
-        return repeated
+    def _instruction(self, computation: Computation, instruction: Instruction) -> Reading:
+        opcode = instruction.opcode
+        if opcode == "while":
+            return self._loop(computation, instruction)
+        if opcode == "conditional":
+            return self._conditional(instruction)
+        base = opcode.removesuffix("-start")
+        if base in _OPS:
+            found = self._collective(computation, instruction, base)
+            return Reading(collectives=(found,) if found else ())
+        if base in _CALLS and (called := instruction.attribute(_CALLS[base])):
+            return self.of(called)
+        flops = flops_of(computation, instruction)
+        return Reading(flops=flops, kernels=_kernel(instruction))
 
-    def _trips(self, loop: Instruction) -> int:
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
-            return int(known[1])
-        # TPU programs do not say; the condition compares with its only constant.
-        condition = self.module.computations.get(loop.attribute("condition") or "", ())
-        constants = {
-            int(one.text.partition(")")[0])
-            for one in condition
-            if one.opcode == "constant" and one.shape.startswith("s32[]")
-        }
-        if len(constants) == 1:
-            return constants.pop()
-        self.unknown_loops += 1
-        return 1
+    def _loop(self, computation: Computation, loop: Instruction) -> Reading:
+        trips = trip_count(self.module, computation, loop)
+        body = self.of(loop.attribute("body") or "")
+        return _repeated(body, trips)
+
+    def _conditional(self, instruction: Instruction) -> Reading:
+        names = instruction.computations("branch_computations") or [
+            name
+            for attribute in ("true_computation", "false_computation")
+            if (name := instruction.attribute(attribute))
+        ]
+        branches = [self.of(name) for name in names]
+        return max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
 
     def _collective(
-        self, instruction: Instruction, op: str, loops: tuple[int, ...]
+        self, computation: Computation, instruction: Instruction, op: str
     ) -> Collective | None:
-        groups = groups_of(instruction.text, self.mesh.devices)
+        if fused.is_repeated(computation, instruction):
+            return None
+        groups = groups_of(instruction.rest, self.mesh.devices)
         axes = axes_of(groups, self.mesh)
-        if not axes:
-            return None  # groups of one device
-        devices = self.mesh.size(axes) if op == "collective-permute" else len(groups[0])
-        arrays = _handled(instruction, op)
-        count = 1
-        for trips in loops:
-            count *= trips
+        shapes = computation.operand_shapes(instruction)
+        if not axes or not shapes:
+            return None  # a group of one device moves nothing
+        moved = shapes[:1] if op in _ONE_OPERAND else shapes
+        is_permute = op == "collective-permute"
+        devices = self.mesh.size(axes) if is_permute else len(groups[0])
+        size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
+        if op == "all-reduce" and fused.is_scattered(computation, instruction):
+            op = "reduce-scatter"
+        scope, source = self.origins.place(computation, instruction)
         return Collective(
-            op=op,
+            op=op.removeprefix("ragged-"),
             axes=axes,
             devices=devices,
-            count=count,
-            bytes=sum(size for _, size in arrays) * (devices if op == "reduce-scatter" else 1),
-            dtype=max(arrays, key=lambda array: array[1], default=("", 0))[0],
-            loops=loops,
+            count=1,
+            bytes=size,
+            dtype=arrays(moved[0])[0][0],
+            source=source,
+            scope=scope,
+            arrays=self.origins.arrays(computation, instruction, through_loops=is_permute),
+            shapes=tuple(shape.partition("{")[0] for shape in moved),
+            dimension=_dimension(instruction),
+            instead_of=fused.window(computation) if is_permute else "",
         )
 
-    def _origin(self, instruction: Instruction, computation: str) -> dict[str, Any]:
-        """Source and scope; the compiler forgets them where it joins several collectives to one,
-        and then what made the operands tells."""
-        by_name = {one.name: one for one in self.module.computations[computation]}
-        generation = [instruction]
-        for _ in range(_GENERATIONS):
-            told = next((one for one in generation if one.scope), None)
-            if told is not None:
-                return {"source": self._source(told), "scope": told.scope}
-            names = [name for one in generation for name in one.operands]
-            generation = [by_name[name] for name in names if name in by_name]
-        return {}
 
-    def _source(self, instruction: Instruction) -> str:
-        """The innermost line of a model: not of JAX, nor of what every model calls."""
-        fallback = ""
-        for file, _, line in self.module.frames(instruction):
-            path = Path(file)
-            name = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else file
-            if "site-packages" in file or name in _PLUMBING:
-                continue
-            if name.startswith("graphtrain/models/"):
-                return f"{name}:{line}"
-            fallback = fallback or f"{name}:{line}"
-        return fallback
+def _together(readings: Iterable[Reading]) -> Reading:
+    collectives: list[Collective] = []
+    flops, unknown, kernels = 0.0, 0, Counter[str]()
+    for each in readings:
+        collectives += each.collectives
+        flops += each.flops
+        unknown += each.unknown_loops
+        kernels.update(each.kernels)
+    return Reading(tuple(collectives), flops, unknown, kernels)
 
 
-def _handled(instruction: Instruction, op: str) -> list[tuple[str, int]]:
-    """Type and bytes of the results; a start also carries its operands in front, and counters."""
-    arrays = arrays_of(instruction.shape)
-    if not instruction.opcode.endswith("-start") or op == "all-reduce":
-        return arrays
-    if op == "collective-permute":
-        return arrays[1:2]
-    return arrays[len(arrays) // 2 :]
+def _repeated(body: Reading, trips: int | None) -> Reading:
+    times = 1 if trips is None else trips
+    loops = () if trips is None else (trips,)
+    return Reading(
+        tuple(
+            dataclasses.replace(each, count=each.count * times, loops=loops + each.loops)
+            for each in body.collectives
+            if times
+        ),
+        body.flops * times,
+        body.unknown_loops + (trips is None),
+        {name: count * times for name, count in body.kernels.items()},
+    )
 
 
-def _fused_reduce_scatter(instruction: Instruction) -> bool:
-    """TPU programs write a reduce-scatter as a fusion of an all-reduce and a slice."""
-    return any(name.startswith("all-reduce-scatter") for name in instruction.called)
+def _dimension(instruction: Instruction) -> int | None:
+    found = _DIMENSION.search(instruction.rest)
+    return int(found[1]) if found else None
+
+
+def _kernel(instruction: Instruction) -> dict[str, int]:
+    """A custom call as the name of its kernel."""
+    target = instruction.attribute("custom_call_target") or ""
+    name = target.strip('"')
+    return {name: 1} if name and not name.startswith(_REMARKS) else {}

@@ -1,14 +1,14 @@
 """constrain(x, "batch", "seq", "embed"): the one sharding call models make."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from lowering.sources import current_line
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.mesh import MeshShape
@@ -17,12 +17,24 @@ from sharding_rules.rules import Rules
 
 
 @dataclass(frozen=True)
+class Annotation:
+    """What one call of constrain() said."""
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    split: tuple[tuple[str, ...], ...]
+    source: str  # line of the model's code, as in "graphtrain/models/mlp.py:45"
+
+
+@dataclass(frozen=True)
 class Placement:
-    """The mesh and the rules a graph is traced for."""
+    """The mesh and the rules a graph is traced for, and what constrain() has been told so far."""
 
     mesh: Mesh
     rules: Rules
     manual: tuple[str, ...] = ()  # mesh axes that the code being traced splits by hand
+    by_hand: Rules | None = None  # the rules, with what they split over those axes too
+    annotations: dict[Annotation, None] = field(default_factory=dict)  # in order, each once
 
     @property
     def shape(self) -> MeshShape:
@@ -42,11 +54,12 @@ _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
-def placed(mesh: Mesh, rules: Rules) -> Iterator[None]:
+def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
     """While tracing inside, constrain() follows these rules on this mesh."""
-    token = _placement.set(Placement(mesh, rules))
+    fresh = Placement(mesh, rules)
+    token = _placement.set(fresh)
     try:
-        yield
+        yield fresh
     finally:
         _placement.reset(token)
 
@@ -58,7 +71,12 @@ def by_hand(mesh_axes: Iterable[str]) -> Iterator[None]:
     assert placement is not None, "by_hand outside placed"
     manual = (*placement.manual, *mesh_axes)
     token = _placement.set(
-        replace(placement, rules=placement.rules.without(mesh_axes), manual=manual)
+        replace(
+            placement,
+            rules=placement.rules.without(mesh_axes),
+            manual=manual,
+            by_hand=placement.by_hand or placement.rules,
+        )
     )
     try:
         yield
@@ -86,6 +104,30 @@ def split_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
 
 
+def draw(
+    whole: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
+) -> jax.Array:
+    """The part that a device holds of random numbers: those of one device, however the mesh splits.
+
+    Args:
+        whole: Draws an array of a shape; the compiler computes only the part that is used.
+        shape: Of the part.
+        axes: What its dimensions mean.
+    """
+    found = _placement.get()
+    if found is None or found.by_hand is None:
+        return whole(shape)
+    table = found.by_hand.activations
+    split = [[name for name in table.get(axis, ()) if name in found.manual] for axis in axes]
+    sizes = [found.shape.size(tuple(names)) for names in split]
+    starts = [
+        jax.lax.axis_index(tuple(names)) * size if names else 0
+        for names, size in zip(split, shape, strict=True)
+    ]
+    drawn = whole(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
+    return jax.lax.dynamic_slice(drawn, starts, shape)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Say what each dimension of an activation means, so that the rules can split it.
 
@@ -95,28 +137,36 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         ShardingError: an axis outside the vocabulary, or a size its mesh axes do not divide.
     """
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
-    return _constrain(f"activation {axes}", x, spec)
+    return _constrain(f"activation {axes}", x, spec, _placement.get())
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def reshard(x: jax.Array, there: Axes, back: Axes) -> jax.Array:
     """constrain(x, *there), with the gradient placed by other axes on its way back.
 
     The gradient of constrain is placed as x is. Where x is gathered, that would sum whole gradients
     on every device and then throw most away; placed in pieces, they are reduced and scattered.
     """
-    return constrain(x, *there)
+    found = _placement.get()  # the gradient may be traced after the block that placed x
+    if found is None:
+        return x
+
+    @jax.custom_vjp
+    def place(x: jax.Array) -> jax.Array:
+        return _place(x, there, found)
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return place(x), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (_place(gradient, back, found),)
+
+    place.defvjp(forward, backward)
+    return place(x)
 
 
-def _reshard_forward(x: jax.Array, there: Axes, back: Axes) -> tuple[jax.Array, None]:
-    return constrain(x, *there), None
-
-
-def _reshard_backward(there: Axes, back: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (constrain(gradient, *back),)
-
-
-reshard.defvjp(_reshard_forward, _reshard_backward)
+def _place(x: jax.Array, axes: Axes, found: Placement) -> jax.Array:
+    spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
+    return _constrain(f"activation {axes}", x, spec, found)
 
 
 def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
@@ -124,20 +174,22 @@ def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
 
     With role "optimizer", say, gradients come to rest in the pieces that the optimizer updates.
     """
-    arrays = flatten(tree)
+    arrays, found = flatten(tree), _placement.get()
     return unflatten(
         {
-            path: _constrain(f"{role}/{path}", arrays[path], replace(spec, role=role))
+            path: _constrain(f"{role}/{path}", arrays[path], replace(spec, role=role), found)
             for path, spec in flatten(specs).items()
         }
     )
 
 
-def _constrain(path: str, x: jax.Array, spec: ArraySpec) -> jax.Array:
-    found = _placement.get()
+def _constrain(path: str, x: jax.Array, spec: ArraySpec, found: Placement | None) -> jax.Array:
     if found is None:
         return x
     placed_as = layout(path, spec, found.rules, found.shape)
+    if spec.role == "activation":
+        said = Annotation(spec.axes, spec.shape, placed_as.split, current_line())
+        found.annotations.setdefault(said)
     return jax.lax.with_sharding_constraint(x, sharding(placed_as, found.current_mesh))
 
 

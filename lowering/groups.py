@@ -1,98 +1,121 @@
-"""Which devices a collective joins, in the four ways XLA writes it, and the mesh axes that means.
+"""Device groups of a collective operation, in each of the syntaxes that HLO text has for them.
 
-Devices are logical: positions in the mesh, row-major.
+Devices are numbered as the mesh lists them, the last axis fastest, so a number gives its place on
+every mesh axis.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from sharding_rules.mesh import MeshShape
 
+Groups = tuple[tuple[int, ...], ...]
+
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?"
-    r"\{([^}]*)\}"
+    r"replica_groups=@?mesh\w*\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    r"(?:, device_ids=\(([\d,]+)\))?"
+    r" *\{([^}]*)\}"
 )
-_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?\s*)*)\}")
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_BRACES = re.compile(r"\{([\d,]*)\}")
+_AXIS_SIZE = re.compile(r"'([^']+)'=(\d+)")
+_AXIS_USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-def groups_of(text: str, devices: int) -> list[list[int]]:
-    """Devices that exchange with each other; for a permutation, its (source, target) pairs.
+def groups_of(attributes: str, devices: int) -> Groups:
+    """Devices that take part together; for a collective-permute, pairs of source and target.
 
-    Args:
-        text: of one instruction, from its operands on.
-        devices: in the mesh; all of them are one group where the text names none.
+    An operation that names no groups is one of all devices.
     """
-    if found := _PAIRS.search(text):
-        return _lists(found[1])
-    if found := _IOTA.search(text):
-        rows, columns = _integers(found[1])
-        return _arranged(found[2], found[3]).reshape(rows, columns).tolist()
-    if found := _MESH.search(text):
+    if found := _MESH.search(attributes):
         return _of_mesh(*found.groups())
-    found = _LISTS.search(text)
-    listed = _lists(found[1]) if found else []
-    return [group for group in listed if group] or [list(range(devices))]
+    if found := _IOTA.search(attributes):
+        return _of_iota(*found.groups())
+    if found := _LISTS.search(attributes) or _PAIRS.search(attributes):
+        return _of_lists(found[1], devices)
+    return _of_lists("", devices)
 
 
-def axes_of(groups: list[list[int]], mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes along which the devices of a group differ, slowest first."""
-    sizes = tuple(mesh.axes.values())
-    differ: set[int] = set()
-    for group in groups:
-        places = np.array(np.unravel_index(np.array(group), sizes))
-        differ |= set(np.flatnonzero(np.any(places != places[:, :1], axis=1)).tolist())
-    return tuple(name for index, name in enumerate(mesh.axes) if index in differ)
+def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
+    """Mesh axes along which the devices of a group differ, in the order of the mesh."""
+    return _axes_of(groups, tuple(mesh.axes.items()))
 
 
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+@functools.lru_cache(maxsize=4096)
+def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    sizes = tuple(size for _, size in axes)
+    members = [device for group in groups for device in group]
+    firsts = [group[0] for group in groups for _ in group]
+    places, first_places = (np.array(np.unravel_index(ids, sizes)) for ids in (members, firsts))
+    differ = (places != first_places).any(axis=1)
+    return tuple(name for (name, _), yes in zip(axes, differ, strict=True) if yes)
 
 
-def _lists(text: str) -> list[list[int]]:
-    return [_integers(inner) for inner in re.findall(r"\{([\d,]*)\}", text)]
+@functools.lru_cache(maxsize=4096)
+def _of_lists(lists: str, devices: int) -> Groups:
+    found = (_ints(group) for group in _BRACES.findall(lists))
+    return tuple(group for group in found if group) or (tuple(range(devices)),)
 
 
-def _arranged(sizes: str, order: str | None) -> np.ndarray:
-    shape = _integers(sizes)
-    devices = np.arange(int(np.prod(shape))).reshape(shape)
-    return devices.transpose(_integers(order)) if order else devices
+@functools.lru_cache(maxsize=4096)
+def _of_iota(shape: str, sizes: str, order: str | None) -> Groups:
+    return _rows(_iota(sizes, order).reshape(_ints(shape)))
 
 
-def _of_mesh(axes: str, sizes: str | None, order: str | None, chosen: str) -> list[list[int]]:
-    """A mesh of the compiler's own axes, and those that vary; "x":(2)4 is a part of an axis.
+@functools.lru_cache(maxsize=4096)
+def _of_mesh(
+    axes: str, sizes: str | None, order: str | None, listed: str | None, used: str
+) -> Groups:
+    """A mesh of the compiler's own, and the axes, or parts of axes, that a group spans.
 
-    An axis of 16 read as (2)4 is split in 2 x 4 x 2, of which the middle varies.
+    'a':(2)4 is the part of axis a with 4 devices that lies inside 2 others: its axis is cut in
+    (before, 4, 2) with the largest steps first.
     """
-    named = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)]
-    used = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
-    parts: list[tuple[str, int, int]] = []  # axis, devices before the part, devices of the part
-    for name, size in named:
-        cuts = {1, size}
-        for user, before, length in used:
-            if user == name and before:
-                cuts |= {int(before), int(before) * int(length)}
-        edges = sorted(cuts)
-        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)]
-        parts += [(name, 1, 1)] if size == 1 else []
-    count = int(np.prod([size for _, size in named]))
-    devices = (_arranged(sizes, order) if sizes else np.arange(count)).reshape(-1)
-    varying = [index for index, part in enumerate(parts) if _is_used(part, used)]
-    others = [index for index in range(len(parts)) if index not in varying]
-    shaped = devices.reshape([length for _, _, length in parts])
-    width = int(np.prod([parts[index][2] for index in varying])) if varying else 1
-    return shaped.transpose(others + varying).reshape(-1, width).tolist()
+    mesh = {name: int(size) for name, size in _AXIS_SIZE.findall(axes)}
+    ids = _iota(sizes, order) if sizes else np.arange(math.prod(mesh.values()))
+    ids = np.array(_ints(listed)) if listed else ids.reshape(-1)
+    spans = [(name, int(p or 1), int(n or mesh[name])) for name, p, n in _AXIS_USED.findall(used)]
+    dimensions = [piece for name, size in mesh.items() for piece in _cut(name, size, spans)]
+    grid = ids.reshape([size for _, _, size in dimensions])
+    inside = [
+        index
+        for name, before, size in spans
+        for index, (axis, start, piece) in enumerate(dimensions)
+        if axis == name and before <= start and start * piece <= before * size
+    ]
+    outside = [index for index in range(len(dimensions)) if index not in inside]
+    width = math.prod(dimensions[index][2] for index in inside)
+    return _rows(grid.transpose(outside + inside).reshape(-1, width))
 
 
-def _is_used(part: tuple[str, int, int], used: list[tuple[str, str, str]]) -> bool:
-    name, before, length = part
-    return any(
-        user == name
-        and (not low or (int(low) <= before and before * length <= int(low) * int(wide)))
-        for user, low, wide in used
-    )
+def _cut(name: str, size: int, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """An axis as pieces (axis, product of the sizes before it, its size)."""
+    mine = [(before, piece) for axis, before, piece in spans if axis == name]
+    points = sorted({1, size} | {p for before, piece in mine for p in (before, before * piece)})
+    cut = [(name, low, high // low) for low, high in itertools.pairwise(points)]
+    return cut or [(name, 1, size)]
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    shape = _ints(sizes)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(_ints(order)) if order else ids
+
+
+def _rows(groups: np.ndarray) -> Groups:
+    return tuple(tuple(group) for group in groups.tolist())
+
+
+def _ints(numbers: str | Sequence[str]) -> tuple[int, ...]:
+    split = numbers.split(",") if isinstance(numbers, str) else numbers
+    return tuple(int(number) for number in split if number)

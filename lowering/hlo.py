@@ -1,147 +1,187 @@
-"""The text of an optimized HLO module as computations of instructions.
+"""HLO: the text of a program that XLA has optimized, as computations of instructions.
 
-Only what a reader of collectives and memory needs. The grammar is what XLA prints in jax 0.10 and
-0.11: https://openxla.org/xla/hlo_dumps
+Read from text because that is the one form every backend's compiler plugin gives.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-_ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) ")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|true_computation|false_computation|called_computations)=\{?%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_HEADER = re.compile(r"(ENTRY )?%(\S+) \(")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (.*?) ?([a-z][\w-]*)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([^\s,(){}]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_DIGITS = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Instruction:
     """One line of a computation."""
 
     name: str
     opcode: str
-    shape: str  # as printed; a tuple in parentheses
-    text: str  # from the operands on
-
-    def attribute(self, name: str) -> str | None:
-        """The name of a computation that the instruction refers to, as in body=%region."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
-        return found[1] if found else None
+    shape: str  # of the result, as in "bf16[8,64]{1,0}" or "(f32[], s32[2])"
+    arguments: str  # between the parentheses: operands, or a literal
+    rest: str  # attributes, metadata and the backend's settings
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions whose results it takes."""
-        return re.findall(r"%([\w.\-]+)", self.text.partition(")")[0])
+        """Names of the instructions, of the same computation, that it takes."""
+        return _NAME.findall(self.arguments)
+
+    def attribute(self, name: str) -> str | None:
+        """What follows "name=", up to a comma or space; names of computations without their %."""
+        found = re.search(rf"[ ,{{]{name}=%?([^\s,}}]+)", self.rest)
+        return found and found[1]
+
+    def computations(self, attribute: str) -> list[str]:
+        """The computations of an attribute that names several in braces."""
+        found = re.search(rf"{attribute}=\{{([^}}]*)\}}", self.rest)
+        return _NAME.findall(found[1]) if found else []
 
     @property
-    def called(self) -> list[str]:
-        """Computations it runs once, where it is run once."""
-        names = _CALLED.findall(self.text)
-        if branches := _BRANCHES.search(self.text):
-            names += [name.strip().lstrip("%") for name in branches[1].split(",")]
-        return names
+    def op_name(self) -> str:
+        """The names around the operation, as JAX gave them; empty where the compiler made it."""
+        found = _OP_NAME.search(self.rest)
+        return found[1].replace("\\'", "'") if found else ""
 
     @property
-    def scope(self) -> str:
-        """Names around the operation in the traced program, outermost first."""
-        found = re.search(r'op_name="([^"]*)"', self.text)
-        return found[1] if found else ""
+    def frame(self) -> int:
+        """The stack frame, in the module's table, that traced the operation; 0 for none."""
+        found = _FRAME_ID.search(self.rest)
+        return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A function of a program: a loop's body, a fusion, a reducer, or the entry."""
+
+    name: str
+    instructions: Mapping[str, Instruction]  # in the order of the text
+    root: str
+
+    def operand_shapes(self, instruction: Instruction) -> list[str]:
+        return [
+            self.instructions[name].shape
+            for name in instruction.operands
+            if name in self.instructions
+        ]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of Python that was running when an operation was traced."""
+
+    file: str
+    line: int
+    parent: int  # frame that called it; 0 for none
 
 
 @dataclass(frozen=True)
 class Module:
-    """Computations by name, and where their instructions come from."""
+    """A whole program."""
 
-    computations: dict[str, list[Instruction]]
+    computations: Mapping[str, Computation]
     entry: str
-    tables: dict[str, dict[int, str]] = field(default_factory=dict)
+    frames: Mapping[int, Frame]
 
-    def frames(self, instruction: Instruction) -> list[tuple[str, str, int]]:
-        """(file, function, line) of the Python calls that made an instruction, innermost first."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.text)
-        frames, identity = [], int(found[1]) if found else 0
-        while identity:
-            frame = _numbers(self.tables["StackFrames"].get(identity, ""))
-            place = _numbers(self.tables["FileLocations"].get(frame.get("file_location_id", 0), ""))
-            if not place:
-                break
-            file = self.tables["FileNames"][place["file_name_id"]]
-            function = self.tables["FunctionNames"][place["function_name_id"]]
-            frames.append((file.strip('"'), function.strip('"'), place["line"]))
-            parent = frame.get("parent_frame_id", 0)
-            identity = 0 if parent == identity else parent
-        return frames
+    def stack(self, frame: int) -> list[Frame]:
+        """The frame and those that called it, innermost first."""
+        found = []
+        while frame in self.frames:
+            found.append(self.frames[frame])
+            frame = self.frames[frame].parent
+        return found
 
 
 def parse(text: str) -> Module:
-    """Read the text of a compiled module.
-
-    Raises:
-        ValueError: it has no entry computation.
-    """
-    computations: dict[str, list[Instruction]] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    entry, inside, table = "", None, None
+    """Read the text of a compiled program, in time linear in its length."""
+    computations: dict[str, Computation] = {}
+    tables: dict[str, list[str]] = {name: [] for name in _TABLES}
+    entry, table = "", None
+    name, root, instructions = "", "", {}
     for line in text.splitlines():
-        if line in tables:
-            table = tables[line]
-        elif line and line[0].isdigit() and table is not None:
-            number, _, rest = line.partition(" ")
-            table[int(number)] = rest
-        elif line and line[0] != " " and line.endswith("{") and (start := _COMPUTATION.match(line)):
-            inside, table = computations.setdefault(start[2], []), None
-            entry = start[2] if start[1] else entry
-        elif inside is not None and (instruction := _instruction(line)):
-            inside.append(instruction)
-    if not entry:
-        raise ValueError("the text is no optimized HLO module: it has no ENTRY computation")
-    return Module(computations, entry, tables)
+        if line.startswith("  "):
+            is_root, instruction = _instruction(line)
+            if instruction is not None:
+                instructions[instruction.name] = instruction
+                root = instruction.name if is_root else root
+        elif line.startswith("}"):
+            computations[name] = Computation(name, instructions, root)
+        elif header := _HEADER.match(line):
+            name, root, instructions = header[2], "", {}
+            entry = name if header[1] else entry
+        elif line in tables:
+            table = line
+        elif table and line:
+            tables[table].append(line)
+        else:
+            table = None
+    return Module(computations, entry, _frames(tables))
 
 
-def _instruction(line: str) -> Instruction | None:
-    named = _NAME.match(line)
-    if not named:
-        return None
-    start = named.end()
-    end = _closing(line, start) if line[start] == "(" else line.find(" ", start)
-    opcode = _OPCODE.match(line, end)
-    if not opcode:
-        return None
-    return Instruction(named[1], opcode[1], line[start:end], line[opcode.end() :])
+def _instruction(line: str) -> tuple[bool, Instruction | None]:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        return False, None
+    begin = found.end()
+    end = line.find(")", begin)
+    if found[4] == "constant":  # a literal may hold parentheses, and nothing else does
+        end = max(end, line.find("), ", begin), begin)
+    return bool(found[1]), Instruction(
+        found[2], found[4], found[3], line[begin:end], line[end + 1 :]
+    )
 
 
-def _closing(line: str, start: int) -> int:
-    """Position after the parenthesis that closes the one at start."""
-    depth = 0
-    for position in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[position], 0)
-        if depth == 0:
-            return position + 1
-    return len(line)
+def _frames(tables: Mapping[str, list[str]]) -> dict[int, Frame]:
+    """The tables that share what stack frames have in common, put together."""
+
+    def numbers(line: str) -> dict[str, int]:
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
+
+    def rows(name: str) -> dict[int, str]:
+        split = (line.partition(" ") for line in tables[name])
+        return {int(number): row for number, _, row in split}
+
+    files = {number: row.strip('"') for number, row in rows("FileNames").items()}
+    locations = {number: numbers(row) for number, row in rows("FileLocations").items()}
+    frames = {}
+    for number, row in rows("StackFrames").items():
+        fields = numbers(row)
+        where = locations[fields["file_location_id"]]
+        # The text counts parents from one more than it counts frames: 1 is no parent.
+        parent = fields.get("parent_frame_id", 1) - 1
+        frames[number] = Frame(files[where["file_name_id"]], where["line"], parent)
+    return frames
 
 
-def _numbers(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+@functools.lru_cache(maxsize=65536)
+def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and sizes of the arrays in a shape, however deep its tuples."""
+    return tuple(
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(shape)
+    )
 
 
-def arrays_of(shape: str) -> list[tuple[str, int]]:
-    """Type and bytes of every array of a shape as printed, tuples flattened."""
-    return [
-        (dtype, math.prod(int(size) for size in sizes.split(",") if size) * _bits(dtype) // 8)
-        for dtype, sizes in _SHAPE.findall(shape)
-    ]
+def nbytes(shape: str) -> int:
+    """Bytes of all arrays in a shape, without the padding of a device's layout."""
+    bits = (item_bits(dtype) * math.prod(sizes) for dtype, sizes in arrays(shape))
+    return sum((each + 7) // 8 for each in bits)
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _ITEM_BITS:
-        return _ITEM_BITS[dtype]
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    return int(digits[1]) if digits else 0
+@functools.cache
+def item_bits(dtype: str) -> int:
+    """Bits of one element, from HLO's name of its dtype (bf16, s4, f8e4m3fn, pred)."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = _DIGITS.search(dtype)
+    return int(digits[0]) if digits else 0

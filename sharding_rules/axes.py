@@ -32,6 +32,7 @@ ARRAY_AXES = {
     "mlp": "the hidden width of the MLP",
     "positions": "rows of a learned position table",
     "residual": "positions of the residual stream, between attention and MLP",
+    "rounds": "times a microbatch passes the stages of a pipeline",
     "seq": "positions, where a block works on all that tensor parallelism leaves whole",
     "stages": "stages of a pipeline, side by side",
     "vocab": "tokens of the vocabulary",

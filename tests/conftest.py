@@ -1,7 +1,6 @@
 """Eight CPU devices for every test."""
 
-import jax
+from lowering import jax_xla
+from lowering.target import Target
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-jax.devices()  # begins the backend, so that no test takes another number
+jax_xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number

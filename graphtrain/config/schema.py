@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from sharding_rules.errors import ShardingError
+from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 Positive = Annotated[int, Field(ge=1)]
@@ -163,6 +166,9 @@ class Mesh:
 class Pipeline:
     """How microbatches pass through the stages of the mesh axis `stage`.
 
+    A stage is computed again, from its input, in the backward pass; only model.remat = "none" keeps
+    what it computed, and 1f1b never does.
+
     Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
     """
 
@@ -207,6 +213,24 @@ class Program:
             raise ValueError(
                 f"batch.length = {self.batch.length} is more than model.max_length = {limit}"
             )
+        if self.mesh.stage != "rest" and self.mesh.stage > 1:
+            check_pipeline(self, self.mesh.stage)
+
+
+def check_pipeline(program: Program, stages: int) -> Stages:
+    """The division of a program's layers among stages, once their number is known.
+
+    Raises:
+        ShardingError: layers, microbatches or positions that these stages cannot take.
+    """
+    model, batch, pipeline = program.model, program.batch, program.pipeline
+    check_microbatches(batch.microbatches, stages)
+    if pipeline.schedule == "1f1b" and batch.length % stages:
+        raise ShardingError(
+            f"batch.length = {batch.length} is not a multiple of mesh.stage = {stages}, over which "
+            "1f1b splits the head; change one, or set pipeline.schedule to circular"
+        )
+    return divide_layers(model.layers, stages, pipeline.rounds, pipeline.layers)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -64,7 +64,7 @@ def memory(program: Program, rules: Rules, mesh: MeshShape) -> Memory:
     state = make_plan(state_arrays(program.model, program.optimizer), rules, mesh)
     sizes = Sizes.of(program, rules, mesh)
     gradients = _gradients(program, rules, mesh)
-    kept = sizes.layers * _kept_of_a_layer(program, sizes)
+    kept = _kept(program, sizes, mesh)
     at_work = max(_layer_at_work(program, sizes), _logits_at_work(sizes, program))
     temporaries = at_work + _gathered(program, rules, mesh)
     parameters, optimizer = map(state.bytes_per_device, ("parameter", "optimizer"))
@@ -81,10 +81,31 @@ def memory(program: Program, rules: Rules, mesh: MeshShape) -> Memory:
     )
 
 
+def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
+    """What the forward pass leaves for the backward pass.
+
+    A stage of a pipeline keeps the input of every tick (1F1B: of two for each stage) and computes
+    the rest of one chunk again; with remat "none" all chunks are kept whole.
+    """
+    layer, stages = _kept_of_a_layer(program, sizes), mesh.axes.get("stage", 1)
+    if stages == 1:
+        return sizes.layers * layer
+    schedule, rounds = program.pipeline.schedule, program.pipeline.rounds
+    stream = sizes.sequences * sizes.length * program.model.embed * sizes.item
+    ticks = program.batch.microbatches * rounds + stages - 1
+    chunk = sizes.layers / rounds
+    if schedule == "1f1b":
+        return 2 * stages * stream + chunk * layer
+    if program.model.remat == "none":
+        return ticks * chunk * layer
+    return ticks * stream + chunk * layer
+
+
 def _gradients(program: Program, rules: Rules, mesh: MeshShape) -> float:
     """In float32; while microbatches are added up, the sum and the newest."""
-    single = program.batch.microbatches == 1
-    role = "optimizer" if single else "gradient"
+    stages = mesh.axes.get("stage", 1)
+    single = program.batch.microbatches == 1 or stages > 1
+    role = "parameter" if stages > 1 else "optimizer" if single else "gradient"
     held = sum(
         _bytes(path, ArraySpec(spec.shape, spec.axes, "float32", role), rules, mesh)
         for path, spec in parameter_arrays(program.model).items()

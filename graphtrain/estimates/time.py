@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from graphtrain.config.schema import Model, Program
+from graphtrain.config.schema import Program
 from graphtrain.models.counts import attention_flops_per_token, flops_per_token
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.target import Target
@@ -66,15 +66,23 @@ def _seconds_of_compute(program: Program, target: Target) -> float:
     if not peak:
         return 0.0
     batch, model = program.batch, program.model
-    done = flops_per_token(model, batch.length) + _again(model, batch.length)
+    done = flops_per_token(model, batch.length) + _again(program)
     return done * batch.tokens / peak
 
 
-def _again(model: Model, length: int) -> float:
-    """Operations per token that the backward pass computes a second time."""
+def _again(program: Program) -> float:
+    """Operations per token that the backward pass computes a second time.
+
+    Stages of a pipeline are computed again from their input, and then by their own policy.
+    """
+    model, length = program.model, program.batch.length
     attention = attention_flops_per_token(model, length) / 3
     forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
-    return {"none": 0.0, "full": forward}.get(model.remat, attention)
+    by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)
+    in_stages = program.mesh.stage != 1
+    if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
+        return forward + (by_policy if model.remat != "full" else 0.0)
+    return by_policy
 
 
 def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> float:

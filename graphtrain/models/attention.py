@@ -39,6 +39,7 @@ class Attention(nnx.Module):
         if model.bias == "all":
             self.output_bias = weights.zeros(model, "embed")
 
+    @jax.named_scope("attention")
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
         query = constrain(query, "batch", "seq", "heads", "head_dim")

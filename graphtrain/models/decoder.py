@@ -47,8 +47,9 @@ class Embedding(nnx.Module):
         if model.positions == "learned":
             self.positions = weights.normal(model, rngs, "positions", "embed")
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = residual(_rows(self.tokens[...], tokens, self.model.dtype))
+        x = residual(_rows(self.tokens[...], tokens, self.model.dtype, by_hand_now()))
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
@@ -57,29 +58,35 @@ class Embedding(nnx.Module):
         return x.astype(self.model.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> jax.Array:
     """Rows of a table in dtype; their gradients are added up in the table's own.
 
     The table is gathered over embed first: rows are looked up by a batch split over the same
     devices. Split by vocabulary it stays: each device finds the rows it has.
+
+    Args:
+        by_product: Add gradients up by a matrix product. XLA's partitioner dies of a scatter inside
+            a shard_map over part of the mesh (jax 0.11).
     """
     return jnp.take(constrain(table.astype(dtype), "vocab", "embed"), tokens, axis=0)
 
 
 def _rows_forward(
-    table: jax.Array, tokens: jax.Array, dtype: str
+    table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rows(table, tokens, dtype), (table, tokens)
+    return _rows(table, tokens, dtype, by_product), (table, tokens)
 
 
 def _rows_backward(
-    dtype: str, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+    dtype: str,
+    by_product: bool,
+    residuals: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
 ) -> tuple[jax.Array, None]:
     table, tokens = residuals
-    if by_hand_now():  # XLA's partitioner dies of a scatter inside a shard_map (jax 0.11)
+    if by_product:
         hits = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
-        hits = constrain(hits, "batch", "seq", "vocab")
         return dot("bsv,bse->ve", hits, gradient, table.dtype), None
     return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
 
@@ -102,10 +109,14 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Auxiliary]:
         for_embedding, for_layers = split_key(dropout_key)
-        x = dropout(residual(self.embedding(tokens)), self.model.dropout, for_embedding)
+        x = self.embed(tokens, for_embedding)
         x, auxiliary = apply_layers(self.model, self.layers, x, for_layers)
         return self.final_norm(x), auxiliary
 
+    def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        return dropout(residual(self.embedding(tokens)), self.model.dropout, dropout_key)
+
+    @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         x = enter(hidden)
         if self.model.tied_head:
@@ -137,14 +148,14 @@ def hidden(
 
     Without a dropout key nothing is dropped.
     """
-    return _merge(model, parameters).hidden(tokens, dropout_key)[0]
+    return merge(model, parameters).hidden(tokens, dropout_key)[0]
 
 
 def unembed(
     model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
 ) -> Float[Array, "batch seq vocab"]:
     """Scores of every token from hidden, in float32; any part of a sequence will do."""
-    return _merge(model, parameters).unembed(hidden)
+    return merge(model, parameters).unembed(hidden)
 
 
 def logits(
@@ -166,14 +177,18 @@ def forward(
     dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
     """Scores of every next token, and what the layers add to the loss."""
-    decoder = _merge(model, parameters)
+    decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     return decoder.unembed(x), auxiliary
 
 
-def _merge(model: Model, parameters: Parameters) -> Decoder:
-    whole = {**complete({**parameters, "layers": {}}), "layers": parameters["layers"]}
-    return nnx.merge(_abstract(model)[0], nnx.State(whole))
+def merge(model: Model, parameters: Parameters) -> Decoder:
+    """The module with these parameters; those left out are shapes, of no use to what reads them."""
+    structure, shapes = _abstract(model)
+    given = {
+        name: tree if name == "layers" else complete(tree) for name, tree in parameters.items()
+    }
+    return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **given}))
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:

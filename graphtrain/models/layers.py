@@ -13,7 +13,7 @@ from graphtrain.models.attention import Attention
 from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
-from lowering.constrain import constrain, reshard
+from lowering.constrain import constrain, draw, reshard
 from lowering.pending import complete
 
 Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
@@ -72,7 +72,9 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zero a part of x, the rate, and scale the rest so that the mean stays; no key: x as it is."""
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    kept = draw(
+        lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, "batch", "seq", "embed"
+    )
     return jnp.where(kept, x / (1 - rate), 0)
 
 
@@ -85,18 +87,44 @@ def stack_layers(model: Model, rngs: nnx.Rngs) -> Block:
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Auxiliary]:
-    """Run x through a stack, one layer after the other; add up what the layers add to the loss.
+    """Run x through all layers of a model, one after the other."""
+    return apply_stack(model, layers, x, layer_keys(model, dropout_key))
+
+
+def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:
+    """A key for each layer of the model, or none for none."""
+    return None if dropout_key is None else jax.random.split(dropout_key, model.layers)
+
+
+def apply_stack(
+    model: Model,
+    layers: Block,
+    x: jax.Array,
+    keys: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> tuple[jax.Array, Auxiliary]:
+    """Run x through a stack of layers; add up what they add to the loss.
 
     A scan, so that neither the program nor the time to compile it grows with depth.
+
+    Args:
+        model: Settings of every layer.
+        layers: Whose parameters have a leading axis.
+        x: (batch, seq, embed).
+        keys: Of each layer, for dropout; without them nothing is dropped.
+        real: Of each layer, whether it does anything; without it, all do.
     """
     block, parameters = nnx.split(layers)
 
-    def one_layer(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Auxiliary]:
-        parameters, key = layer
-        return nnx.merge(block, complete(parameters))(x, key)
+    def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, Auxiliary]:
+        parameters, key, real = layer
+        y, auxiliary = nnx.merge(block, complete(parameters))(x, key)
+        if real is None:
+            return y, auxiliary
+        return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
 
-    keys = None if dropout_key is None else jax.random.split(dropout_key, model.layers)
-    x, auxiliary = jax.lax.scan(_checkpoint(one_layer, model.remat), x, (parameters, keys))
+    body = _checkpoint(one_layer, model.remat)
+    x, auxiliary = jax.lax.scan(body, x, (parameters, keys, real))
     return x, jax.tree.map(jnp.sum, auxiliary)
 
 

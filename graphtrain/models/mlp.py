@@ -37,6 +37,7 @@ class MLP(nnx.Module):
             self.up_bias = weights.zeros(model, "mlp")
             self.down_bias = weights.zeros(model, "embed")
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same."""
         activate = _ACTIVATIONS[self.model.activation]

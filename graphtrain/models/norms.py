@@ -22,6 +22,7 @@ class Norm(nnx.Module):
         if norm_has_bias(model):
             self.bias = weights.zeros(model, "embed")
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.model.norm == "layer":

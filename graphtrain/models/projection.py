@@ -16,14 +16,17 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
 
     The product is marked, so that remat = "dots" can keep it.
     """
-    return _finish(module, name, dot(equation, x, getattr(module, name)[...]))
+    with jax.named_scope(name):
+        product = dot(equation, x, getattr(module, name)[...])
+    return _finish(module, name, product)
 
 
 def projects(
     module: nnx.Module, names: Sequence[str], equation: str, x: jax.Array
 ) -> list[jax.Array]:
     """project for several parameters that multiply the same x."""
-    products = dots(equation, x, [getattr(module, name)[...] for name in names])
+    with jax.named_scope("+".join(names)):
+        products = dots(equation, x, [getattr(module, name)[...] for name in names])
     return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
 
 

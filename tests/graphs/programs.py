@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.requests import mesh_shape
+from graphtrain.models.stages import arrange
+from graphtrain.requests import mesh_shape, stages_of
 from graphtrain.steps import accumulate_gradients, build_graph
 from lowering import jax_xla
 from lowering.graph import Graph
@@ -69,8 +70,22 @@ def gradients_graph(of: Program) -> Graph:
 
 def state_of(of: Program) -> Tree:
     """The state that seed 0 gives, on the host; the same for every mesh."""
-    alone = dataclasses.replace(of, target="cpu:1", mesh=Mesh())
-    return jax.device_get(loaded(alone, "init")(np.uint32(0))["state"])
+    return stored(of, jax.device_get(loaded(alone(of), "init")(np.uint32(0))["state"]))
+
+
+def alone(of: Program) -> Program:
+    """The same on one device."""
+    return dataclasses.replace(of, target="cpu:1", mesh=Mesh())
+
+
+def stored(of: Program, tree: Tree) -> Tree:
+    """Parameters, or what mirrors them, as a program stores them for its stages."""
+    stages = stages_of(of)
+    if stages is None or not isinstance(tree, dict):
+        return tree
+    if "layers" in tree:
+        return jax.device_get(arrange(tree, stages))
+    return {name: stored(of, part) for name, part in tree.items()}
 
 
 def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:

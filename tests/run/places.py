@@ -51,6 +51,11 @@ CUBE = [
     "--set", "program.mesh.tensor=2",
 ]  # fmt: skip
 
+STAGES = [
+    "--target", "cpu:8", "--set", "program.mesh.data=2", "--set", "program.mesh.stage=2",
+    "--set", "program.mesh.tensor=2", "--set", "program.batch.microbatches=2",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Place:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from places import CUBE
+from places import CUBE, STAGES
 
 from graphtrain.config import load_config
 
@@ -91,6 +91,29 @@ def test_another_layout_is_a_restore(place):
     losses = [[loss for _, loss, _ in place.curve(name)] for name in ("whole", "run")]
     # The first 8 steps were scheduled for a run of 8, so only the shape of the rest is compared.
     assert len(losses[1]) == 16 and losses[1][-1] < losses[1][0] - 0.5
+
+
+def test_a_pipeline_trains_as_one_device_does(place):
+    place.command("run", "config.toml")
+    words = [*STAGES, "--set", "run.directory=stages"]
+    place.command("compile", "config.toml", *words)
+    place.command("run", "config.toml", *words)
+    losses = [[loss for _, loss, _ in place.curve(name)] for name in ("run", "stages")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    ends = [place.journal(name)[-1]["validation_loss"] for name in ("run", "stages")]
+    assert ends[1] == pytest.approx(ends[0], abs=1e-3)
+
+
+def test_a_pipeline_of_uneven_stages_goes_on_from_its_checkpoint(cold):
+    words = [*STAGES, "--set", "program.model.layers=3", "--set", "program.pipeline.schedule=1f1b"]
+    cold.command("compile", "config.toml", *words)
+    cold.command("run", "config.toml", *words)
+    again = [*words, "--set", "run.directory=again"]
+    cold.command("run", "config.toml", *again, "--set", "run.steps=9")
+    cold.command("run", "config.toml", *again)
+    first, last = (cold.curve("run")[at][1] for at in (0, -1))
+    assert last < first - 1
+    assert [step for step, _, _ in cold.curve("again")] == list(range(1, 17))
 
 
 def test_a_run_of_another_model_is_refused(place):

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests
+from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests, stages_of
 from sharding_rules.errors import ShardingError
+from sharding_rules.pipeline import Stages
 
 PROGRAM = Program(
     target="cpu:2",
@@ -58,3 +59,16 @@ def test_what_is_traced_is_in_the_sources_and_the_loop_is_not():
     assert "graphtrain/models/decoder.py" in names
     assert "sharding_rules/presets/fsdp.toml" in names
     assert "graphtrain/run.py" not in names
+
+
+def test_stages_are_known_when_the_target_is():
+    deep = dataclasses.replace(PROGRAM.model, layers=4)
+    batch = Batch(sequences=8, length=8, microbatches=4)
+    of = dataclasses.replace(
+        PROGRAM, model=deep, batch=batch, target="cpu:4", mesh=Mesh(stage="rest")
+    )
+    assert stages_of(of) == Stages(4, 1, (1, 1, 1, 1))
+    assert stages_of(dataclasses.replace(of, target="cpu:1")) is None
+    assert stages_of(dataclasses.replace(of, rules=("data",))) is None
+    with pytest.raises(ShardingError, match=r"microbatches = 4 is not a multiple of .*stage = 3"):
+        stages_of(dataclasses.replace(of, target="cpu:3"))

@@ -175,6 +175,31 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
     ]
 
 
+@pytest.mark.parametrize(
+    ("stages", "settings", "problem"),
+    [
+        (2, [], "batch.microbatches = 1 is not a multiple of mesh.stage = 2"),
+        (4, ["batch.microbatches=4"], "4 stages = 4 parts need at least as many layers"),
+        (
+            2,
+            ["batch.microbatches=2", "pipeline.layers=[2, 1]"],
+            "pipeline.layers adds up to 3, not to model.layers = 2",
+        ),
+        (
+            2,
+            ["batch.microbatches=2", "batch.length=127", "pipeline.schedule=1f1b"],
+            "batch.length = 127 is not a multiple of mesh.stage = 2",
+        ),
+        (1, ["pipeline.schedule=1f1b", "pipeline.rounds=2"], 'needs schedule = "circular"'),
+    ],
+)
+def test_stages_that_model_or_batch_do_not_fit_are_refused(file, stages, settings, problem):
+    file.write_text(GOOD)
+    settings = [f"mesh.stage={stages}", *settings]
+    (found,) = problems(file, *(f"program.{setting}" for setting in settings))
+    assert problem in found
+
+
 def test_integers_have_64_bits(file):
     assert problems(file, f"run.seed={2**63}") == [f"--set run.seed={2**63}: should fit in 64 bits"]
     digits = "9" * 5000

@@ -1,6 +1,6 @@
-"""Every way in which XLA writes the groups of a collective, against NumPy."""
+"""Device groups, in every syntax, against NumPy."""
 
-import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,65 +8,118 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowering.groups import axes_of, groups_of
+from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 
-MESH = MeshShape({"data": 2, "fsdp": 4, "tensor": 2})
-SUBSETS = [
-    axes
-    for count in (1, 2, 3)
-    for axes in itertools.combinations(("data", "fsdp", "tensor"), count)
-]
+SIZES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 
 
-def expected(axes):
-    """Rows of devices that differ along axes only, from the mesh laid out as an array."""
-    places = np.arange(16).reshape(2, 4, 2)
-    index = [list(MESH.axes).index(axis) for axis in axes]
-    rest = [number for number in range(3) if number not in index]
-    return places.transpose(rest + index).reshape(-1, MESH.size(axes)).tolist()
+@st.composite
+def meshes(draw):
+    """A mesh and some of its axes, in the order of the mesh."""
+    sizes = draw(SIZES)
+    names = list(MESH_AXES)[: len(sizes)]
+    used = [name for name in names if draw(st.booleans())]
+    return dict(zip(names, sizes, strict=True)), used
 
 
-@pytest.mark.parametrize("axes", SUBSETS)
-def test_lists_iotas_and_meshes_say_the_same(axes):
-    index = [list(MESH.axes).index(axis) for axis in axes]
-    order = ",".join(str(n) for n in [n for n in range(3) if n not in index] + index)
-    rows = ",".join("{" + ",".join(map(str, row)) + "}" for row in expected(axes))
-    width = MESH.size(axes)
-    chosen = ",".join(f"'axis_{number}'" for number in index)
-    written = (
-        f"%x), channel_id=1, replica_groups={{{rows}}}, to_apply=%add",
-        f"%x), replica_groups=[{16 // width},{width}]<=[2,4,2]T({order}), to_apply=%add",
-        f"%x), replica_groups=mesh['axis_0'=2,'axis_1'=4,'axis_2'=2] {{{chosen}}}, to_apply=%add",
-    )
-    for text in written:
-        assert groups_of(text, 16) == expected(axes)
-        assert axes_of(groups_of(text, 16), MESH) == axes
+def expected(mesh, used):
+    """Groups of devices that differ along the used axes alone."""
+    grid = np.arange(math.prod(mesh.values())).reshape(list(mesh.values()))
+    inside = [index for index, name in enumerate(mesh) if name in used]
+    outside = [index for index in range(grid.ndim) if index not in inside]
+    width = math.prod(grid.shape[index] for index in inside)
+    return {frozenset(group) for group in grid.transpose(outside + inside).reshape(-1, width)}
 
 
-def test_a_mesh_may_list_its_devices_in_another_order():
-    text = "replica_groups=mesh['axis_0'=8,'axis_1'=2], device_ids=([2,8]T(1,0)) {'axis_1'}"
-    assert groups_of(text, 16) == [[number, number + 8] for number in range(8)]
-    assert axes_of(groups_of(text, 16), MESH) == ("data",)
+def as_sets(groups):
+    return {frozenset(group) for group in groups}
 
 
-def test_a_part_of_an_axis_of_the_compilers_mesh_can_be_one_of_ours():
-    text = "replica_groups=mesh['axis_0'=16] {'axis_0':(2)4}"
-    assert groups_of(text, 16) == expected(("fsdp",))
+def join(numbers):
+    return ",".join(str(number) for number in numbers)
 
 
-def test_no_groups_are_all_devices_and_pairs_are_a_permutation():
-    assert groups_of("%x), replica_groups={}, to_apply=%add", 4) == [[0, 1, 2, 3]]
-    pairs = "source_target_pairs={{0,2},{2,4},{4,6},{6,0}}"
-    assert groups_of(pairs, 16) == [[0, 2], [2, 4], [4, 6], [6, 0]]
-    assert axes_of(groups_of(pairs, 16), MESH) == ("fsdp",)
+@given(meshes())
+def test_listed_groups(case):
+    mesh, used = case
+    groups = expected(mesh, used)
+    text = ",".join(f"{{{join(sorted(group))}}}" for group in groups)
+    found = groups_of(f" channel_id=1, replica_groups={{{text}}}, to_apply=%add", 64)
+    assert as_sets(found) == groups
 
 
-@given(st.permutations(range(3)), st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3))
-def test_any_transposed_iota_is_what_numpy_makes_of_it(order, sizes):
-    devices = int(np.prod(sizes))
-    text = (
-        f"replica_groups=[{devices // sizes[order[2]]},{sizes[order[2]]}]<="
-        f"[{','.join(map(str, sizes))}]T({','.join(map(str, order))})"
-    )
-    want = np.arange(devices).reshape(sizes).transpose(order).reshape(-1, sizes[order[2]])
-    assert groups_of(text, devices) == want.tolist()
+@given(meshes())
+def test_groups_of_a_transposed_iota(case):
+    mesh, used = case
+    order = [i for i, name in enumerate(mesh) if name not in used]
+    order += [i for i, name in enumerate(mesh) if name in used]
+    width = math.prod(mesh[name] for name in used)
+    shape = f"[{math.prod(mesh.values()) // width},{width}]"
+    text = f"replica_groups={shape}<=[{join(mesh.values())}]T({join(order)})"
+    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+
+
+@given(meshes())
+def test_groups_of_mesh_axes(case):
+    mesh, used = case
+    axes = ",".join(f"'axis_{i}'={size}" for i, size in enumerate(mesh.values()))
+    spanned = ",".join(f"'axis_{list(mesh).index(name)}'" for name in used)
+    text = f"replica_groups=mesh[{axes}] {{{spanned}}}, use_global_device_ids=true"
+    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+
+
+@given(meshes(), st.randoms())
+def test_groups_of_mesh_axes_in_another_order(case, random):
+    mesh, used = case
+    order = list(range(len(mesh)))
+    random.shuffle(order)
+    names = [list(mesh)[i] for i in order]
+    axes = ",".join(f"'{name}'={mesh[name]}" for name in names)
+    ids = f"device_ids=([{join(mesh.values())}]T({join(order)}))"
+    spanned = ",".join(f"'{name}'" for name in used)
+    text = f"replica_groups=mesh[{axes}], {ids} {{{spanned}}}"
+    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+
+
+@given(st.permutations([2, 3, 4]), st.sets(st.integers(0, 2)))
+def test_groups_of_parts_of_a_mesh_axis(cut, parts):
+    mesh = dict(zip(("data", "fsdp", "tensor"), cut, strict=True))
+    used = [name for i, name in enumerate(mesh) if i in parts]
+    before = [math.prod(cut[:i]) for i in range(3)]
+    spanned = ",".join(f"'whole':({before[i]}){cut[i]}" for i in sorted(parts))
+    text = f"replica_groups=mesh['whole'=24] {{{spanned}}}"
+    assert as_sets(groups_of(text, 24)) == expected(mesh, used)
+
+
+@given(meshes())
+def test_axes_of_groups(case):
+    mesh, used = case
+    groups = tuple(tuple(sorted(group)) for group in expected(mesh, used))
+    long = tuple(name for name in used if mesh[name] > 1)
+    assert axes_of(groups, MeshShape(mesh)) == long
+
+
+@given(meshes(), st.integers(1, 3))
+def test_axes_of_a_ring(case, shift):
+    mesh, used = case
+    pairs = [
+        (group[i], group[(i + shift) % len(group)])
+        for group in (sorted(group) for group in expected(mesh, used[:1]))
+        for i in range(len(group))
+    ]
+    text = f"source_target_pairs={{{','.join(f'{{{a},{b}}}' for a, b in pairs)}}}"
+    moves = bool(used) and shift % mesh[used[0]] != 0
+    found = axes_of(groups_of(text, 64), MeshShape(mesh))
+    assert found == (tuple(used[:1]) if moves else ())
+
+
+def test_groups_over_a_part_of_an_axis_differ_along_it():
+    groups = groups_of("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 8)
+    assert axes_of(groups, MeshShape({"tensor": 8})) == ("tensor",)
+    assert len(groups[0]) == 2
+
+
+@pytest.mark.parametrize("text", ["replica_groups={}", "to_apply=%add"])
+def test_no_groups_are_one_of_all_devices(text):
+    assert groups_of(text, 4) == ((0, 1, 2, 3),)

@@ -1,0 +1,70 @@
+"""The gradients and the loss of a batch whose microbatches pass through a pipeline."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.config.schema import Program
+from graphtrain.loss import cross_entropy
+from graphtrain.models.stages import (
+    decoder_pipeline,
+    divide_parameters,
+    join_gradients,
+    split_batch,
+)
+from lowering.constrain import placement, split_of
+from lowering.pipeline import Value
+from lowering.trees import Tree
+from sharding_rules.pipeline import Stages
+
+
+def pipelined_gradients(
+    program: Program, stages: Stages, state: Tree, batch: Tree, key: jax.Array
+) -> tuple[Tree, jax.Array]:
+    """Gradients and loss of all microbatches, each target weighing the same.
+
+    Args:
+        program: Settings.
+        stages: The division of its layers.
+        state: Of a run, its layers stored for the stages.
+        batch: Microbatches in front.
+        key: Of the step, for dropout.
+    """
+    total = jnp.maximum(batch["weights"].sum(), 1.0)
+    batch = {**batch, "weights": batch["weights"] / total}
+    model, count = program.model, program.batch.microbatches
+
+    def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
+        loss, squares = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
+        return loss + program.loss.z_loss * squares, loss
+
+    keys = (lambda number: jax.random.fold_in(key, number)) if model.dropout else None
+    pipeline = decoder_pipeline(model, stages, score, keys, 1 / count)
+    if program.pipeline.schedule == "1f1b":
+        parameters = divide_parameters(model, state["parameters"])
+        value, gradients = pipeline.value_and_gradients(parameters, batch)
+        return join_gradients(gradients), value.reported
+
+    def objective(parameters: Tree) -> Value:
+        return pipeline.value(divide_parameters(model, parameters), batch)
+
+    (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
+    return gradients, loss
+
+
+def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tree) -> jax.Array:
+    """The sum of the loss over the targets of one microbatch; nothing is dropped."""
+
+    def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
+        loss, _ = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
+        return loss, loss
+
+    found = placement()
+    assert found is not None
+    # A mixture of limited capacity drops other tokens when it sees fewer at once.
+    whole = program.model.mixture is not None
+    devices = len(batch["tokens"]) if whole else found.shape.size(split_of("batch"))
+    pipeline = decoder_pipeline(program.model, stages, score, None, 1.0)
+    microbatches = split_batch(batch, stages.stages, devices)
+    return pipeline.value(divide_parameters(program.model, parameters), microbatches).reported

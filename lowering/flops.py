@@ -1,0 +1,109 @@
+"""Floating-point operations of one instruction: matrix products in whatever form a backend has.
+
+A multiplication and the addition after it count as two. Everything else (norms, softmax, the
+optimizer) is left out, as it is in a machine's peak rate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+from lowering.hlo import Computation, Instruction, arrays
+
+_DIMENSIONS = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_COST = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+_STEPS = {"stride": "1", "pad": "0", "lhs_dilate": "1", "rhs_dilate": "1"}
+_INTEGER = re.compile(r"\d+")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+
+
+def flops_of(computation: Computation, instruction: Instruction) -> float:
+    """Of one execution; 0 for what is no matrix product, and for a kernel that does not tell."""
+    if instruction.opcode == "dot":
+        return _dot(computation, instruction, _DIMENSIONS)
+    if instruction.opcode == "convolution":
+        return _convolution(computation, instruction)
+    if instruction.opcode.removesuffix("-start") == "custom-call":
+        return _custom_call(computation, instruction)
+    return 0.0
+
+
+def _custom_call(computation: Computation, instruction: Instruction) -> float:
+    if cost := _COST.search(instruction.rest):  # of a Pallas kernel, by its author
+        return float(cost[1])
+    target = instruction.attribute("custom_call_target") or ""
+    if "__cublas" in target:
+        return _dot(computation, instruction, _GEMM)
+    if "fmha" in target:
+        return _attention(computation, instruction)
+    return 0.0
+
+
+def _dot(computation: Computation, instruction: Instruction, pattern: re.Pattern[str]) -> float:
+    contracting = pattern.search(instruction.rest)
+    shapes = computation.operand_shapes(instruction)
+    if contracting is None or not shapes:
+        return 0.0
+    _, left = arrays(shapes[0])[0]
+    _, result = arrays(instruction.shape)[0]
+    summed = (left[int(dimension)] for dimension in _INTEGER.findall(contracting[1]))
+    return 2.0 * math.prod(result) * math.prod(summed)
+
+
+def _attention(computation: Computation, instruction: Instruction) -> float:
+    """cuDNN's attention, in whole rows: scores and their product with values; backward, the scores
+    again and four gradients."""
+    scores, shapes = _SCORES.search(instruction.rest), computation.operand_shapes(instruction)
+    if scores is None or not shapes:
+        return 0.0
+    head_dim = arrays(shapes[0])[0][1][-1]
+    products = 5 if "Backward" in (instruction.attribute("custom_call_target") or "") else 2
+    return 2.0 * products * head_dim * math.prod(int(size) for size in _INTEGER.findall(scores[1]))
+
+
+def _convolution(computation: Computation, instruction: Instruction) -> float:
+    """A TPU writes its products with weights as convolutions, padded so that most taps miss."""
+    labels, shapes = _LABELS.search(instruction.rest), computation.operand_shapes(instruction)
+    if labels is None or len(shapes) < 2:
+        return 0.0
+    left = dict(zip(labels[1], arrays(shapes[0])[0][1], strict=True))
+    kernel = dict(zip(labels[2], arrays(shapes[1])[0][1], strict=True))
+    result = dict(zip(labels[3], arrays(instruction.shape)[0][1], strict=True))
+    window = _window(instruction.rest)
+    taps = math.prod(
+        _taps(left[label], size, result[label], *(window[name][int(label)] for name in _STEPS))
+        for label, size in kernel.items()
+        if label.isdigit()
+    )
+    return 2.0 * result["b"] * result["f"] * kernel["i"] * taps
+
+
+def _window(attributes: str) -> dict[str, list[int]]:
+    """Stride, padding in front and dilations of each spatial dimension."""
+    found = _WINDOW.search(attributes)
+    fields = dict(field.split("=") for field in found[1].split()) if found else {}
+    dimensions = fields.get("size", "").count("x") + 1
+    written = {name: fields[name].split("x") for name in _STEPS if name in fields}
+    return {
+        name: [int(value.partition("_")[0]) for value in written.get(name, [default] * dimensions)]
+        for name, default in _STEPS.items()
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(
+    left: int, kernel: int, result: int, stride: int, pad: int, left_step: int, kernel_step: int
+) -> int:
+    """Pairs of a result's position and a kernel's that meet an element, not padding or a hole."""
+    starts = range(0, result * stride, stride)
+    last = (left - 1) * left_step
+    return sum(
+        0 <= place <= last and place % left_step == 0
+        for tap in range(kernel)
+        for place in (start + tap * kernel_step - pad for start in starts)
+    )

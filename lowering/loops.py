@@ -1,0 +1,94 @@
+"""How often a loop of a compiled program runs its body."""
+
+from __future__ import annotations
+
+import re
+
+from lowering.hlo import Computation, Instruction, Module
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SAME_VALUE = ("bitcast", "convert", "copy", "reshape", "copy-start", "copy-done")
+
+
+def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+    """Trips of a while loop, or None where the text does not tell.
+
+    CPU and GPU note the count. TPU does not, but counts from a constant, by a constant, to a
+    constant; its collective-matmul windows count by twos.
+    """
+    if known := _KNOWN.search(loop.rest):
+        return int(known[1])
+    condition = module.computations[loop.attribute("condition") or ""]
+    body = module.computations[loop.attribute("body") or ""]
+    test = condition.instructions[condition.root]
+    if test.opcode == "fusion":
+        test, condition = _inside(module, condition, test)
+    if test.opcode != "compare" or test.attribute("direction") not in ("LT", "LE"):
+        return None
+    counter, limit = test.operands
+    index = _index(module, condition, counter)
+    start, step = _start(caller, loop, index), _step(module, body, index)
+    end = _constant(condition, limit)
+    if end is None or start is None or not step:
+        return None
+    end += test.attribute("direction") == "LE"
+    return max(0, -(-(end - start) // step))
+
+
+def _inside(
+    module: Module, computation: Computation, fusion: Instruction
+) -> tuple[Instruction, Computation]:
+    """The root of a fused comparison, with its constants and the loop's state as operands."""
+    fused = module.computations[fusion.attribute("calls") or ""]
+    instructions = dict(fused.instructions)
+    for name, instruction in fused.instructions.items():
+        if instruction.opcode == "parameter":
+            operand = fusion.operands[int(instruction.arguments)]
+            instructions[name] = computation.instructions[operand]
+    outer = {**computation.instructions, **instructions}
+    return instructions[fused.root], Computation(fused.name, outer, fused.root)
+
+
+def _origin(computation: Computation, name: str) -> Instruction:
+    """The instruction that a value comes from, past those that only move or convert it."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in _SAME_VALUE:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    origin = _origin(computation, name)
+    is_number = origin.opcode == "constant" and origin.arguments.lstrip("-").isdigit()
+    return int(origin.arguments) if is_number else None
+
+
+def _index(module: Module, computation: Computation, name: str) -> int | None:
+    """Where in the loop's state a value is."""
+    origin = _origin(computation, name)
+    if origin.opcode != "get-tuple-element":
+        return None
+    return int(origin.attribute("index") or 0)
+
+
+def _start(caller: Computation, loop: Instruction, index: int | None) -> int | None:
+    state = _origin(caller, loop.operands[0])
+    if index is None or state.opcode != "tuple":
+        return None
+    return _constant(caller, state.operands[index])
+
+
+def _step(module: Module, body: Computation, index: int | None) -> int | None:
+    """What the body adds to the counter."""
+    state = body.instructions[body.root]
+    if index is None or state.opcode != "tuple":
+        return None
+    added = _origin(body, state.operands[index])
+    if added.opcode == "fusion":
+        added, body = _inside(module, body, added)
+    if added.opcode != "add":
+        return None
+    steps = [_constant(body, name) for name in added.operands]
+    counters = [_index(module, body, name) for name in added.operands]
+    known = [step for step in steps if step is not None]
+    return known[0] if len(known) == 1 and index in counters else None

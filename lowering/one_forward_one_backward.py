@@ -1,0 +1,116 @@
+"""1F1B: what one device does in a pipeline whose stages go forward and backward at every tick.
+
+Source: Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowering.ring import Ring, only_if, read_column, replace_column
+from lowering.trees import Tree
+
+if TYPE_CHECKING:
+    from lowering.pipeline import Pipeline, Value
+
+
+def gradients_by_ticks(
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
+) -> tuple[Value, Tree, jax.Array]:
+    """This device's share of the value, of the gradients, and the gradient of its queue.
+
+    Args:
+        pipeline: What to compute.
+        ring: The stages.
+        copies: Devices that do the same with other sequences.
+        parameters: Of this stage, and all of last.
+        queue: What enters the stages of the microbatches that rest here.
+        pieces: The positions that this stage scores, of all microbatches.
+    """
+    x = jnp.zeros_like(queue[0])
+    kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    microbatches = len(queue) * ring.size
+    ticks = microbatches + 2 * (ring.size - 1)
+
+    tick = _tick(pipeline, ring, copies, parameters, pieces, microbatches)
+    carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
+    x, returned, queue, _, gradients = carry
+    _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
+    # Gradients left 2 S - 1 turns after their microbatch came.
+    of_queue = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
+    return pipeline.total(scores, terms, copies), gradients, of_queue
+
+
+def _tick(
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, pieces: Tree, microbatches: int
+) -> Callable[[Any, jax.Array], tuple[Any, Any]]:
+    """The body of the loop: one microbatch forward, one scored, one backward.
+
+    It carries what came from the stage before and from the one after, the queue, the inputs kept
+    for the way back, and the gradients so far; it reports scores and terms.
+    """
+
+    def work(rows: Tree, x: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
+        return pipeline.stage(rows, x, jnp.clip(number, 0, microbatches - 1), ring.index)
+
+    def only_real(number: jax.Array, tree: Tree) -> Tree:
+        return only_if((number >= 0) & (number < microbatches), tree)
+
+    def tick(carry: Any, tick: jax.Array) -> tuple[Any, Any]:
+        x, returned, queue, kept, gradients = carry
+        x, queue = _take_turns(ring, tick, x, returned, queue)
+        forward, scored = tick - ring.index, tick - (ring.size - 1)
+        backward = tick - 2 * (ring.size - 1) + ring.index
+
+        y, terms = work(parameters["stages"], x, forward)
+        kept = replace_column(kept, forward % len(kept), x)
+        piece = jax.tree.map(lambda each: read_column(each, scored % microbatches), pieces)
+        scores, of_last, gradient = _score(pipeline, ring, parameters["last"], y, piece)
+
+        before = read_column(kept, backward % len(kept))
+        _, back = jax.vjp(lambda rows, x: work(rows, x, backward), parameters["stages"], before)
+        weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / copies), terms)
+        of_rows, gradient = back((jnp.where(ring.is_last, gradient, returned), weight))
+
+        shares = {"stages": only_real(backward, of_rows), "last": only_real(scored, of_last)}
+        gradients = jax.tree.map(jnp.add, gradients, shares)
+        reports = only_real(scored, scores), only_real(forward, terms)
+        return (ring.onward(y), ring.back(gradient), queue, kept, gradients), reports
+
+    return tick
+
+
+def _take_turns(
+    ring: Ring, tick: jax.Array, x: jax.Array, returned: jax.Array, queue: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The first stage takes a microbatch from the queue; the last, to which the gradient of one has
+    come around the ring, puts it there."""
+    column = tick % len(queue)
+    new = read_column(queue, column)
+    moved = jnp.where(ring.is_last, returned, ring.back(new))
+    return jnp.where(ring.is_first, new, x), replace_column(queue, column, moved)
+
+
+def _score(
+    pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, piece: Tree
+) -> tuple[Any, Tree, jax.Array]:
+    """What the last stage has computed, scored by all stages, each its positions.
+
+    Returns:
+        This stage's share of the score and of the gradient of weights, and the gradient of y.
+    """
+    batch, length, *rest = y.shape
+    mine = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
+
+    def objective(weights: Tree, mine: jax.Array) -> tuple[jax.Array, Any]:
+        return pipeline.last(weights, mine, piece)
+
+    score, back, reported = jax.vjp(objective, weights, mine, has_aux=True)
+    of_weights, of_mine = back(jnp.ones_like(score))
+    return (score, reported), of_weights, ring.collect(of_mine, 2).reshape(y.shape)

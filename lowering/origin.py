@@ -1,0 +1,155 @@
+"""Where an operation of a compiled program comes from: a line of the model, inputs of the step."""
+
+from __future__ import annotations
+
+import re
+
+from lowering.hlo import Computation, Instruction, Module
+from lowering.sources import line_of
+
+# An operand, all of it or a piece, in another place, dtype or layout.
+_MOVES = {
+    "all-gather",
+    "all-gather-done",
+    "all-gather-start",
+    "bitcast",
+    "collective-permute",
+    "collective-permute-done",
+    "collective-permute-start",
+    "convert",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "dynamic-slice",
+    "optimization-barrier",
+    "reduce-precision",
+    "reshape",
+    "slice",
+    "transpose",
+}
+_KEY = re.compile(r"\['?([^'\]]*)'?\]")
+_FAR = 400  # steps after which a search gives up
+
+
+class Origins:
+    """Follows values of a program back, through the computations that call each other."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._callers: dict[str, tuple[Computation, Instruction]] = {}
+        for computation in module.computations.values():
+            for instruction in computation.instructions.values():
+                for attribute in ("calls", "to_apply", "body", "condition"):
+                    if f"{attribute}=" in instruction.rest:
+                        called = instruction.attribute(attribute)
+                        self._callers.setdefault(called or "", (computation, instruction))
+
+    def place(self, computation: Computation, instruction: Instruction) -> tuple[str, str]:
+        """Scope and source of an operation; of what it is part of or takes, where it has none."""
+        told = self._told(computation, instruction)
+        return told.op_name, self._source(told.frame)
+
+    def arrays(
+        self, computation: Computation, instruction: Instruction, *, through_loops: bool
+    ) -> tuple[str, ...]:
+        """Paths of the step's inputs that an operation takes as they are, or a piece of them.
+
+        With through_loops also what a loop took and has changed since: a ring's first piece.
+        """
+        paths = (self._input(computation, name, through_loops) for name in instruction.operands)
+        return tuple(dict.fromkeys(path for path in paths if path))
+
+    def _told(self, computation: Computation, instruction: Instruction) -> Instruction:
+        if instruction.op_name:
+            return instruction
+        caller = self._callers.get(computation.name)
+        if caller and caller[1].opcode == "fusion" and caller[1].op_name:
+            return caller[1]
+        near = [instruction]
+        for _ in range(3):
+            names = [name for each in near for name in each.operands]
+            near = [i for name in names if (i := computation.instructions.get(name))]
+            for each in near:
+                if each.op_name and each.opcode != "parameter":
+                    return each
+        return instruction
+
+    def _source(self, frame: int) -> str:
+        return line_of((each.file, each.line) for each in self.module.stack(frame))
+
+    def _input(self, computation: Computation, name: str, through_loops: bool) -> str | None:
+        """The entry's parameter that a value is, or a piece of; None where something made it."""
+        index: int | None = None
+        for _ in range(_FAR):
+            instruction = computation.instructions.get(name)
+            if instruction is None:
+                return None
+            opcode, operands = instruction.opcode, instruction.operands
+            if opcode == "parameter":
+                if computation.name == self.module.entry:
+                    return _path(instruction.op_name)
+                found = self._outside(computation, instruction, index, through_loops)
+                if found is None:
+                    return None
+                computation, name = found
+            elif opcode == "fusion":
+                computation = self.module.computations[instruction.attribute("calls") or ""]
+                name = computation.root
+            elif opcode == "tuple":
+                name, index = operands[index or 0], None
+            elif opcode == "while" and (through_loops or self._passes(instruction, index)):
+                name = operands[0]
+            elif opcode == "dynamic-update-slice":
+                name = operands[1]
+            elif opcode == "get-tuple-element":
+                name, index = operands[0], int(instruction.attribute("index") or 0)
+            elif opcode in _MOVES or _is_move(instruction):
+                name = operands[index if index and index < len(operands) else 0]
+            else:
+                return None
+        return None
+
+    def _outside(
+        self, computation: Computation, parameter: Instruction, index: int | None, through: bool
+    ) -> tuple[Computation, str] | None:
+        """What a parameter of a called computation is where it is called."""
+        caller = self._callers.get(computation.name)
+        if caller is None:
+            return None
+        outer, call = caller
+        if call.opcode == "while":
+            return (outer, call.operands[0]) if through or self._passes(call, index) else None
+        position = int(parameter.arguments)
+        return (outer, call.operands[position]) if position < len(call.operands) else None
+
+    def _passes(self, loop: Instruction, index: int | None) -> bool:
+        """Whether a loop passes an element of its state on unchanged, past the loops inside it."""
+        body = self.module.computations[loop.attribute("body") or ""]
+        state = body.instructions[body.root]
+        if index is None:
+            return False
+        position: int | None = index
+        while True:
+            if state.opcode == "tuple" and position is not None:
+                state, position = body.instructions[state.operands[position]], None
+            elif state.opcode == "get-tuple-element":
+                position = int(state.attribute("index") or 0)
+                state = body.instructions[state.operands[0]]
+            elif state.opcode in ("copy", "bitcast") or (
+                state.opcode == "while" and self._passes(state, position)
+            ):
+                state = body.instructions[state.operands[0]]
+            else:
+                return state.opcode == "parameter" and position == index
+
+
+def _is_move(instruction: Instruction) -> bool:
+    """Between memories of one device."""
+    return instruction.opcode == "custom-call" and "MoveTo" in instruction.rest
+
+
+def _path(op_name: str) -> str | None:
+    """state['parameters']['head'] as state/parameters/head."""
+    argument = op_name.partition("[")[0]
+    keys = _KEY.findall(op_name)
+    return "/".join((argument, *keys)) if argument else None

@@ -1,0 +1,162 @@
+"""The schedules on their own, with stages that are not of a language model."""
+
+import functools
+from types import MappingProxyType
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from lowering.constrain import by_hand, placed, placement
+from lowering.jax_xla import make_mesh
+from lowering.pipeline import Pipeline, Value
+from sharding_rules.mesh import MeshShape
+from sharding_rules.pipeline import ticks
+from sharding_rules.rules import Rules
+
+STAGES, MICROBATCHES, WIDTH = 4, 8, 6
+RULES = Rules.load(("data", "pipeline", "context"))
+
+
+def first(weights, microbatch, number):
+    return microbatch["x"] @ weights + number
+
+
+def layers(rows, x, number, chunk):
+    """The term is a mean over sequences; times 1 + number, it tells if a bubble was counted."""
+
+    def layer(x, row):
+        y = jnp.tanh(x @ row)
+        return y, {"square": jnp.mean(y**2) * (1 + number)}
+
+    x, terms = jax.lax.scan(layer, x, rows)
+    return x, {name: each.sum() for name, each in terms.items()}
+
+
+def last(weights, x, microbatch):
+    error = (x @ weights)[..., 0] - microbatch["y"]
+    return jnp.sum(error**2), jnp.sum(jnp.abs(error))
+
+
+def given(rounds):
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(STAGES * rounds * 2, WIDTH, WIDTH)).astype(np.float32)
+    parameters = {
+        "first": random.normal(size=(WIDTH, WIDTH)).astype(np.float32),
+        "stages": rows if rounds == 1 else rows.reshape(rounds, -1, WIDTH, WIDTH),
+        "last": random.normal(size=(WIDTH, 1)).astype(np.float32),
+    }
+    shape = MICROBATCHES, 4, STAGES  # sequences of a microbatch, positions
+    microbatches = {
+        "x": random.normal(size=(*shape, WIDTH)).astype(np.float32),
+        "y": random.normal(size=shape).astype(np.float32),
+    }
+    return parameters, microbatches
+
+
+def one_after_the_other(parameters, microbatches, stage=layers):
+    """Two layers to a chunk, as a pipeline of one round has them."""
+    chunks = parameters["stages"].reshape(-1, 2, WIDTH, WIDTH)
+    objective = reported = jnp.float32(0)
+    for number in range(MICROBATCHES):
+        microbatch = {name: array[number] for name, array in microbatches.items()}
+        x = first(parameters["first"], microbatch, number)
+        for rows in chunks:
+            x, terms = stage(rows, x, number, 0)
+            objective += terms["square"]
+        score, report = last(parameters["last"], x, microbatch)
+        objective, reported = objective + score, reported + report
+    return Value(objective, reported)
+
+
+def in_stages(pipeline, method, sizes=MappingProxyType({"data": 2, "stage": STAGES})):
+    """A method of a pipeline on 8 devices, not yet compiled."""
+    mesh = make_mesh(MeshShape(sizes), jax.devices())
+
+    def run(*arguments):
+        with placed(mesh, RULES):
+            return getattr(pipeline, method)(*arguments)
+
+    return run
+
+
+def assert_close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+def loops(jaxpr):
+    """Lengths of the scans that pass something on."""
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            if equation.primitive.name == "scan" and "ppermute" in str(inner):
+                yield equation.params["length"]
+            yield from loops(inner)
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, joint):
+    pipeline = Pipeline(first, layers, last, rounds=rounds, joint=joint)
+    gradient = functools.partial(jax.value_and_grad, has_aux=True)
+    want = gradient(one_after_the_other)(*given(rounds))
+    got = jax.jit(gradient(in_stages(pipeline, "value")))(*given(rounds))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
+def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
+    pipeline = Pipeline(first, layers, last, joint=joint)
+    value, gradients = jax.value_and_grad(one_after_the_other, has_aux=True)(*given(1))
+    want = Value(*value), gradients
+    got = jax.jit(in_stages(pipeline, "value_and_gradients"))(*given(1))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
+def test_loops_have_the_ticks_of_the_timeline(schedule, rounds):
+    pipeline = Pipeline(first, layers, last, rounds=rounds)
+    if schedule == "1f1b":
+        run = in_stages(pipeline, "value_and_gradients")
+    else:
+        run = jax.grad(in_stages(pipeline, "value"), has_aux=True)
+    found = list(loops(jax.make_jaxpr(run)(*given(rounds)).jaxpr))
+    assert sum(found) == ticks(schedule, STAGES, rounds, MICROBATCHES)
+
+
+def rolled(x):
+    """x half-way round its positions: by hand, where they are split over context."""
+    found = placement()
+    if found is None:
+        return jnp.roll(x, x.shape[1] // 2, axis=1)
+
+    def by_device(x):
+        with by_hand(("context",)):
+            return jax.lax.ppermute(x, "context", [(0, 1), (1, 0)])
+
+    split = PartitionSpec(None, "context")
+    return jax.shard_map(
+        by_device,
+        mesh=found.current_mesh,
+        in_specs=split,
+        out_specs=split,
+        axis_names={"context"},
+        check_vma=False,
+    )(x)
+
+
+@pytest.mark.parametrize("method", ["value", "value_and_gradients"])
+def test_a_stage_may_map_another_axis_by_hand(method):
+    def stage(rows, x, number, chunk):
+        return layers(rows, rolled(x), number, chunk)
+
+    sizes = {"stage": STAGES, "context": 2}
+    alone = jax.value_and_grad(functools.partial(one_after_the_other, stage=stage), has_aux=True)
+    value, gradients = alone(*given(1))
+    run = in_stages(Pipeline(first, stage, last), method, sizes)
+    if method == "value":
+        run = jax.value_and_grad(run, has_aux=True)
+    got = jax.jit(run)(*given(1))
+    assert_close(got, (Value(*value), gradients) if method != "value" else (value, gradients))

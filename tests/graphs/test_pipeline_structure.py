@@ -1,0 +1,100 @@
+"""What compilers make of a pipeline for machines that are not here."""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+from collections import Counter
+
+import pytest
+from programs import LLAMA, gradients_graph, program
+
+from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.requests import mesh_shape
+from lowering import jax_xla
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed"
+)
+
+MODEL = dataclasses.replace(LLAMA, layers=8, embed=256, mlp=512, dtype="bfloat16", remat="dots")
+SCHEDULES = {
+    "gpipe": Pipeline(schedule="gpipe"),
+    "circular": Pipeline(rounds=2),
+    "1f1b": Pipeline(schedule="1f1b"),
+}
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+@functools.cache
+def compiled(schedule, microbatches):
+    of = program(
+        target="v5e:2x4",
+        mesh=Mesh(data=2, stage=4),
+        model=MODEL,
+        batch=Batch(sequences=4 * microbatches, length=512, microbatches=microbatches),
+        pipeline=SCHEDULES[schedule],
+    )
+    target = Target.parse(of.target)
+    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target)
+    return lowered.handle.compile(compiler_options=lowered.options)
+
+
+def collectives(text):
+    """Collectives inside loops and outside, by name; each once, though its parts are scheduled
+    between other work."""
+    bodies, name = {}, None
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and line.rstrip().endswith("{"):
+            name = re.match(r"(?:ENTRY )?%?([\w.-]+)", line)[1]
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+    called = {
+        name: set(re.findall(r"%([\w.-]+)", "\n".join(lines))) & set(bodies)
+        for name, lines in bodies.items()
+    }
+    inside = set()
+    waiting = set(re.findall(r"body=%?([\w.-]+)", text))
+    while waiting:
+        inside |= waiting
+        waiting = set().union(*(called[name] for name in waiting)) - inside
+    found = {True: set(), False: set()}
+    for name, lines in bodies.items():
+        for line in lines:
+            if operation := COLLECTIVE.search(line):
+                where = re.search(r'op_name="([^"]*)".*?stack_frame_id=(\d+)', line)
+                found[name in inside].add((operation[1], *where.groups()))
+    return tuple(Counter(operation for operation, *_ in found[loop]) for loop in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_loops"),
+    [
+        ("gpipe", {"collective-permute": 4}),  # x and the queue, forward and backward
+        ("circular", {"collective-permute": 4}),
+        # Beside them, the last stage's x to all and its gradient back, for the head.
+        ("1f1b", {"collective-permute": 3, "all-to-all": 1, "all-gather": 1}),
+    ],
+)
+def test_loops_pass_microbatches_on_and_neither_reduce_gradients_nor_gather_weights(
+    schedule, in_loops
+):
+    inside, outside = collectives(compiled(schedule, 8).as_text())
+    assert inside == in_loops
+    assert outside["all-reduce"] and not outside["all-gather"]
+
+
+def test_one_forward_one_backward_takes_less_memory_for_many_microbatches():
+    peak = {
+        (schedule, count): compiled(schedule, count).memory_analysis().peak_memory_in_bytes
+        for schedule in ("gpipe", "1f1b")
+        for count in (8, 64)
+    }
+    grows = {name: peak[name, 64] - peak[name, 8] for name in ("gpipe", "1f1b")}
+    assert peak["1f1b", 64] < 0.75 * peak["gpipe", 64]
+    assert grows["1f1b"] < grows["gpipe"] / 4  # inputs of embedding alone, split over stages

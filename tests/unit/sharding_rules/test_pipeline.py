@@ -1,0 +1,95 @@
+"""Layers of stages, and what the stages do at every tick."""
+
+import pytest
+
+from sharding_rules.errors import ShardingError
+from sharding_rules.pipeline import bubble, check_microbatches, divide_layers, ticks, timeline
+
+SHAPES = [("gpipe", 4, 1, 8), ("circular", 4, 2, 8), ("circular", 2, 3, 4), ("1f1b", 4, 1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "rounds", "of_chunks"),
+    [
+        (8, 4, 1, (2, 2, 2, 2)),
+        (7, 4, 1, (2, 2, 2, 1)),
+        (6, 4, 1, (1, 2, 2, 1)),
+        (5, 4, 1, (1, 2, 1, 1)),
+        (10, 2, 2, (2, 3, 3, 2)),
+    ],
+)
+def test_what_does_not_divide_leaves_less_to_outer_chunks(layers, stages, rounds, of_chunks):
+    assert divide_layers(layers, stages, rounds).layers == of_chunks
+
+
+def test_rows_hold_layers_in_order_with_zeros_where_a_chunk_is_short():
+    stages = divide_layers(4, 2, 1, given=(3, 1))
+    assert stages.rows == (0, 1, 2, 3, None, None)
+    assert stages.waste == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3, 4), r"4 stages = 4 parts need at least as many layers; model.layers = 3"),
+        ((3, 2, 2), r"2 stages x 2 rounds = 4 parts"),
+        ((4, 2, 1, (4,)), r"pipeline.layers has 1 numbers; 2 stages take 2"),
+        ((4, 2, 1, (2, 3)), r"pipeline.layers adds up to 5, not to model.layers = 4"),
+    ],
+)
+def test_layers_that_stages_cannot_take_are_refused(arguments, words):
+    with pytest.raises(ShardingError, match=words):
+        divide_layers(*arguments)
+
+
+@pytest.mark.parametrize(("microbatches", "nearby"), [(6, "4 or 8"), (1, "4")])
+def test_microbatches_are_a_multiple_of_stages(microbatches, nearby):
+    with pytest.raises(
+        ShardingError, match=rf"= {microbatches} is not a mul.* set it to {nearby},"
+    ):
+        check_microbatches(microbatches, 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bubble_is_the_part_of_a_timeline_without_work(shape):
+    schedule, stages, _, _ = shape
+    work = timeline(*shape)
+    slots = {(one.stage, one.tick, one.kind if schedule == "1f1b" else "") for one in work}
+    assert len(slots) == len(work)  # no stage does two things at once
+    assert max(one.tick for one in work) + 1 == ticks(*shape)
+    room = stages * ticks(*shape) * (2 if schedule == "1f1b" else 1)
+    assert bubble(*shape) == pytest.approx(1 - len(work) / room)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_chunk_passes_every_microbatch_on_once_and_back_once(shape):
+    _, stages, rounds, microbatches = shape
+    work = timeline(*shape)
+    done = {(one.kind, one.stage, one.microbatch, one.round) for one in work}
+    assert len(done) == len(work) == 2 * stages * rounds * microbatches
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_work_follows_what_it_needs_by_one_tick_or_more(shape):
+    _, stages, _, _ = shape
+    at = {
+        (one.kind, one.round * stages + one.stage, one.microbatch): one for one in timeline(*shape)
+    }
+    for (kind, chunk, microbatch), work in at.items():
+        before = chunk - 1 if kind == "forward" else chunk + 1
+        needed = at.get((kind, before, microbatch))
+        if needed is not None:
+            assert work.tick > needed.tick
+        elif kind == "backward":  # of the last chunk: 1f1b turns round within a tick
+            assert work.tick >= at["forward", chunk, microbatch].tick
+
+
+def test_one_forward_one_backward_keeps_less_than_two_microbatches_a_stage():
+    work = timeline("1f1b", 4, 1, 32)
+    begun = {(one.stage, one.microbatch): one.tick for one in work if one.kind == "forward"}
+    ended = {(one.stage, one.microbatch): one.tick for one in work if one.kind == "backward"}
+    kept = [
+        sum(begun[0, m] <= tick <= ended[0, m] for m in range(32))
+        for tick in range(ticks("1f1b", 4, 1, 32))
+    ]
+    assert max(kept) == 2 * 4 - 1
