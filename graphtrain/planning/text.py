@@ -233,7 +233,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         "memory": parts | {"source": memory.source},
         "collectives": [
-            one.to_record() | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
+            asdict(one) | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
             for one in assessment.collectives
         ],
         "step_seconds": time.total,
