@@ -76,7 +76,7 @@ def _vega_lite() -> str:
         raise PlanError(
             "a page needs vl-convert for its charts; run: pip install 'graphtrain[html]'"
         ) from None
-    return vl_convert.javascript_bundle(None)
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _inside_script(text: str) -> str:
