@@ -62,6 +62,11 @@ class Collective:
     instead_of: str = ""  # all-gather or reduce-scatter, of which this permute is one of the steps
 
     @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the pieces that a device puts in."""
+        return tuple(sizes for shape in self.shapes for _, sizes in arrays(shape))
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes a device sends in one execution, by the algorithm that sends least."""
         share = (self.devices - 1) / self.devices

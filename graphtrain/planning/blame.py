@@ -1,0 +1,224 @@
+"""Blame: why every collective of a compiled program is there, and which should not be.
+
+XLA inserts collectives wherever two placements meet and says nothing of where they come from. Here
+each is traced to a line of the model, the arrays it moves, and the rule that asks for it; what no
+rule asks for is flagged, with the annotation that would remove it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import Program
+from graphtrain.planning.moved import Moved, Parameters
+from graphtrain.planning.reasons import Reason, Reasons
+from lowering.collectives import Collective
+from sharding_rules.plan import Plan
+from sharding_rules.rules import Rules
+
+_VERBS = {
+    "all-reduce": "summed",
+    "all-gather": "gathered",
+    "reduce-scatter": "summed and split",
+    "all-to-all": "exchanged",
+    "collective-permute": "passed on",
+    "collective-broadcast": "sent to all",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why one collective is in the program."""
+
+    collective: Collective
+    array: str  # as in "layers/mlp/down"; the names around it for an activation
+    rule: str  # as in "parameters.embed = fsdp"; empty if none asks for it
+    strategy: str  # the preset of the rule
+    explained: bool
+    sentence: str
+    seconds: float | None = None  # a step, if the speed of the links was given
+
+
+def blame(
+    program: Program,
+    plan: Plan,
+    rules: Rules,
+    collectives: Sequence[Collective],
+    *,
+    annotations: Sequence[Mapping[str, Any]] = (),
+    bytes_per_second: Mapping[str, float] | None = None,
+) -> tuple[Cause, ...]:
+    """Explain the collectives of a compiled training step, in their order.
+
+    Args:
+        program: What was compiled.
+        plan: Where its arrays live.
+        rules: What made the plan.
+        collectives: As read from the compiled program, or from its record.
+        annotations: What constrain() was told: the "annotations" of the record.
+        bytes_per_second: What a device sends along each mesh axis.
+    """
+    parameters = Parameters(plan, rules)
+    reasons = Reasons(program, parameters)
+    speeds = bytes_per_second or {}
+
+    def cause(collective: Collective) -> Cause:
+        moved = parameters.of(collective)
+        found = {axis: reasons.of(collective, moved, axis) for axis in collective.axes}
+        given = list(dict.fromkeys(reason for reason in found.values() if reason))
+        explained = all(found.values())
+        seconds = _seconds(collective, speeds)
+        if explained:
+            why = _explanation(collective, moved, given, reasons)
+        else:
+            why = _accusation(collective, moved, found, reasons, annotations)
+        sentence = f"{_what(collective, moved, reasons)}{_cost(collective, seconds)}: {why}"
+        return Cause(
+            collective,
+            str(moved),
+            "; ".join(reason.rule for reason in given) if explained else "",
+            " + ".join(dict.fromkeys(r.strategy for r in given if r.strategy)) if explained else "",
+            explained,
+            sentence,
+            seconds,
+        )
+
+    return tuple(cause(each) for each in collectives)
+
+
+def flagged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Those that no strategy explains, the most expensive first."""
+    found = (cause for cause in causes if not cause.explained)
+    return tuple(sorted(found, key=lambda cause: -cause.collective.wire_bytes_per_step))
+
+
+def _seconds(collective: Collective, speeds: Mapping[str, float]) -> float | None:
+    slowest = min((speeds.get(axis, math.inf) for axis in collective.axes), default=math.inf)
+    return None if math.isinf(slowest) else collective.wire_bytes_per_step / slowest
+
+
+def _what(collective: Collective, moved: Moved, reasons: Reasons) -> str:
+    verb = _VERBS.get(collective.instead_of or collective.op, collective.op)
+    kind = {"gradients": "gradient of ", "updated weights": "updated "}.get(moved.kind, "")
+    phases = {scope.phase for scope in moved.scopes}
+    phase = f" in the {phases.pop()} pass" if len(phases) == 1 and phases != {"update"} else ""
+    axes = " and ".join(collective.axes)
+    where = f"{collective.source}: " if collective.source else ""
+    steps = ", piece by piece beside a product," if collective.instead_of else ""
+    return f"{where}{kind}{moved} is {verb} over {axes}{steps}{phase}"
+
+
+def _cost(collective: Collective, seconds: float | None) -> str:
+    time = "" if seconds is None else f", {1e3 * seconds:.2g} ms a step"
+    return f" ({collective.count} x {_amount(collective.bytes)}{time})"
+
+
+def _amount(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _explanation(
+    collective: Collective, moved: Moved, given: list[Reason], reasons: Reasons
+) -> str:
+    why = " and ".join(str(reason) for reason in given)
+    if reasons.keeps_whole(collective, moved):
+        why += "; each device keeps a part, so a reduce-scatter would send half"
+    if moved.kind == "gradients" and reasons.in_microbatches(collective):
+        why += '; after every microbatch, as batch.reduce = "each" asks'
+    return why
+
+
+def _accusation(
+    collective: Collective,
+    moved: Moved,
+    found: Mapping[str, Reason | None],
+    reasons: Reasons,
+    annotations: Sequence[Mapping[str, Any]],
+) -> str:
+    axes = " and ".join(axis for axis, reason in found.items() if reason is None)
+    op = collective.instead_of or collective.op
+    if moved.kind in ("weights", "updated weights"):
+        return _of_weights(moved, axes, reasons, again=reasons.in_microbatches(collective))
+    if moved.kind == "gradients":
+        return (
+            f"no rule splits tokens over {axes}, so there is nothing to sum there; constrain the "
+            "gradient as its parameter rests"
+        )
+    if "loss" in moved.names or "head" in moved.names:
+        advice = (
+            f"the scores of the vocabulary are made whole over {axes}; keep them "
+            'constrain(scores, "batch", "seq", "vocab") until they are reduced'
+        )
+        return advice if op == "all-gather" else f"no rule asks for it over {axes}"
+    what = "an involuntary reshard, that no rule asks for"
+    if op == "all-gather":
+        what = f"an involuntary rematerialisation: no rule makes it whole over {axes}"
+    meeting = _conflict(collective, axes, annotations)
+    return f"{what}; {meeting or 'constrain() it there as the line that makes it does'}"
+
+
+def _of_weights(moved: Moved, axes: str, reasons: Reasons, *, again: bool) -> str:
+    if again:
+        return (
+            "once for every microbatch, although no rule splits weights at rest there; constrain "
+            "them before the loop"
+        )
+    split = [
+        f"activations.{axis} = {', '.join(reasons.rules.activations[axis])}"
+        for axis in reasons.axes_of(moved)
+        if set(reasons.rules.activations.get(axis, ())) & set(axes.split(" and "))
+    ]
+    also = f", where {' and '.join(split)} splits their products too" if split else ""
+    return f"no rule gathers weights over {axes}{also}; constrain() what they give with that axis"
+
+
+def _conflict(
+    collective: Collective, axes: str, annotations: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """The annotation at the collective's line, and one that splits a like array otherwise."""
+    here = [each for each in annotations if each["source"] == collective.source]
+    wanted = set(axes.split(" and "))
+    file = collective.source.partition(":")[0]
+
+    def over(annotation: Mapping[str, Any]) -> set[str]:
+        return {name for names in annotation["split"] for name in names} & wanted
+
+    pairs = [
+        (one, other)
+        for one in here or [each for each in annotations if each["source"].startswith(f"{file}:")]
+        for other in annotations
+        if list(one["shape"]) == list(other["shape"])
+        and one["source"] != other["source"]
+        and _splits(one) != _splits(other)
+        and (over(one) or over(other))
+    ]
+    if not pairs:
+        return None
+    one, other = min(pairs, key=lambda pair: _distance(*pair))
+    return (
+        f"{_said(one)} and {_said(other)} disagree on an array of {list(one['shape'])}: "
+        "annotate both alike, or take one away"
+    )
+
+
+def _splits(annotation: Mapping[str, Any]) -> list[list[str]]:
+    return [list(names) for names in annotation["split"]]
+
+
+def _said(annotation: Mapping[str, Any]) -> str:
+    axes = ", ".join(repr(axis) if axis else "None" for axis in annotation["axes"])
+    return f"constrain({axes}) at {annotation['source']}"
+
+
+def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, int]:
+    """How far apart two lines are; those of one file are nearest."""
+    file, _, line = one["source"].partition(":")
+    other_file, _, other_line = other["source"].partition(":")
+    return file != other_file, abs(int(line or 0) - int(other_line or 0))

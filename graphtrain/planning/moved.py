@@ -1,0 +1,116 @@
+"""What a collective moves: weights, gradients, activations, or a few numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from graphtrain.planning.scopes import Scope, scopes
+from lowering.collectives import Collective
+from sharding_rules.plan import Plan
+from sharding_rules.rules import Rules
+
+Kind = Literal["weights", "gradients", "updated weights", "activations", "numbers"]
+
+PARAMETERS = "state/parameters/"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The arrays that a collective moves."""
+
+    kind: Kind
+    paths: tuple[str, ...]  # of the parameters they are, or are the gradients of
+    scopes: tuple[Scope, ...]  # the operations it serves
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What to call them: parameters by path, activations by the names around them."""
+        if self.paths:
+            return tuple(path.removeprefix(PARAMETERS) for path in self.paths)
+        named = ("/".join(scope.names) or scope.operation for scope in self.scopes)
+        return tuple(dict.fromkeys(named))
+
+    def __str__(self) -> str:
+        first, *more = self.names or ("an array without a name",)
+        others = f" and {len(more)} more" if more else ""
+        return f"{first}{others}"
+
+
+class Parameters:
+    """The parameters of a plan, to be found by the shape or the name of what is moved."""
+
+    def __init__(self, plan: Plan, rules: Rules) -> None:
+        self.plan = plan
+        self.rules = rules
+        layouts = plan.layouts.items()
+        self.paths = [path for path, layout in layouts if path.startswith(PARAMETERS)]
+        self._by_shape: dict[tuple[int, ...], list[str]] = {}
+        for path in self.paths:
+            for shape in self._shapes(path):
+                self._by_shape.setdefault(shape, []).append(path)
+
+    def of(self, collective: Collective) -> Moved:
+        """Classify what a collective moves."""
+        told = scopes(collective.scope)
+        weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
+        weights = tuple(path for path in weights if path.startswith(PARAMETERS))
+        if weights:
+            return Moved("weights", weights, told)
+        shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]
+        if not shapes:
+            return Moved("numbers", (), told)
+        alike = [self._by_shape.get(_key(shape)) for shape in shapes]
+        if not all(alike):
+            return Moved("activations", (), told)
+        phases = {scope.phase for scope in told}
+        einsums = [scope for scope in told if scope.equation]
+        of_weights = [scope for scope in einsums if _is_of_weights(scope)]
+        if phases <= {"update"} and collective.op == "all-gather":
+            return Moved("updated weights", self._named(told, alike), told)
+        if phases != {"forward"} and len(of_weights) * 2 >= len(einsums):
+            return Moved("gradients", self._named(told, alike), told)
+        return Moved("activations", (), told)
+
+    def _named(self, told: tuple[Scope, ...], alike: list[list[str] | None]) -> tuple[str, ...]:
+        """Parameters of a shape that is moved; of those, the ones that the scopes name."""
+        possible = dict.fromkeys(path for paths in alike for path in paths or ())
+        named = [path for path in possible if any(_names(scope, path) for scope in told)]
+        return tuple(named or possible)
+
+    def _shapes(self, path: str) -> set[tuple[int, ...]]:
+        """Every piece of a parameter that a device may hold: some of its splits undone, or all, and
+        of one layer or the stack."""
+        spec = self.plan.layouts[path].spec
+        tables = [self.rules.of(role, path) for role in ("parameter", "gradient", "optimizer")]
+        sizes = []
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            names = {name for table in tables for name in (table.get(axis, ()) if axis else ())}
+            parts = (
+                self.plan.mesh.size(some)
+                for count in range(len(names) + 1)
+                for some in itertools.combinations(sorted(names), count)
+            )
+            possible = {size // part for part in parts if size % part == 0}
+            sizes.append(possible | ({1} if axis == "layers" else set()))
+        return {_key(shape) for shape in itertools.product(*sizes)}
+
+
+def _is_of_weights(scope: Scope) -> bool:
+    """Whether an einsum of the backward pass sums over the batch: the gradient of a weight."""
+    return scope.phase == "backward" and "b" not in (scope.equation or ("", "", "b"))[2]
+
+
+def _names(scope: Scope, path: str) -> bool:
+    """Whether the names of a scope are parts of a path, in order; "norm" is any "..._norm"."""
+    parts = iter(path.split("/"))
+    return bool(scope.names) and all(
+        any(part == name or part.endswith(f"_{name}") for part in parts) for name in scope.names
+    )
+
+
+def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The compiler transposes arrays and drops dimensions of size 1."""
+    return tuple(sorted(size for size in shape if size > 1))

@@ -1,0 +1,203 @@
+"""Which rule makes a collective necessary, if one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphtrain.config.schema import Program
+from graphtrain.planning.moved import Moved, Parameters
+from lowering.collectives import Collective
+from sharding_rules.rules import Rules, matches
+
+# Sums over these are sums over tokens.
+_TOKENS = ("batch", "seq", "residual", "attending", "attended", "capacity")
+# The letters that the models' einsums have for array axes; b and s are tokens.
+_LETTERS = {
+    "b": ("batch",),
+    "c": ("capacity",),
+    "e": ("embed",),
+    "g": ("heads", "attention_heads"),
+    "h": ("heads", "kv_heads", "attention_heads", "attention_kv_heads"),
+    "k": ("attended", "seq"),
+    "m": ("mlp",),
+    "q": ("attending", "seq"),
+    "s": ("seq", "residual"),
+    "v": ("vocab",),
+    "x": ("experts",),
+}
+# What the parts of a model sum over outside their einsums.
+_INSIDE = {"embedding": "vocab", "head": "vocab", "loss": "vocab", "attention": "attention_heads"}
+_FEW = 1 << 16  # elements; a sum over tokens that is no gradient is a statistic of the batch
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A rule, and the strategy that it is part of."""
+
+    rule: str  # as in "parameters.embed = fsdp"
+    strategy: str  # the preset or file with that rule
+
+    def __str__(self) -> str:
+        return f"{self.rule} ({self.strategy})" if self.strategy else self.rule
+
+
+class Reasons:
+    """The rules of a program, asked why a collective is there."""
+
+    def __init__(self, program: Program, parameters: Parameters) -> None:
+        self.program = program
+        self.parameters = parameters
+        self.rules = parameters.rules
+        self.mesh = parameters.plan.mesh
+        self._strategies = {name: Rules.load((name,)) for name in program.rules}
+
+    def of(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+        """Why the collective crosses one of its mesh axes; None if no rule asks for it."""
+        op = collective.instead_of or collective.op
+        if moved.kind == "weights":
+            # A TPU gathers small arrays by adding up pieces that are zero elsewhere.
+            return self._weights(moved, mesh_axis) if op in ("all-gather", "all-reduce") else None
+        if moved.kind == "gradients":
+            return self._gradients(collective, moved, mesh_axis, op)
+        if moved.kind == "updated weights":
+            return self._updated(collective, moved, mesh_axis)
+        if moved.kind == "numbers":
+            return self._tokens(mesh_axis) or self._resting(self.parameters.paths, mesh_axis)
+        return self._activations(collective, moved, mesh_axis, op)
+
+    def in_microbatches(self, collective: Collective) -> bool:
+        """Whether it happens once for every microbatch, not once a step."""
+        microbatches = self.program.batch.microbatches
+        return microbatches > 1 and collective.loops[:1] == (microbatches,)
+
+    def keeps_whole(self, collective: Collective, moved: Moved) -> bool:
+        """Whether gradients are added up whole although every device keeps only a part."""
+        return (
+            moved.kind == "gradients"
+            and collective.op == "all-reduce"
+            and any(
+                self._resting(moved.paths, axis, ("parameters", "gradients"))
+                for axis in collective.axes
+            )
+        )
+
+    def axes_of(self, moved: Moved) -> tuple[str, ...]:
+        """Names of the dimensions of the parameters."""
+        layouts = (self.parameters.plan.layouts[path] for path in moved.paths)
+        named = (axis for layout in layouts for axis in layout.spec.axes if axis)
+        return tuple(dict.fromkeys(named))
+
+    def _weights(self, moved: Moved, mesh_axis: str) -> Reason | None:
+        """Weights are gathered over what splits them at rest, but not in use."""
+        for path in moved.paths:
+            layout = self.parameters.plan.layouts[path]
+            for axis, names in zip(layout.spec.axes, layout.split, strict=True):
+                in_use = self.rules.activations.get(axis or "", ())
+                if axis and axis != "layers" and mesh_axis in names and mesh_axis not in in_use:
+                    return self._rule("parameters", axis, mesh_axis, path)
+        return None
+
+    def _gradients(
+        self, collective: Collective, moved: Moved, mesh_axis: str, op: str
+    ) -> Reason | None:
+        """Gradients are summed over what splits tokens, into what splits them at rest."""
+        summed = self._tokens(mesh_axis)
+        late = self.program.batch.reduce == "last" and self.in_microbatches(collective)
+        if op not in ("all-reduce", "reduce-scatter") or (late and mesh_axis == "data"):
+            return None
+        if summed and op == "reduce-scatter":
+            return self._resting(moved.paths, mesh_axis) or summed
+        return summed or self._activation(("stages",), mesh_axis)
+
+    def _updated(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+        """What the optimizer's pieces add up to is sent once a step, after the update."""
+        if self.in_microbatches(collective):
+            return None
+        return self._resting(moved.paths, mesh_axis, ("optimizer", "gradients"))
+
+    def _activations(
+        self, collective: Collective, moved: Moved, mesh_axis: str, op: str
+    ) -> Reason | None:
+        if stages := self._activation(("stages",), mesh_axis):
+            return stages
+        if op == "all-gather":
+            return self._gathered(collective, mesh_axis)
+        if op == "all-to-all":
+            by_head = self._activation(("attention_heads", "attention_kv_heads"), mesh_axis)
+            by_expert = self._activation(("experts",), mesh_axis)
+            return by_expert or (by_head if mesh_axis in self._split("seq") else None)
+        if op == "collective-permute":
+            return self._activation(("attended",), mesh_axis)
+        if op == "reduce-scatter" and mesh_axis not in self._split("residual"):
+            return None
+        return self._summed(collective, moved, mesh_axis)
+
+    def _summed(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+        """Partial sums along an axis of the arrays that the mesh axis splits."""
+        einsums = [scope for scope in moved.scopes if scope.equation]
+        for scope in einsums:
+            axes = [axis for letter in scope.contracted for axis in _LETTERS.get(letter, ())]
+            if found := self._activation(axes, mesh_axis):
+                return found
+        if einsums:
+            return None
+        names = {name for scope in moved.scopes for name in scope.names}
+        inside = [_INSIDE[name] for name in _INSIDE if name in names]
+        inside += [axis for axis in self.rules.activations if axis not in _TOKENS]
+        elements = sum(math.prod(shape) for shape in collective.sizes)
+        statistic = self._tokens(mesh_axis) if elements <= _FEW else None
+        return self._activation(inside, mesh_axis) or statistic
+
+    def _gathered(self, collective: Collective, mesh_axis: str) -> Reason | None:
+        """Positions of the residual stream, for a block that works on all of them; or tokens that
+        an expert takes."""
+        positions = self.program.batch.length // self.mesh.size(self._split("seq"))
+        whole = collective.sizes[0][collective.dimension or 0] * collective.devices
+        if mesh_axis in self._split("residual") and mesh_axis not in self._split("seq"):
+            return self._activation(("residual",), mesh_axis) if whole % positions == 0 else None
+        if mesh_axis in self._split("seq"):
+            travels = ("attended", "attention_heads")
+            by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
+            return None if by_kernel else self._activation(("seq",), mesh_axis)
+        return self._activation(("experts",), mesh_axis)
+
+    def _split(self, axis: str) -> tuple[str, ...]:
+        names = self.rules.activations.get(axis, ())
+        return tuple(name for name in names if self.mesh.axes.get(name, 1) > 1)
+
+    def _tokens(self, mesh_axis: str) -> Reason | None:
+        return self._activation(_TOKENS, mesh_axis)
+
+    def _activation(self, axes: Iterable[str], mesh_axis: str) -> Reason | None:
+        for axis in axes:
+            if mesh_axis in self._split(axis):
+                return self._rule("activations", axis, mesh_axis)
+        return None
+
+    def _resting(
+        self,
+        paths: Iterable[str],
+        mesh_axis: str,
+        tables: tuple[str, ...] = ("parameters", "gradients", "optimizer"),
+    ) -> Reason | None:
+        """The rule that splits one of these parameters, or what belongs to it, over a mesh axis."""
+        for path in paths:
+            for axis in self.parameters.plan.layouts[path].spec.axes:
+                for table in tables:
+                    at_rest = getattr(self.rules, table)
+                    if axis and mesh_axis in at_rest.get(axis, ()):
+                        return self._rule(table, axis, mesh_axis, path)
+        return None
+
+    def _rule(self, table: str, axis: str, mesh_axis: str, path: str = "") -> Reason:
+        for pattern, override in self.rules.arrays.items():
+            if table != "activations" and axis in override and matches(path, pattern):
+                return Reason(f"arrays {pattern!r}: {axis} = {mesh_axis}", "")
+        names = [
+            name
+            for name, rules in self._strategies.items()
+            if mesh_axis in getattr(rules, table).get(axis, ())
+        ]
+        return Reason(f"{table}.{axis} = {mesh_axis}", " + ".join(names))

@@ -1,0 +1,103 @@
+"""What the name of an operation in a compiled program says of where it comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward", "recomputation", "update"]
+
+# Names that JAX's own transformations leave, not a model's.
+_JAX = {
+    "",
+    "body",
+    "checkpoint",
+    "closed_call",
+    "cond",
+    "custom_vjp_call",
+    "rematted_computation",
+    "shard_map",
+    "while",
+}
+_CALLED = re.compile(r"^(?:jit|pjit|vmap|closed_call)\(.*\)$")
+_DERIVED = re.compile(r"^(?:transpose|jvp|vmap)\((.*)\)$")
+_EQUATION = re.compile(r"^([a-z]+),([a-z]+)->([a-z]*)$")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One operation: the names of the model around it, and the einsum it computes."""
+
+    names: tuple[str, ...]  # as in ("attention", "query")
+    operation: str  # JAX's name of it: "dot_general", "sharding_constraint"
+    phase: Phase
+    equation: tuple[str, str, str] | None = None  # axes of both operands and of the result
+
+    @property
+    def contracted(self) -> str:
+        """Letters of the axes that the einsum sums over."""
+        left, right, result = self.equation or ("", "", "")
+        return "".join(letter for letter in left if letter in right and letter not in result)
+
+
+def scopes(text: str) -> tuple[Scope, ...]:
+    """Read an operation's name; one that the compiler put together of several has several.
+
+    Those are written prefix/(one:another).
+    """
+    return tuple(_scope(name) for name in _several(text)) if text else ()
+
+
+def _several(text: str) -> list[str]:
+    if not text.endswith(")"):
+        return [text]
+    begin = _matching(text)
+    inside = _split(text[begin + 1 : -1], ":")
+    if len(inside) < 2 or (begin and text[begin - 1] != "/"):
+        return [text]
+    return [text[:begin] + part for part in inside]
+
+
+def _matching(text: str) -> int:
+    """Where the parenthesis opens that the last character closes."""
+    depth = 0
+    for index in range(len(text) - 1, -1, -1):
+        depth += (text[index] == ")") - (text[index] == "(")
+        if depth == 0:
+            return index
+    return 0
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Parts of a text, but not of what is in its parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _scope(text: str) -> Scope:
+    *around, operation = _split(text, "/")
+    names, equation = [], None
+    for name in around:
+        while derived := _DERIVED.match(name):
+            name = derived[1]
+        found = _EQUATION.match(name)
+        if found:
+            equation = (found[1], found[2], found[3])
+        elif name not in _JAX and not _CALLED.match(name):
+            names.append(name)
+    return Scope(tuple(names), operation, _phase(text), equation)
+
+
+def _phase(text: str) -> Phase:
+    if "rematted_computation" in text:
+        return "recomputation"
+    if "transpose(" in text:
+        return "backward"
+    return "forward" if "jvp(" in text else "update"
