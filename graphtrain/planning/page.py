@@ -42,7 +42,6 @@ def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) ->
         "capacity_source": "this machine" if on_cpu else "datasheet",
         "pipeline": _pipeline(program, assessment.plan.mesh.size(("stage",))),
         "search": list(searched),
-        "causes": [],
     }
     return Template(_read("plan.html")).substitute(
         title=html.escape(title),

@@ -9,6 +9,7 @@ import pytest
 from graphtrain.config import load_config
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.assess import estimate
+from graphtrain.planning.blame import Cause
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.page import page
 from graphtrain.planning.remedies import Remedy
@@ -47,11 +48,16 @@ def html(tmp_path_factory):
     program = load_config(directory / "config.toml").program
     assessment = estimate(program)
     refused = dataclasses.replace(assessment.memory, refused=True)
+    causes = [
+        Cause(one, "", "", "", index > 0, f"because of {index}")
+        for index, one in enumerate(assessment.collectives)
+    ]
     answer = Answer(
         program,
         dataclasses.replace(assessment, memory=refused, remark="</script><b>not markup</b>"),
         {"step_seconds": ErrorBar(1.2, 1.5, 3)},
         [Remedy(("program.model.remat=full",), assessment)],
+        causes,
     )
     path = directory / "plan.html"
     path.write_text(page("a <title> & more", answer, SEARCHED), encoding="utf-8")
@@ -97,7 +103,9 @@ def test_everything_is_drawn_from_the_file_alone(opened):
     assert opened.inner_text("#verdict") == "does not fit v5e:4x4, says the compiler"
     assert "3 runs" in opened.inner_text("#error-bars")
     assert "--set 'program.model.remat=full'" in opened.inner_text("#remedies")
-    assert opened.locator("#causes-section").is_hidden()
+    assert opened.locator("#causes tbody tr").count() == 1
+    assert "because of 0" in opened.inner_text("#causes")
+    assert "because of 1" in opened.inner_text("#collectives")
 
 
 COLOURS = """count => new Set([...document.querySelectorAll("#devices-chart .mark-rect path")]

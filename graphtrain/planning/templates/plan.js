@@ -347,7 +347,7 @@ async function collectives() {
     { name: "sent by a device in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
     { name: "type", of: (one) => one.dtype },
     { name: "made by", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
-    ...(list.some((one) => one.cause) ? [{ name: "why", of: (one) => one.cause ?? "", words: true }] : []),
+    ...(list.some((one) => one.why) ? [{ name: "why", of: (one) => one.why, words: true }] : []),
   ], list);
   const sums = new Map();
   for (const one of list) {
@@ -384,13 +384,14 @@ function remedies() {
 }
 
 function causes() {
-  at("causes-section").hidden = !plan.causes.length;
+  const found = plan.collectives.filter((one) => one.explained === false);
+  at("causes-section").hidden = !found.length;
   table("causes", [
-    { name: "what", of: (one) => one.what, words: true },
-    { name: "line of the model", of: (one) => one.source, show: (one) => code(one.source) },
-    { name: "sent in a step", of: (one) => one.bytes, show: (one) => megabytes(one.bytes), number: true },
-    { name: "what would remove it", of: (one) => one.remedy, words: true },
-  ], plan.causes);
+    { name: "why it is there, and what would remove it", of: (one) => one.why, words: true },
+    { name: "over", of: (one) => one.axes.join("+") },
+    { name: "operation", of: (one) => one.op },
+    { name: "sent in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
+  ], found);
 }
 
 // Whatever the search printed of each strategy: a column for each name whose values are simple.
