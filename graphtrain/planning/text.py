@@ -148,7 +148,7 @@ def targets_table(rows: "Sequence[Row]") -> "Table":
             continue
         memory, spent = of.memory, of.compile_seconds
         sizes = _mega(memory.peak), _mega(memory.capacity), seconds(of.time.total), f"{of.mfu:.1%}"
-        fits = "yes" if memory.fits else "no"
+        fits = "yes" if memory.fits else "no: refused" if memory.refused else "no"
         compiled = "-" if spent is None else f"{spent:.1f}"
         table.add_row(row.target, str(of.plan.mesh), memory.source, fits, *sizes, compiled)
     return table

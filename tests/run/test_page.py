@@ -35,8 +35,8 @@ steps = 1
 data = { train = "data" }
 """
 SEARCHED = [
-    {"mesh": "fsdp 16", "step_seconds": 0.2, "peak_bytes": 9e9},
-    {"mesh": "fsdp 4 x tensor 4", "step_seconds": 0.1, "peak_bytes": 4e9},
+    {"mesh": {"fsdp": 16}, "rules": ["fsdp"], "step_seconds": 0.2, "peak_bytes": 9e9, "mfu": 0.4},
+    {"mesh": {"fsdp": 4, "tensor": 4}, "rules": [], "step_seconds": 0.1, "peak_bytes": 4e9},
 ]
 
 
@@ -162,4 +162,5 @@ def test_the_schedule_shows_every_pass(opened):
 
 def test_search_results_are_a_table_and_points(opened):
     assert opened.locator("#search tbody tr").count() == 2
+    assert "fsdp 4 × tensor 4" in opened.inner_text("#search")  # noqa: RUF001
     assert opened.locator("#search-chart .mark-symbol path").count() == 2

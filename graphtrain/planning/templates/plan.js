@@ -394,24 +394,36 @@ function causes() {
   ], found);
 }
 
-// Whatever the search printed of each strategy: a column for each name whose values are simple.
+// A setting as words: a mesh or a pipeline by its sizes, rules by their names.
+function words(value) {
+  if (Array.isArray(value)) return value.join(", ");
+  if (value && typeof value === "object")
+    return Object.entries(value).map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
+  return String(value ?? "");
+}
+
+// Strategies as `graphtrain plan search --json` prints them; a column for each name.
 async function search() {
   const list = plan.search;
   if (!list.length) return;
   at("search-section").hidden = false;
-  const simple = (value) => ["number", "string", "boolean"].includes(typeof value);
-  const names = [...new Set(list.flatMap(Object.keys))].filter((name) => list.some((one) => simple(one[name])));
-  const text = (value, name) => typeof value !== "number" ? String(value ?? "")
+  const names = [...new Set(list.flatMap(Object.keys))];
+  const text = (value, name) => typeof value !== "number" ? words(value)
     : name.endsWith("_bytes") ? megabytes(value) : name.endsWith("seconds") ? seconds(value)
-    : value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
-  table("search", names.map((name) => ({
-    name: name.replaceAll("_", " ").replace(/ (bytes|seconds)$/, ""),
+    : name === "mfu" ? `${number(value * 100)} %` : value.toLocaleString("en-US");
+  const column = (name) => ({
+    name: name === "mfu" ? "MFU" : name.replaceAll("_", " ").replace(/ (bytes|seconds)$/, ""),
     number: list.some((one) => typeof one[name] === "number"),
-    of: (one) => one[name] ?? "", show: (one) => text(one[name], name),
-  })), list);
+    of: (one) => typeof one[name] === "number" ? one[name] : words(one[name]),
+    show: (one) => name === "source" ? source(one[name]) : text(one[name], name),
+  });
+  table("search", names.map(column), list);
   if (!list.every((one) => one.step_seconds && one.peak_bytes)) return;
   const capacity = plan.memory.capacity_bytes / 1e9;
-  const rows = list.map((one) => ({ ...one, gigabytes: one.peak_bytes / 1e9 }));
+  const rows = list.map((one) => ({
+    gigabytes: one.peak_bytes / 1e9, step_seconds: one.step_seconds,
+    ...Object.fromEntries(names.map((name) => [column(name).name, text(one[name], name)])),
+  }));
   await draw("search-chart", {
     width: 740, height: 260,
     layer: [
@@ -419,7 +431,7 @@ async function search() {
         encoding: {
           x: { field: "step_seconds", type: "quantitative", title: "seconds a step (estimate)", scale: { zero: false } },
           y: { field: "gigabytes", type: "quantitative", title: "peak GB of a device" },
-          tooltip: names.map((field) => ({ field })) } },
+          tooltip: names.map((name) => ({ field: column(name).name })) } },
       { data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeDash: [4, 4] },
         encoding: { y: { field: "capacity", type: "quantitative" } } },
     ],
