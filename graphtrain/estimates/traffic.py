@@ -39,6 +39,8 @@ def _of_weights(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Col
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width = 2 if program.model.dtype == "bfloat16" else 4
+    sizes = Sizes.of(program, rules, mesh)
+    looked_up = sizes.sequences * sizes.length * program.model.embed * width
     deferred = batch.reduce == "last" and "data" in spread
     for path, spec in parameter_arrays(program.model).items():
         in_layers = path.startswith("layers/")
@@ -54,17 +56,35 @@ def _of_weights(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Col
         if program.model.remat == "full" and in_layers and not path.endswith("mlp/down"):
             uses += 1  # what is computed again asks for its weights again
         yield each("all-gather", gathered, times * uses, here * width)
-        yield _one("reduce-scatter", gathered, times, here * 4, mesh=mesh, dtype="f32")
+        yield _scattered(path, gathered, times, here * 4, looked_up, mesh)
         held = here / mesh.size(gathered)
         role = "optimizer" if batch.microbatches == 1 or deferred else "gradient"
         pieces = _split(path, spec, rules, mesh, role)
         for axis in (name for name in spread if name not in gathered):
+            count = int(layers if axis == "data" and deferred else times)
+            if axis in pieces and not deferred:
+                yield _scattered(path, (axis,), count, held * 4, looked_up, mesh)
+                continue
             op = "reduce-scatter" if axis in pieces else "all-reduce"
-            count = layers if axis == "data" and deferred else times
-            yield _one(op, (axis,), int(count), held * 4, mesh=mesh, dtype="f32")
+            yield _one(op, (axis,), count, held * 4, mesh=mesh, dtype="f32")
         updated = _split(path, spec, rules, mesh, "optimizer")
         back = tuple(axis for axis in updated if axis not in rest)
         yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
+
+
+def _scattered(
+    path: str,
+    axes: tuple[str, ...],
+    count: int,
+    size: float,
+    looked_up: float,
+    mesh: MeshShape,
+) -> Collective:
+    """A gradient reduced into pieces. That of an embedding is added up where its piece is, if the
+    gradients of the rows looked up are fewer bytes to send there."""
+    if path.startswith("embedding") and looked_up < size:
+        return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype="bf16")
+    return _one("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
 
 
 def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:

@@ -6,8 +6,9 @@ best are then compiled, and ranked again by what the compiler says they hold and
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -96,9 +97,18 @@ def search(program: Program, keep: int = 20) -> Found:
             member = family, candidate.choice(family)
             if member not in best_of or _better(candidate, best_of[member]):
                 best_of[member] = candidate
-    fitting.sort(key=lambda one: one.seconds)
+    fitting = list(rank(fitting))
     lost = _why_lost(fitting[0] if fitting else None, best_of)
     return Found(tuple(fitting[:keep]), lost, considered, time.perf_counter() - began)
+
+
+def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that fit first; then the faster; of equals, within 1 %, what holds less."""
+
+    def order(one: Candidate) -> tuple[bool, int, int]:
+        return not one.memory.fits, round(100 * math.log(one.seconds)), one.memory.peak
+
+    return tuple(sorted(candidates, key=order))
 
 
 def candidates(program: Program) -> Iterator[Candidate]:
@@ -184,7 +194,7 @@ def _better(one: Candidate, other: Candidate) -> bool:
     if one.memory.fits != other.memory.fits:
         return one.memory.fits
     if one.memory.fits:
-        return one.seconds < other.seconds
+        return rank((one, other))[0] is one
     return one.memory.peak < other.memory.peak
 
 
@@ -211,6 +221,11 @@ def _reason(winner: Candidate | None, best: Candidate) -> str:
             f"which {largest} {parts[largest] / 1e9:.1f} GB"
         )
     assert winner is not None
+    if round(100 * math.log(best.seconds / winner.seconds)) < 1:
+        return (
+            f"as fast with {best.mesh}, but holds {best.memory.peak / 1e9:.1f} GB against "
+            f"{winner.memory.peak / 1e9:.1f} GB"
+        )
     name, more = _largest_excess(best.time, winner.time)
     return (
         f"at best {best.seconds:.3f} s a step against {winner.seconds:.3f} s, with {best.mesh}: "
