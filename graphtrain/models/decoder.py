@@ -18,6 +18,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.dot import dot
 from graphtrain.models.layers import (
+    WHOLE,
     Auxiliary,
     apply_layers,
     dropout,
@@ -50,7 +51,9 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = residual(_rows(self.tokens[...], tokens, self.model.dtype, by_hand_now()))
+        # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
+        rows = _rows(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        x = residual(constrain(rows, *WHOLE))
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
