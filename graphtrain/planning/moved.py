@@ -63,7 +63,9 @@ class Parameters:
         if not shapes:
             return Moved("numbers", (), told)
         alike = [self._by_shape.get(_key(shape)) for shape in shapes]
-        if 2 * sum(map(bool, alike)) <= len(alike):  # one of several may be stacked by stage
+        few = 2 * sum(map(bool, alike)) <= len(alike)  # one of several may be stacked by stage
+        passes_on = collective.op == "collective-permute" and not collective.instead_of
+        if few or passes_on:
             return Moved("activations", (), told)
         phases = {scope.phase for scope in told}
         einsums = [scope for scope in told if scope.equation]

@@ -59,6 +59,9 @@ class Reasons:
         if moved.kind == "weights":
             # A TPU gathers small arrays by adding up pieces that are zero elsewhere.
             return self._weights(moved, mesh_axis) if op in ("all-gather", "all-reduce") else None
+        if op not in ("all-reduce", "reduce-scatter") and self._is_for_rows(moved, mesh_axis):
+            table = self.parameters.named("embedding")
+            return self._resting(table, mesh_axis) or self._tokens(mesh_axis)
         if moved.kind == "gradients":
             return self._gradients(collective, moved, mesh_axis, op)
         if moved.kind == "updated weights":
@@ -125,8 +128,6 @@ class Reasons:
     ) -> Reason | None:
         if stages := self._activation(("stages",), mesh_axis):
             return stages
-        if op in ("all-gather", "all-to-all") and self._is_for_rows(moved, mesh_axis):
-            return self._resting(self.parameters.named("embedding"), mesh_axis)
         if op == "all-gather":
             return self._gathered(collective, mesh_axis)
         if op == "all-to-all":
