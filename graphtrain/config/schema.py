@@ -95,6 +95,8 @@ class Model:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
+        if self.mixture is not None and self.merged_gate:
+            raise ValueError("merged_gate is for dense models; experts have gate and up apart")
         if self.positions == "learned" and self.max_length is None:
             raise ValueError('positions = "learned" needs max_length')
         if self.positions != "learned" and self.max_length is not None:

@@ -59,11 +59,31 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
 
 
 def _mlp(model: Model) -> dict[str, ArraySpec]:
+    if model.mixture is not None:
+        wide = ("gate", "up") if is_gated(model) else ("up",)
+        return {
+            "router": _array(model, "embed", "routes"),
+            "down": _array(model, "experts", "mlp", "embed"),
+            **{name: _array(model, "experts", "embed", "mlp") for name in wide},
+        }
+    if model.merged_gate:
+        return _merged(model)
     arrays = {"up": _array(model, "embed", "mlp"), "down": _array(model, "mlp", "embed")}
     if is_gated(model):
         arrays["gate"] = _array(model, "embed", "mlp")
     if model.bias == "all":
         arrays |= {f"{name}_bias": _array(model, "mlp") for name in arrays if name != "down"}
+        arrays["down_bias"] = _array(model, "embed")
+    return arrays
+
+
+def _merged(model: Model) -> dict[str, ArraySpec]:
+    arrays = {
+        "gate_up": ArraySpec((model.embed, 2, model.mlp), ("embed", None, "mlp")),
+        "down": _array(model, "mlp", "embed"),
+    }
+    if model.bias == "all":
+        arrays["gate_up_bias"] = ArraySpec((2, model.mlp), (None, "mlp"))
         arrays["down_bias"] = _array(model, "embed")
     return arrays
 
@@ -74,5 +94,10 @@ def _norm(model: Model) -> dict[str, ArraySpec]:
 
 
 def _array(model: Model, *axes: str) -> ArraySpec:
-    names = {"positions": "max_length"}
-    return ArraySpec(tuple(getattr(model, names.get(axis, axis)) for axis in axes), axes)
+    return ArraySpec(tuple(_size(model, axis) for axis in axes), axes)
+
+
+def _size(model: Model, axis: str) -> int:
+    if axis in ("experts", "routes"):
+        return model.mixture.experts if model.mixture is not None else 0
+    return getattr(model, "max_length" if axis == "positions" else axis)

@@ -65,7 +65,8 @@ class Attention(nnx.Module):
         """As a ring where the rules split keys by position, else each device by itself."""
         slopes = alibi_slopes(self.model.heads) if self.model.positions == "alibi" else None
         if ring := split_of("attended"):
-            return ring_attention(query, key, value, slopes and tuple(slopes), ring)
+            by_head = None if slopes is None else tuple(slopes)
+            return ring_attention(query, key, value, by_head, ring)
         attend = partial(attention, slopes=slopes)
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=False)

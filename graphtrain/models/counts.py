@@ -16,7 +16,7 @@ def flops_per_token(model: Model, length: int) -> float:
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
-    products = _weights(model) + model.embed * model.vocab
+    products = _weights(model, active=True) + model.embed * model.vocab
     return 6 * products + attention_flops_per_token(model, length)
 
 
@@ -26,11 +26,14 @@ def attention_flops_per_token(model: Model, length: int) -> float:
     return 12 * model.layers * query * length
 
 
-def _weights(model: Model) -> int:
-    """Weights of the matrix products in the layers."""
+def _weights(model: Model, *, active: bool = False) -> int:
+    """Weights of the matrix products in the layers; of a mixture, all or those a token meets."""
     embed, query, key = _widths(model)
     attention = 2 * embed * query + 2 * embed * key
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
+    if (mixture := model.mixture) is not None:
+        experts = mixture.per_token if active else mixture.experts
+        mlp = experts * mlp + embed * mixture.experts
     return model.layers * (attention + mlp)
 
 
@@ -38,7 +41,8 @@ def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    by_choice = {"none": 0, "qkv": qkv, "all": qkv + embed + hidden + embed}
+    inside = 0 if model.mixture is not None else hidden + embed  # experts have no biases
+    by_choice = {"none": 0, "qkv": qkv, "all": qkv + embed + inside}
     return model.layers * by_choice[model.bias]
 
 

@@ -53,7 +53,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
         rows = _rows(self.tokens[...], tokens, self.model.dtype, by_hand_now())
-        x = residual(constrain(rows, *WHOLE))
+        x = residual(constrain(jnp.asarray(rows), *WHOLE))
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:

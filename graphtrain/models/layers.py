@@ -10,6 +10,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models.attention import Attention
+from graphtrain.models.mixture import MixtureMLP
 from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
@@ -27,7 +28,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(model)
         self.attention = Attention(model, rngs)
         self.mlp_norm = Norm(model)
-        self.mlp = MLP(model, rngs)
+        self.mlp = MLP(model, rngs) if model.mixture is None else MixtureMLP(model, rngs)
 
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None
@@ -36,9 +37,11 @@ class Block(nnx.Module):
         for_attention, for_mlp = split_key(dropout_key)
         update = leave(self.attention(enter(self.attention_norm(x))))
         x = x + dropout(update, self.dropout, for_attention)
-        update = leave(self.mlp(enter(self.mlp_norm(x))))
+        wide = self.mlp(enter(self.mlp_norm(x)))
+        update, auxiliary = wide if isinstance(wide, tuple) else (wide, {})
+        update = leave(update)
         x = x + dropout(update, self.dropout, for_mlp)
-        return residual(x), {}
+        return residual(x), auxiliary
 
 
 RESIDUAL = ("batch", "residual", "embed")

@@ -11,7 +11,7 @@ from graphtrain.models.counts import is_gated
 from graphtrain.models.projection import project, projects
 from lowering.constrain import constrain
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=False),
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -38,7 +38,7 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same."""
-        activate = _ACTIVATIONS[self.model.activation]
+        activate = ACTIVATIONS[self.model.activation]
         *gate, up = self._widen(x)
         hidden = activate(gate[0]) * up if gate else activate(up)
         return project(self, "down", "bsm,me->bse", hidden)

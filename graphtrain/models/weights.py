@@ -27,5 +27,8 @@ def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
 
 def _size(model: Model, axis: str) -> int:
-    """All but the position table's rows are settings of the same name."""
+    """All but the position table's rows and the experts are settings of the same name."""
+    if axis in ("experts", "routes"):
+        assert model.mixture is not None
+        return model.mixture.experts
     return getattr(model, "max_length" if axis == "positions" else axis)

@@ -1,6 +1,6 @@
 import pytest
 
-from graphtrain.config.schema import Batch, Model, Optimizer, Program
+from graphtrain.config.schema import Batch, Mixture, Model, Optimizer, Program
 from graphtrain.estimates.arrays import parameter_arrays, state_arrays
 from graphtrain.models.counts import parameter_count
 from graphtrain.models.decoder import parameter_specs
@@ -12,6 +12,8 @@ GPT2 = {"positions": "learned", "max_length": 8, "norm": "layer", "bias": "all",
 MODELS = [
     Model(**SIZES, kv_heads=2),
     Model(**SIZES, **GPT2, activation="gelu"),
+    Model(**SIZES, mixture=Mixture(experts=4), kv_heads=2),
+    Model(**SIZES, merged_gate=True, bias="all"),
     Model(**SIZES, bias="qkv", positions="alibi", activation="geglu"),
 ]
 

@@ -1,0 +1,140 @@
+"""Mixtures of experts: Hugging Face's numbers on one device, and one device's on eight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import LLAMA, program
+from test_parallel import assert_close, loss_and_gradients
+
+from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Pipeline
+from graphtrain.models.counts import flops_per_token, parameter_count
+from graphtrain.models.decoder import forward, initialise
+from graphtrain.models.mixture import place_in_line, router_losses
+
+DROPLESS = Mixture(experts=4, per_token=2)
+ROOMY = Mixture(experts=4, per_token=2, capacity=1.0)
+DEFAULT = program().rules
+WAYS = {
+    "expert": Mesh(expert=4),
+    "expert, data": Mesh(data=2, expert=4),
+    "expert, tensor, sequence": Mesh(expert=4, tensor=2),
+    "expert, fsdp": Mesh(fsdp=2, expert=4),
+    "expert, data, tensor": Mesh(data=2, expert=2, tensor=2),
+    "expert, context": Mesh(expert=4, context=2),
+}
+
+
+def mixed(mixture, **settings):
+    return program(model=dataclasses.replace(LLAMA, mixture=mixture), **settings)
+
+
+@pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("way", WAYS)
+def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
+    devices = int(np.prod(list(vars(WAYS[way]).values())))
+    batch = Batch(sequences=16, length=16, microbatches=2)
+    split = mixed(mixture, target=f"cpu:{devices}", mesh=WAYS[way], batch=batch)
+    assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, batch=batch)))
+
+
+@pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
+def test_stages_of_mixtures_have_the_gradients_of_one_device(mixture):
+    settings = {"batch": Batch(sequences=16, length=16, microbatches=2)}
+    split = mixed(
+        mixture,
+        target="cpu:8",
+        mesh=Mesh(data=2, stage=2, expert=2),
+        pipeline=Pipeline(schedule="gpipe"),
+        **settings,
+    )
+    assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, **settings)))
+
+
+def test_logits_equal_those_of_mixtral():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = Model(
+        layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none",
+        initial_deviation=0.2, mixture=Mixture(experts=4, per_token=2),
+    )  # fmt: skip
+    ours = jax.device_get(initialise(model, jax.random.key(0)))
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        rms_norm_eps=model.norm_epsilon, rope_theta=model.rope_base, sliding_window=None,
+        tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = transformers.MixtralForCausalLM(config).float().eval()
+    theirs.load_state_dict(
+        {name: torch.tensor(value) for name, value in _as_mixtral(ours).items()},
+        strict=True,
+    )
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    got, _ = forward(model, ours, jnp.array(tokens))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def _as_mixtral(ours):
+    """Our weights by Hugging Face's names; its matrices are (out, in)."""
+    named = {
+        "model.embed_tokens.weight": ours["embedding"]["tokens"],
+        "model.norm.weight": ours["final_norm"]["scale"],
+        "lm_head.weight": ours["head"].T,
+    }
+    layers = ours["layers"]
+    for index in range(2):
+        at = f"model.layers.{index}"
+        attention = {name: array[index] for name, array in layers["attention"].items()}
+        for theirs, name in (("q", "query"), ("k", "key"), ("v", "value")):
+            named[f"{at}.self_attn.{theirs}_proj.weight"] = attention[name].reshape(32, -1).T
+        named[f"{at}.self_attn.o_proj.weight"] = attention["output"].reshape(-1, 32).T
+        mlp = {name: array[index] for name, array in layers["mlp"].items()}
+        both = np.concatenate([mlp["gate"], mlp["up"]], axis=-1)
+        named[f"{at}.mlp.gate.weight"] = mlp["router"].T
+        named[f"{at}.mlp.experts.gate_up_proj"] = both.transpose(0, 2, 1)
+        named[f"{at}.mlp.experts.down_proj"] = mlp["down"].transpose(0, 2, 1)
+        named[f"{at}.input_layernorm.weight"] = layers["attention_norm"]["scale"][index]
+        named[f"{at}.post_attention_layernorm.weight"] = layers["mlp_norm"]["scale"][index]
+    return named
+
+
+def test_with_room_for_all_a_capacity_drops_none():
+    tokens = jnp.array(np.random.default_rng(1).integers(0, 64, (2, 16)))
+    wide = Mixture(experts=4, per_token=2, capacity=4.0)
+    parameters = initialise(dataclasses.replace(LLAMA, mixture=DROPLESS), jax.random.key(0))
+    results = [
+        forward(dataclasses.replace(LLAMA, mixture=mixture), parameters, tokens)[0]
+        for mixture in (DROPLESS, wide)
+    ]
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_line_is_in_the_order_of_the_sequence():
+    experts = jnp.array([[[0, 1], [1, 0], [0, 2], [2, 1]]])
+    assert place_in_line(experts, 3).tolist() == [[[0, 0], [1, 1], [2, 0], [1, 2]]]
+
+
+def test_balanced_experts_lose_least():
+    mixture = Mixture(experts=2, per_token=1, balance_loss=1.0, z_loss=1.0)
+    even = jnp.zeros((1, 4, 2))
+    losses = router_losses(even, jnp.array([[[0], [1], [0], [1]]]), mixture, layers=1)
+    assert float(losses["balance_loss"]) == pytest.approx(1.0)
+    assert float(losses["router_z_loss"]) == pytest.approx(np.log(2) ** 2)
+    skewed = jnp.array([[[9.0, 0.0]] * 4])
+    worse = router_losses(skewed, jnp.zeros((1, 4, 1), jnp.int32), mixture, layers=1)
+    assert float(worse["balance_loss"]) == pytest.approx(2.0, abs=1e-3)
+
+
+def test_mixtral_has_its_published_size():
+    mixtral = Model(
+        layers=32, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=32000,
+        mixture=Mixture(experts=8, per_token=2),
+    )  # fmt: skip
+    assert parameter_count(mixtral) == pytest.approx(46.7e9, rel=1e-3)
+    active = (flops_per_token(mixtral, 0) / 6) + 4096 * 32000  # and the embedding, looked up
+    assert active == pytest.approx(12.9e9, rel=5e-3)
