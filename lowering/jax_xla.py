@@ -195,6 +195,7 @@ def compile(lowered: Lowered) -> Artifact:
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
+            "host": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
             "peak": _peak(memory, lowered.target),
         },
         "replicated": replicated,

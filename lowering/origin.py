@@ -47,6 +47,8 @@ class Origins:
     def place(self, computation: Computation, instruction: Instruction) -> tuple[str, str]:
         """Scope and source of an operation; of what it is part of or takes, where it has none."""
         told = self._told(computation, instruction)
+        if not told.frame:  # jax 0.11 gives a gathered input the name of the input
+            told = _user(computation, instruction) or told
         return told.op_name, self._source(told.frame)
 
     def arrays(
@@ -141,6 +143,17 @@ class Origins:
                 state = body.instructions[state.operands[0]]
             else:
                 return state.opcode == "parameter" and position == index
+
+
+def _user(computation: Computation, instruction: Instruction) -> Instruction | None:
+    """The first instruction with a line of its own that takes the result of another."""
+    takers = {instruction.name}
+    for each in computation.instructions.values():
+        if takers.intersection(each.operands):
+            if each.frame:
+                return each
+            takers.add(each.name)
+    return None
 
 
 def _is_move(instruction: Instruction) -> bool:
