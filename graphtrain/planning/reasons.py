@@ -167,6 +167,8 @@ class Reasons:
             of_features = is_last and sizes[dimension] * collective.devices in features
             return None if of_features else self._activation(("residual",), mesh_axis)
         if mesh_axis in self._split("seq"):
+            if any(path.startswith("batch/") for path in collective.arrays):
+                return self._activation(("attended",), mesh_axis)  # tokens, to be put in order
             travels = ("attended", "attention_heads")
             by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
             return None if by_kernel else self._activation(("seq",), mesh_axis)

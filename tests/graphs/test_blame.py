@@ -41,6 +41,8 @@ GOOD = {
         {"data": 2, "fsdp": 2, "tensor": 2},
         ACCUMULATED,
     ),
+    "context": (("data", "context"), {"data": 2, "context": 4}, {}),
+    "ulysses": (("data", "ulysses"), {"data": 2, "context": 4}, {}),
     "pipeline": (("data", "pipeline"), {"data": 4, "stage": 2}, PIPELINED),
     "pipeline, 1f1b": (
         ("data", "pipeline"),
