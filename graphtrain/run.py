@@ -26,6 +26,7 @@ from graphtrain.schedule import learning_rate
 from lowering import host
 from lowering.target import Target
 from lowering.trees import Tree
+from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
 
@@ -120,7 +121,7 @@ def _add_to_ledger(
     each = (peak - began) / target.devices if target.platform == "cpu" else peak
     try:
         add_run(cache.root, config.program, programs["train"].record, steps, each)
-    except OSError as error:
+    except (OSError, ShardingError) as error:
         warnings.warn(f"the run is not in the ledger: {error}", stacklevel=1)
 
 

@@ -14,6 +14,7 @@ from graphtrain.cache import Cache
 from graphtrain.compile import Observer, Outcome, compile_tasks, tasks_of
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
+from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory as estimated_memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
@@ -86,9 +87,10 @@ def assess_all(
 def estimate(program: Program, plan: Plan | None = None) -> Assessment:
     """The same by arithmetic alone; with a plan, no JAX is imported."""
     mesh, rules = mesh_shape(program), Rules.load(program.rules)
-    memory = estimated_memory(program, rules, mesh)
+    filled = with_filler(program)
+    memory = estimated_memory(filled, rules, mesh)
     return _assessment(
-        program, plan or plan_program(program), memory, traffic(program, rules, mesh), "estimate"
+        program, plan or plan_program(program), memory, traffic(filled, rules, mesh), "estimate"
     )
 
 
@@ -129,7 +131,7 @@ def _why_not(outcome: Outcome) -> str:
 
 def _explained(peak: int, program: Program, plan: Plan) -> Memory:
     """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
-    guess = estimated_memory(program, Rules.load(program.rules), plan.mesh)
+    guess = estimated_memory(with_filler(program), Rules.load(program.rules), plan.mesh)
     parameters, optimizer = map(plan.bytes_per_device, ("parameter", "optimizer"))
     rest = max(0, peak - parameters - optimizer)
     gradients = min(guess.gradients, rest)
@@ -153,7 +155,8 @@ def _assessment(
     collectives: tuple[Collective, ...],
     source: Any,
 ) -> Assessment:
-    time = step_time(program, plan.mesh, memory, collectives, bubble_of(program, plan.mesh))
+    bubble = bubble_of(program, plan.mesh)
+    time = step_time(with_filler(program), plan.mesh, memory, collectives, bubble)
     return Assessment(
         target=program.target,
         plan=plan,

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphtrain.cache.programs import timestamp
 from graphtrain.config.schema import Program
+from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time
 from graphtrain.estimates.traffic import bubble_of
@@ -58,8 +59,9 @@ def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs
     """What a plan says of the same compiled program."""
     mesh, size = mesh_shape(program), record["stablehlo_bytes"]
     collectives = [Collective.from_record(one) for one in record["collectives"]]
-    held = memory(program, Rules.load(program.rules), mesh)
-    time = step_time(program, mesh, held, collectives, bubble_of(program, mesh))
+    filled = with_filler(program)
+    held = memory(filled, Rules.load(program.rules), mesh)
+    time = step_time(filled, mesh, held, collectives, bubble_of(program, mesh))
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(ledger.read(path), program.target, size),
         step_seconds=time.total,

@@ -13,6 +13,7 @@ from graphtrain.config.render import toml
 from graphtrain.config.schema import Program
 from graphtrain.errors import GraphtrainError
 from graphtrain.estimates.arrays import state_arrays
+from graphtrain.estimates.filler import with_filler
 from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
@@ -108,7 +109,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
 def _estimate(program: Program) -> Assessment:
     """In well under a millisecond, without tracing."""
     rules, mesh = Rules.load(program.rules), mesh_shape(program)
-    arrays = state_arrays(program.model, program.optimizer)
+    arrays = state_arrays(with_filler(program).model, program.optimizer)
     return estimate(program, make_plan(arrays, rules, mesh))
 
 

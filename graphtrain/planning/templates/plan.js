@@ -294,7 +294,8 @@ async function pipeline() {
   at("pipeline-about").textContent =
     `${pipe.schedule}: ${pipe.stages} stages, ${pipe.rounds} ` +
     `${pipe.rounds === 1 ? "round" : "rounds"}, ${pipe.microbatches} microbatches; each stage ` +
-    `waits ${number(pipe.bubble * 100)} % of a step (by the schedule, all ticks alike).`;
+    `waits ${number(pipe.bubble * 100)} % of a step (by the schedule, all ticks alike). ` +
+    `Numbers are microbatches${pipe.rounds > 1 ? "; paler is a later round" : ""}.`;
   const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
     ({ stage, tick, until: tick + 1, kind, microbatch, round }));
   const ticks = Math.max(...rows.map((row) => row.until));

@@ -1,0 +1,22 @@
+"""The filler of a pipeline whose stages have unequal numbers of layers."""
+
+from dataclasses import replace
+
+from graphtrain.config.schema import Program
+from graphtrain.requests import stages_of
+
+
+def with_filler(program: Program) -> Program:
+    """A program with as many layers as its stages hold rows: those of zeros take memory and time.
+
+    Raises:
+        ShardingError: layers or microbatches that the stages cannot take.
+    """
+    stages = stages_of(program)
+    if stages is None:
+        return program
+    return replace(
+        program,
+        model=replace(program.model, layers=len(stages.rows)),
+        pipeline=replace(program.pipeline, layers=None),
+    )
