@@ -18,8 +18,8 @@ MESH_AXES = {
 ARRAY_AXES = {
     "attended": "positions of keys and values; split, attention passes them around a ring",
     "attending": "positions of queries inside attention",
-    "attention_heads": "query heads inside attention",
-    "attention_kv_heads": "key and value heads inside attention",
+    "attention_heads": "query heads inside attention, those that a split of heads leaves together",
+    "attention_kv_heads": "key and value heads inside attention, likewise",
     "batch": "sequences of a step",
     "capacity": "tokens that one expert takes",
     "embed": "the residual stream",

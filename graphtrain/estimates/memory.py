@@ -36,7 +36,7 @@ class Sizes:
         model, batch = program.model, program.batch
         assert model.kv_heads
 
-        def split(size: int, axis: str) -> float:
+        def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
@@ -45,8 +45,8 @@ class Sizes:
             length=split(batch.length, "residual"),
             inside=split(batch.length, "seq"),
             attended=split(batch.length, "attended"),
-            heads=split(model.heads, "attention_heads"),
-            kv_heads=split(model.kv_heads, "attention_kv_heads"),
+            heads=split(split(model.heads, "heads"), "attention_heads"),
+            kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             mlp=split(model.mlp, "mlp"),
             vocab=split(model.vocab, "vocab"),
             layers=layers,

@@ -126,16 +126,23 @@ def _of_attention(
 ) -> Iterator[Collective]:
     """Keys and values around a ring, or heads against positions."""
     model, use = program.model, rules.activations
-    assert model.head_dim
+    assert model.head_dim and model.kv_heads
     times = round(sizes.layers) * program.batch.microbatches
     ring = _axes(use, ("attended",), mesh)
-    pair = 2 * sizes.sequences * sizes.attended * sizes.kv_heads * model.head_dim * sizes.item
+    pair = 2 * sizes.sequences * sizes.attended * sizes.kv_heads * model.head_dim
+    each = partial(_one, mesh=mesh)
     hops = max(0, mesh.size(ring) - 1)
-    yield _one("collective-permute", ring, 4 * hops * times, pair, mesh=mesh, dtype="bf16")
-    split = set(_axes(use, ("attention_heads",), mesh)) - set(_axes(use, ("heads",), mesh))
-    swapped = tuple(axis for axis in MESH_AXES if axis in split)
-    query = sizes.sequences * sizes.inside * sizes.heads * mesh.size(swapped) * model.head_dim
-    yield _one("all-to-all", swapped, 8 * times, query * sizes.item, mesh=mesh, dtype="bf16")
+    yield each("collective-permute", ring, 2 * hops * times, pair * sizes.item, dtype="bf16")
+    home = mesh.size(ring)  # their gradients go all the way around
+    yield each("collective-permute", ring, home * times, pair * 4, dtype="f32")
+    swapped = _axes(use, ("attention_heads",), mesh)
+    token = sizes.sequences * sizes.inside * model.head_dim * sizes.item
+    query = token * sizes.heads * mesh.size(swapped)
+    # Key heads repeat where they are fewer than devices.
+    together = model.kv_heads // mesh.size(_axes(use, ("kv_heads",), mesh))
+    key = token * math.lcm(together, mesh.size(swapped))
+    yield each("all-to-all", swapped, 4 * times, query, dtype="bf16")
+    yield each("all-to-all", swapped, 4 * times, key, dtype="bf16")
 
 
 def _one(

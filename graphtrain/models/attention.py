@@ -45,21 +45,12 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
-        query = constrain(query, "batch", "seq", "heads", "head_dim")
-        key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
-        value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
         if self.model.positions == "rope":
-            places = positions(query.shape[1])
+            places = positions(x.shape[1])
             query = rotate(query, places, self.model.rope_base)
             key = rotate(key, places, self.model.rope_base)
-        query = constrain(query, "batch", "attending", "attention_heads", "head_dim")
-        key, value = _enough(key, value)
-        key = constrain(key, "batch", "attended", "attention_kv_heads", "head_dim")
-        value = constrain(value, "batch", "attended", "attention_kv_heads", "head_dim")
-        mixed = self._attend(query, key, value)
-        mixed = constrain(mixed, "batch", "attending", "attention_heads", "head_dim")
-        mixed = constrain(mixed, "batch", "seq", "heads", "head_dim")
-        return project(self, "output", "bshd,hde->bse", mixed)
+        mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY))
+        return project(self, "output", "bshd,hde->bse", _outside(mixed, QUERY))
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         """As a ring where the rules split keys by position, else each device by itself."""
@@ -73,11 +64,41 @@ class Attention(nnx.Module):
         return attend(query, key, value)
 
 
-def _enough(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Repeat key and value heads as often as it takes for each device to have one."""
-    heads, devices = key.shape[2], size_of("attention_kv_heads")
-    times = devices // math.gcd(heads, devices)
-    return (key, value) if times == 1 else (jnp.repeat(key, times, 2), jnp.repeat(value, times, 2))
+# Array axes of positions inside attention, of heads, and of heads that the split of heads leaves
+# together: an exchange of positions for heads splits these, and moves nothing along the first.
+QUERY = ("attending", "heads", "attention_heads")
+KEY = ("attended", "kv_heads", "attention_kv_heads")
+
+
+def _inside(
+    x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
+) -> Float[Array, "batch seq repeated head_dim"]:
+    """From the split of projections to that of attention; what has to travel does so here.
+
+    Key and value heads repeat as often as it takes for each device to have one.
+    """
+    positions, heads, further = axes
+    x = _grouped(constrain(x, "batch", "seq", heads, "head_dim"), heads)
+    devices = size_of(further)
+    if axes == KEY and (times := devices // math.gcd(x.shape[3], devices)) > 1:
+        x = jnp.repeat(x, times, 3)
+    x = constrain(x, "batch", "seq", heads, None, "head_dim")
+    x = constrain(x, "batch", positions, heads, further, "head_dim")
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _outside(
+    x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """From the split of attention to that of projections."""
+    positions, heads, further = axes
+    split = constrain(_grouped(x, heads), "batch", positions, heads, further, "head_dim")
+    return constrain(split, "batch", "seq", heads, None, "head_dim").reshape(x.shape)
+
+
+def _grouped(x: jax.Array, heads: str) -> jax.Array:
+    """With two dimensions of heads: pieces of their split, and those in a piece."""
+    return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])
 
 
 def attention(

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 
 from graphtrain.models.projection import PROJECTION
@@ -107,9 +108,12 @@ def _over(
             return local(ring, slopes, *arrays)
 
     names = set(mesh_axes)
-    return jax.shard_map(
+    whole = jax.shard_map(
         run, mesh=found.current_mesh, in_specs=ins, out_specs=outs, axis_names=names
     )
+    # One operation for JAX, which would otherwise divide it in two: what does not depend on the
+    # layer's input, as masks as large as all scores, would be computed before the layers and kept.
+    return sequential_vmap(whole)
 
 
 @dataclass(frozen=True)

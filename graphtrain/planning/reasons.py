@@ -28,7 +28,7 @@ _LETTERS = {
     "x": ("experts",),
 }
 # What the parts of a model sum over outside their einsums.
-_INSIDE = {"embedding": "vocab", "head": "vocab", "loss": "vocab", "attention": "attention_heads"}
+_INSIDE = {"embedding": "vocab", "head": "vocab", "loss": "vocab", "attention": "heads"}
 _FEW = 1 << 16  # elements; a sum over tokens that is no gradient is a statistic of the batch
 
 

@@ -1,12 +1,22 @@
 """Sequences split by position give the numbers of one device, by ring and by all-to-all."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
-from programs import GPT2, LLAMA, program
+from jax.extend.core import jaxprs_in_params
+from programs import GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Mesh
+from graphtrain.config.schema import Batch, Mesh
+from graphtrain.models import tiles
+from graphtrain.models.ring import ring_attention
+from lowering import jax_xla
+from lowering.constrain import placed
+from sharding_rules.errors import ShardingError
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
 
 BLOOM = dataclasses.replace(LLAMA, positions="alibi", norm="layer", activation="gelu")
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "bloom": BLOOM}
@@ -40,3 +50,84 @@ def test_loss_and_gradients_equal_those_of_one_device(model, way):
         loss_and_gradients(program(model=MODELS[model], target="cpu:8", **WAYS[way])),
         loss_and_gradients(program(model=MODELS[model])),
     )
+
+
+def test_tiles_of_queries_change_nothing(monkeypatch):
+    """A chunk of 8 positions in tiles of 4, with key heads that groups of query heads share."""
+    monkeypatch.setattr(tiles, "_TILE", 4)
+    sizes = Batch(sequences=2, length=32)
+    alone = program(model=BLOOM, batch=sizes)
+    split = program(model=BLOOM, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
+    assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
+
+
+def test_a_ring_inside_a_loop_by_hand_over_data():
+    sizes = Batch(sequences=8, length=16, microbatches=2)
+    alone = program(batch=sizes)
+    split = program(
+        batch=dataclasses.replace(sizes, reduce="last"),
+        target="cpu:8",
+        mesh=Mesh(data=2, context=2, tensor=2),
+        rules=RING,
+    )
+    assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
+
+
+def test_evaluation_sums_the_same_losses():
+    alone, split = program(), program(target="cpu:4", mesh=Mesh(context=4), rules=RING)
+    inputs = {name: array[0] for name, array in batch(alone).items()}
+    sums = []
+    for of in (alone, split):
+        evaluate = loaded(of, "evaluate")
+        parameters = placed_inputs(evaluate, "parameters", state_of(of)["parameters"])
+        metrics = evaluate(parameters, placed_inputs(evaluate, "batch", inputs))["metrics"]
+        sums.append(float(metrics["loss_sum"]))
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
+    monkeypatch.setattr(tiles, "_TILE", 32)
+
+    def temporaries(length, **way):
+        of = program(batch=Batch(sequences=1, length=length), **way)
+        return loaded(of, "gradients").record["memory"]["temporaries"]
+
+    ring = {"target": "cpu:2", "mesh": Mesh(context=2), "rules": RING}
+    short, long = (temporaries(length, **ring) for length in (512, 2048))
+    assert long < 5 * short
+    assert temporaries(2048) > 10 * temporaries(512)  # whole scores: what the ring avoids
+
+
+def test_every_device_of_a_ring_does_half_the_products():
+    devices, length, heads, head_dim = 8, 64, 2, 4
+    mesh = jax_xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
+    array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
+    with placed(mesh, Rules.load(["context"])):
+        traced = jax.make_jaxpr(lambda *qkv: ring_attention(*qkv, None, ("context",)))(*[array] * 3)
+    whole = 2 * 2 * length * length * heads * head_dim
+    share = devices * products(traced.jaxpr) / whole
+    assert share == (2 * devices + 1) / (4 * devices)
+
+
+def products(jaxpr):
+    """Operations of all matrix products; a scan's body counts as often as it runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            lhs, out = equation.invars[0].aval, equation.outvars[0].aval
+            total += 2 * out.size * math.prod(lhs.shape[axis] for axis in contracted)
+        trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        total += trips * sum(products(inner) for inner in jaxprs_in_params(equation.params))
+    return total
+
+
+def test_a_length_that_does_not_balance_is_refused():
+    of = program(
+        target="cpu:8",
+        mesh=Mesh(context=8),
+        rules=RING,
+        batch=Batch(sequences=1, length=24),
+    )
+    with pytest.raises(ShardingError, match="multiples of 16"):
+        loaded(of, "train")

@@ -1,0 +1,110 @@
+"""Collectives that compilers make of a strategy, for machines that are not here."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections import Counter
+
+import pytest
+from programs import LLAMA, gradients_graph, program
+
+from graphtrain.config.schema import Batch, Mesh
+from graphtrain.requests import mesh_shape
+from lowering import jax_xla
+from lowering.collectives import read
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+TARGETS = [
+    pytest.param(
+        "v5e:2x4",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="extra tpu"),
+    ),
+    pytest.param(
+        "h100:8",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu"),
+    ),
+]
+LAYERS, BATCH, LENGTH, EMBED, VOCAB = 3, 8, 256, 256, 4096
+MODEL = dataclasses.replace(
+    LLAMA,
+    layers=LAYERS,
+    embed=EMBED,
+    heads=8,
+    kv_heads=8,
+    head_dim=32,
+    mlp=768,
+    vocab=VOCAB,
+    dtype="bfloat16",
+)
+
+
+@functools.cache
+def collectives(target, mesh, rules, remat="none", kv_heads=8):
+    """Those of loss and gradients."""
+    of = program(
+        target=target,
+        mesh=mesh,
+        rules=rules,
+        model=dataclasses.replace(MODEL, remat=remat, kv_heads=kv_heads),
+        batch=Batch(sequences=BATCH, length=LENGTH),
+    )
+    machine = Target.parse(target)
+    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    compiled = lowered.handle.compile(compiler_options=lowered.options)
+    return read(compiled.as_text(), lowered.plan.mesh).collectives
+
+
+def per_layer(found, mesh_axis):
+    """How often each kind runs along a mesh axis for one layer, forward and backward together."""
+    counts = Counter()
+    for each in found:
+        if each.axes == (mesh_axis,) and each.loops[:1] == (LAYERS,):
+            counts[each.op] += each.count // LAYERS
+    return counts
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mesh", [Mesh(tensor=8), Mesh(data=2, tensor=4)], ids=["8", "2 x 4"])
+def test_tensor_parallelism_reduces_twice_forward_and_twice_backward(target, mesh):
+    found = collectives(target, mesh, ("data", "tensor"))
+    assert per_layer(found, "tensor") == {"all-reduce": 4}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mesh", [Mesh(tensor=8), Mesh(data=2, tensor=4)], ids=["8", "2 x 4"])
+def test_sequence_parallelism_scatters_and_gathers_in_place_of_every_reduction(target, mesh):
+    found = collectives(target, mesh, ("data", "tensor", "sequence"))
+    assert per_layer(found, "tensor") == {"reduce-scatter": 4, "all-gather": 4}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rules", [("data", "tensor"), ("data", "tensor", "sequence")], ids=len)
+def test_neither_scores_nor_the_table_are_gathered_over_the_vocabulary(target, rules):
+    found = collectives(target, Mesh(data=2, tensor=4), rules)
+    over_tensor = [each for each in found if "tensor" in each.axes and not each.loops]
+    scores = BATCH // 2 * LENGTH * VOCAB * 2
+    table = VOCAB * EMBED * 2
+    assert over_tensor
+    for each in over_tensor:
+        assert each.bytes < min(scores, table), each
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_ulysses_exchanges_four_arrays_forward_and_four_backward(target, kv_heads):
+    found = collectives(target, Mesh(data=2, context=4), ("data", "ulysses"), kv_heads=kv_heads)
+    assert per_layer(found, "context") == {"all-to-all": 8}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_ring_only_passes_on_and_goes_around_once_forward_and_once_backward(target):
+    """Though remat computes the rest of a layer again."""
+    kept, again = (
+        per_layer(
+            collectives(target, Mesh(data=2, context=4), ("data", "context"), remat), "context"
+        )
+        for remat in ("none", "dots")
+    )
+    assert set(kept) == {"collective-permute"}
+    assert again == kept
