@@ -115,6 +115,7 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     if pieces:
         yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item)
     yield from _of_attention(program, rules, mesh, sizes)
+    yield from _of_experts(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
     residual = sizes.sequences * sizes.length * model.embed * sizes.item
     ticks = batch.microbatches * program.pipeline.rounds + mesh.axes.get("stage", 1) - 1
@@ -143,6 +144,26 @@ def _of_attention(
     key = token * math.lcm(together, mesh.size(swapped))
     yield each("all-to-all", swapped, 4 * times, query, dtype="bf16")
     yield each("all-to-all", swapped, 4 * times, key, dtype="bf16")
+
+
+def _of_experts(
+    program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes
+) -> Iterator[Collective]:
+    """Tokens to their experts and back, forward and backward."""
+    model = program.model
+    if model.mixture is None:
+        return
+    times = round(sizes.layers) * program.batch.microbatches
+    over = _axes(rules.activations, ("experts",), mesh)
+    stream = sizes.sequences * sizes.inside * model.embed
+    each = partial(_one, mesh=mesh, dtype="bf16")
+    if (capacity := model.mixture.capacity) is not None:
+        sent = stream * model.mixture.per_token * capacity * sizes.item
+        yield each("all-to-all", over, 4 * times, sent)
+        return
+    shared = stream * mesh.size(over)
+    yield each("all-gather", over, 2 * times, shared * sizes.item)
+    yield each("reduce-scatter", over, 2 * times, shared * 4)
 
 
 def _one(

@@ -26,6 +26,7 @@ from sharding_rules.rules import Rules
 _WIDEST_TENSOR = 64
 _LONG = 8192  # positions, from which splitting them is considered
 _REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
+_OTHER_RULES = ("fsdp", "pipeline", "expert", "context", "tensor", "sequence")
 _FAMILIES = ("tensor", "stage", "context", "expert", "fsdp", "remat", "rules")
 
 
@@ -146,20 +147,29 @@ def _meshes(program: Program, devices: int) -> Iterator[tuple[Mesh, tuple[str, .
         for stage in _divisors(devices // tensor, model.layers):
             for context in _divisors(devices // tensor // stage, 16 if long else 1):
                 left = devices // tensor // stage // context
-                for fsdp in _divisors(left, left):
-                    data = left // fsdp
-                    if batch.sequences % (data * fsdp):
-                        continue
-                    mesh = Mesh(data=data, fsdp=fsdp, stage=stage, context=context, tensor=tensor)
-                    for first in ("data", "zero1", "zero2") if data > 1 else ("data",):
-                        yield mesh, (first, "fsdp", "pipeline", "context", "tensor", "sequence")
+                for sizes in _copies(program, left):
+                    mesh = Mesh(**sizes, stage=stage, context=context, tensor=tensor)
+                    for first in ("data", "zero1", "zero2") if sizes["data"] > 1 else ("data",):
+                        yield mesh, (first, *_OTHER_RULES)
+
+
+def _copies(program: Program, devices: int) -> Iterator[dict[str, int]]:
+    """What data, fsdp and expert can be, over which sequences are split."""
+    mixture = program.model.mixture
+    for expert in _divisors(devices, mixture.experts if mixture else 1):
+        if mixture and mixture.experts % expert:
+            continue
+        for fsdp in _divisors(devices // expert, devices):
+            data = devices // expert // fsdp
+            if program.batch.sequences % devices == 0:
+                yield {"data": data, "fsdp": fsdp, "expert": expert}
 
 
 def _variants(
     program: Program, mesh: Mesh, shape: MeshShape, rules: tuple[str, ...]
 ) -> Iterator[Program]:
     """Microbatches, recomputation and schedules of one mesh."""
-    copies, stages = shape.axes["data"] * shape.axes["fsdp"], shape.axes["stage"]
+    copies, stages = shape.size(("data", "fsdp", "expert")), shape.axes["stage"]
     for microbatches in _divisors(program.batch.sequences // copies, 256):
         if microbatches % stages or (microbatches == 1 and "zero2" in rules):
             continue

@@ -1,10 +1,19 @@
 """ZeRO and deferred reduction: the numbers of one device, with the traffic each promises."""
 
+from importlib.util import find_spec
+
 import pytest
 from programs import GPT2, LLAMA, batch, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh
+from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.models.counts import parameter_count
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import build_graph
+from lowering import jax_xla
+from lowering.collectives import Collective
+from lowering.target import Target
+from sharding_rules.rules import Rules
 
 WAYS = {
     "zero1": {"mesh": Mesh(data=8), "rules": ("zero1",)},
@@ -36,3 +45,53 @@ def test_a_single_microbatch_can_be_reduced_last():
     sizes = Batch(sequences=8, length=16, reduce="last")
     split = program(target="cpu:8", mesh=Mesh(data=8), rules=("zero1",), batch=sizes)
     assert_close(loss_and_gradients(split), loss_and_gradients(program()))
+
+
+MODEL = Model(layers=4, embed=512, heads=8, mlp=1024, vocab=4096)
+COMPILERS = [
+    pytest.param(
+        target,
+        marks=pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"no {module}"),
+    )
+    for target, module in (("v5e:2x4", "libtpu"), ("h100:8", "jax_plugins"))
+]
+LARGE = 100_000  # bytes: more than norms, and than sums of the loss
+
+
+def traffic(target, rules, mesh, reduce="each"):
+    """Large collectives of a training step of 4 microbatches."""
+    batch = Batch(sequences=64, length=256, microbatches=4, reduce=reduce)
+    of = program(target=target, model=MODEL, rules=rules, mesh=mesh, batch=batch)
+    lowered = jax_xla.lower(
+        build_graph(of, "train"), Rules.load(of.rules), mesh_shape(of), Target.parse(target)
+    )
+    record = jax_xla.compile(lowered).record
+    found = [Collective.from_record(one) for one in record["collectives"]]
+    return [one for one in found if one.bytes > LARGE]
+
+
+@pytest.mark.parametrize("target", COMPILERS)
+def test_zero2_scatters_gradients_and_gathers_weights_once_a_step(target):
+    found = traffic(target, ("zero2",), Mesh(data=8))
+    weights = [one for one in found if one.op == "all-gather" and one.dtype == "f32"]
+    assert weights and all(one.loops == () for one in weights)
+    assert sum(one.count for one in found if one.op == "reduce-scatter") >= 4 * MODEL.layers
+    assert not [one for one in found if one.op == "all-reduce" and one.loops]
+
+
+@pytest.mark.parametrize("target", COMPILERS)
+def test_zero3_gathers_weights_by_layer_and_scatters_gradients(target):
+    found = traffic(target, ("fsdp",), Mesh(fsdp=8))
+    assert not [one for one in found if one.op == "all-reduce" and one.dtype == "f32"]
+    assert {one.loops for one in found if one.op == "reduce-scatter"} >= {(4, MODEL.layers)}
+
+
+@pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.parametrize("rules", [("data",), ("zero1",)], ids=lambda rules: rules[0])
+def test_reduced_last_gradients_travel_once_a_step_from_inside_the_backward_loop(target, rules):
+    found = traffic(target, rules, Mesh(data=8), reduce="last")
+    op = "all-reduce" if rules == ("data",) else "reduce-scatter"
+    reductions = [one for one in found if one.op == op]
+    assert {one.loops for one in reductions} == {(MODEL.layers,), ()}
+    whole = sum(one.count * one.bytes for one in reductions if one.op == op)
+    assert whole == pytest.approx(4 * parameter_count(MODEL), rel=0.35)
