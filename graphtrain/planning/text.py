@@ -120,7 +120,7 @@ def _error_bars(answer: "Answer") -> list[str]:
         return [f"error bar: none yet; every graphtrain run on {target} adds to it"]
     return [
         f"error bar: {_QUANTITIES[name]} was {bar.median:.2f} x the predicted (median), "
-        f"{bar.worst:.2f} x at worst, in {bar.count} runs on {target}"
+        f"{bar.worst:.2f} x at worst; runs on {target}: {bar.count}"
         for name, bar in bars.items()
     ]
 

@@ -101,7 +101,7 @@ def test_everything_is_drawn_from_the_file_alone(opened):
     assert opened.title() == "a <title> & more"
     assert opened.inner_text("#remark") == "</script><b>not markup</b>"
     assert opened.inner_text("#verdict") == "does not fit v5e:4x4, says the compiler"
-    assert "3 runs" in opened.inner_text("#error-bars")
+    assert "runs: 3" in opened.inner_text("#error-bars")
     assert "--set 'program.model.remat=full'" in opened.inner_text("#remedies")
     assert opened.locator("#causes tbody tr").count() == 1
     assert "because of 0" in opened.inner_text("#causes")

@@ -140,5 +140,5 @@ def test_runs_make_the_error_bar_of_later_plans(cold):
     took = first["measured"]["compile_seconds"]
     assert second["predicted"]["compile_seconds"] == pytest.approx(took)
     out, _ = cold.command("plan", "config.toml")
-    assert "step time was" in out and "in 2 runs on cpu:1" in out
+    assert "step time was" in out and "at worst; runs on cpu:1: 2" in out
     assert "compile time was 1.00 x the predicted" in out

@@ -281,7 +281,7 @@ async function time() {
   const names = { compile_seconds: "time to compile", step_seconds: "time of a step", peak_bytes: "peak memory" };
   const bars = Object.entries(plan.error_bars).map(([name, bar]) =>
     `${names[name]} was ${number(bar.median, 2)} × the predicted (median), ` +
-    `${number(bar.worst, 2)} × at worst, in ${bar.count} runs`);
+    `${number(bar.worst, 2)} × at worst (runs: ${bar.count})`);
   at("error-bars").textContent = bars.length
     ? `Error bar on ${plan.target}: ${bars.join("; ")}.`
     : `No error bar yet: runs on ${plan.target} add to it.`;
