@@ -1,6 +1,5 @@
 """ZeRO and deferred reduction: the numbers of one device, with the traffic each promises."""
 
-from importlib.util import find_spec
 
 import pytest
 from programs import GPT2, LLAMA, batch, program
