@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.estimates.memory import Sizes
+from graphtrain.estimates.weights import Weight, place_weights
 from lowering.collectives import Collective
 from lowering.target import Target
-from sharding_rules.arrays import ArraySpec
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import layout
+from sharding_rules.pipeline import bubble
 from sharding_rules.rules import Rules
 
 
-def traffic(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Collective, ...]:
-    """Every collective that moves more than a few numbers."""
-    found = [*_of_weights(program, rules, mesh), *_of_activations(program, rules, mesh)]
+def traffic(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
+) -> tuple[Collective, ...]:
+    """Every collective that moves more than a few numbers.
+
+    Args:
+        weights: placed already, by place_weights.
+    """
+    if weights is None:
+        weights = place_weights(program, rules, mesh)
+    found = [*_of_weights(program, rules, mesh, weights), *_of_activations(program, rules, mesh)]
     return tuple(one for one in found if one.devices > 1 and one.bytes and one.count)
 
 
 def bubble_of(program: Program, mesh: MeshShape) -> float:
     """Share of a pipeline's ticks in which a stage waits."""
-    stages, microbatches = mesh.axes.get("stage", 1), program.batch.microbatches
-    if stages == 1:
-        return 0.0
-    if program.pipeline.schedule == "1f1b":
-        return 2 * (stages - 1) / (microbatches + 2 * (stages - 1))
-    return (stages - 1) / (microbatches * program.pipeline.rounds + stages - 1)
+    pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
+    return bubble(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
 
 
-def _of_weights(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:
+def _of_weights(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight]
+) -> Iterator[Collective]:
     """Weights gathered for use, and gradients reduced to where they rest."""
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
-    width = 2 if program.model.dtype == "bfloat16" else 4
+    width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     deferred = batch.reduce == "last" and "data" in spread
-    for path, spec in parameter_arrays(program.model).items():
-        in_layers = path.startswith("layers/")
-        layers = spec.shape[0] / mesh.axes.get("stage", 1) if in_layers else 1
-        if math.prod(spec.shape) // (spec.shape[0] if in_layers else 1) < 1e5:
+    for weight in weights:
+        if weight.of_a_layer < 1e5:
             continue  # norms and biases
-        rest, used = _split(path, spec, rules, mesh, "parameter"), _used(spec, rules, mesh)
-        gathered = tuple(axis for axis in rest if axis not in used and axis != "stage")
-        here = _whole(spec, mesh, used) / (spec.shape[0] if in_layers else 1)
-        each = partial(_one, mesh=mesh, dtype="bf16" if width == 2 else "f32")
-        times = int(layers * batch.microbatches)
-        uses = 1 if path.startswith("embedding") else 2
-        if program.model.remat == "full" and in_layers and not path.endswith("mlp/down"):
+        layers = weight.spec.shape[0] // mesh.axes.get("stage", 1) if weight.in_layers else 1
+        gathered = tuple(axis for axis in weight.rest if axis not in (*weight.used, "stage"))
+        here = weight.used_of_a_layer(mesh)
+        times = layers * batch.microbatches
+        uses = 1 if weight.path.startswith("embedding") else 2
+        if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += 1  # what is computed again asks for its weights again
-        yield each("all-gather", gathered, times * uses, here * width)
+        yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
         yield _one("reduce-scatter", gathered, times, here * 4, mesh=mesh, dtype="f32")
         held = here / mesh.size(gathered)
-        role = "optimizer" if batch.microbatches == 1 or deferred else "gradient"
-        pieces = _split(path, spec, rules, mesh, role)
+        single = batch.microbatches == 1 or deferred
+        pieces = weight.optimizer if single else weight.gradient
         for axis in (name for name in spread if name not in gathered):
             op = "reduce-scatter" if axis in pieces else "all-reduce"
             count = layers if axis == "data" and deferred else times
-            yield _one(op, (axis,), int(count), held * 4, mesh=mesh, dtype="f32")
-        updated = _split(path, spec, rules, mesh, "optimizer")
-        back = tuple(axis for axis in updated if axis not in rest)
+            yield _one(op, (axis,), count, held * 4, mesh=mesh, dtype="f32")
+        back = tuple(axis for axis in weight.optimizer if axis not in weight.rest)
         yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
 
 
@@ -128,19 +128,3 @@ def _axes(table, names: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
     """Mesh axes of more than one device that split any of the array axes."""
     together = {axis for name in names for axis in table.get(name, ())}
     return tuple(axis for axis in MESH_AXES if axis in together and mesh.axes.get(axis, 1) > 1)
-
-
-def _split(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape, role) -> tuple[str, ...]:
-    split = layout(path, ArraySpec(spec.shape, spec.axes, spec.dtype, role), rules, mesh).split
-    together = {axis for names in split for axis in names}
-    return tuple(axis for axis in MESH_AXES if axis in together)
-
-
-def _used(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes that split a weight while it is used: those of the products it makes."""
-    return _axes(rules.activations, tuple(axis for axis in spec.axes if axis), mesh)
-
-
-def _whole(spec: ArraySpec, mesh: MeshShape, used: tuple[str, ...]) -> float:
-    """Numbers of a weight on a device while it is used."""
-    return math.prod(spec.shape) / mesh.size(used)

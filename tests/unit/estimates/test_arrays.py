@@ -1,0 +1,63 @@
+"""Arrays by arithmetic are those that the model makes."""
+
+import pytest
+
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.estimates.weights import place_weights
+from graphtrain.models.decoder import parameter_specs
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import state_specs_of
+from lowering.trees import flatten
+from sharding_rules.plan import make_plan
+from sharding_rules.rules import Rules
+
+SIZES = {"layers": 5, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
+MODELS = {
+    "llama": {"kv_heads": 2},
+    "gpt2": {
+        "positions": "learned",
+        "max_length": 16,
+        "norm": "layer",
+        "activation": "gelu",
+        "bias": "all",
+        "tied_head": True,
+    },
+    "qkv bias": {"bias": "qkv"},
+    "gated with all biases": {"bias": "all", "norm": "layer"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_arrays_are_those_of_the_model(name):
+    model = Model(**SIZES, **MODELS[name])
+    assert parameter_arrays(model) == flatten(parameter_specs(model))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "batch"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, ("zero1", "fsdp", "tensor"), {}),
+        ({"data": 8}, ("zero2",), {"microbatches": 2}),
+        ({"stage": 2, "data": 4}, ("data", "pipeline"), {"microbatches": 2}),  # 5 layers on 2
+    ],
+)
+def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
+    program = Program(
+        target="v5e:2x4",
+        mesh=Mesh(**mesh),
+        rules=rules,
+        model=Model(**SIZES, kv_heads=2),
+        batch=Batch(sequences=32, length=16, **batch),
+    )
+    shape, table = mesh_shape(program), Rules.load(rules)
+    plan = make_plan(flatten({"state": state_specs_of(program)}), table, shape)
+    weights = place_weights(program, table, shape)
+    assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
+    counters = sum(
+        plan.bytes_of(path)
+        for path, layout in plan.layouts.items()
+        if layout.spec.role == "optimizer" and "adam/mu/" not in path and "adam/nu/" not in path
+    )
+    moments = plan.bytes_per_device("optimizer") - counters
+    assert sum(one.moment_bytes for one in weights) == moments

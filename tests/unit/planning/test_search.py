@@ -1,0 +1,127 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from graphtrain.cache import Cache
+from graphtrain.config.schema import Mixture
+from graphtrain.errors import PlanError
+from graphtrain.planning import ranking
+from graphtrain.planning.assess import estimate
+from graphtrain.planning.candidates import candidates
+from graphtrain.planning.search import FAMILIES, search
+from graphtrain.planning.verify import Verified, verify
+
+
+def test_strategies_that_fit_are_ranked_by_time(vary):
+    found = search(vary(["program.target=h100:8"]))
+    seconds = [float(f"{one.seconds:.3g}") for one in found.ranked]
+    assert seconds == sorted(seconds)
+    assert all(one.memory.fits for one in found.ranked)
+
+
+def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
+    every = list(candidates(vary(["program.target=h100:8"])))
+    assert {one.mesh.devices for one in every} == {8}
+    assert len({json.dumps(one.settings) for one in every}) == len(every)
+    kinds = {family: {one.choice(family) for one in every} for family in FAMILIES}
+    assert kinds["zero"] == {"none", "1", "2"} and kinds["sequence"] == {"none", "on", "off"}
+    assert kinds["remat"] == {"none", "attention", "dots", "full"}
+    assert {"1f1b x 1", "circular x 1", "circular x 2"} <= kinds["schedule"]
+    assert kinds["context"] == {"1"}  # short sequences stay whole
+
+
+def test_long_sequences_may_be_split(vary):
+    long = ["program.batch.length=8192", "program.batch.sequences=4", "program.target=h100:8"]
+    assert {one.choice("context") for one in candidates(vary(long))} == {"1", "2", "4", "8"}
+
+
+def test_every_family_but_the_best_has_its_reason(vary):
+    found = search(vary(["program.target=h100:16"]))
+    best = found.ranked[0]
+    for family in FAMILIES:
+        assert f"{family} {best.choice(family)}" not in found.lost
+    assert found.lost["tensor 16"] == "does not divide kv_heads = 8"
+    assert found.lost["stage 4"].endswith(" s")
+    assert "fewer than 8,192 tokens" in found.lost["context"]
+
+
+def test_where_nothing_fits_the_reasons_name_what_is_too_large(vary):
+    found = search(vary(["program.model.vocab=100_000_000_000"]))
+    assert found.ranked == ()
+    assert "nothing fits: at best" in found.lost["tensor 1"]
+
+
+def test_own_rules_and_ulysses_stay(vary, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[arrays."layers/mlp/*"]\nembed = []\n')
+    program = vary([f'program.rules=["data", "ulysses", "{own}"]'])
+    for one in candidates(program):
+        assert "ulysses" in one.program.rules and one.program.rules[-1] == str(own)
+
+
+def test_a_batch_that_no_mesh_divides_is_an_error(vary):
+    odd = [
+        "program.target=h100:2048",
+        "program.batch.sequences=7",
+        "program.model.heads=7",
+        "program.model.embed=700",
+    ]
+    with pytest.raises(PlanError, match=r"no strategy divides batch.sequences = 7"):
+        search(vary(odd))
+
+
+def test_a_mixture_is_refused(vary):
+    program = vary([])
+    mixed = replace(program, model=replace(program.model, mixture=Mixture(experts=4)))
+    with pytest.raises(PlanError, match="dense models"):
+        search(mixed)
+
+
+def test_the_search_imports_no_jax():
+    code = "import sys, graphtrain.planning.search; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The programs that verify would compile; the compiler's peak is what `peaks` says of them."""
+    asked, peaks = [], {}
+
+    def assess_all(programs, cache, observe, *, jobs):
+        asked.append(list(programs))
+        answers = {}
+        for label, program in programs.items():
+            guess = estimate(program)
+            peak = peaks.get(len(answers) + sum(map(len, asked[:-1])), guess.memory.peak)
+            memory = replace(guess.memory, source="compiler", peak=peak)
+            answers[label] = replace(guess, memory=memory)
+        return answers
+
+    monkeypatch.setattr("graphtrain.planning.verify.assess_all", assess_all)
+    return asked, peaks
+
+
+def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tmp_path, compiled):
+    asked, peaks = compiled
+    found = search(vary([]))
+    peaks[0] = 10**15
+    verified = verify(found, Cache(tmp_path), 2)
+    assert [len(batch) for batch in asked] == [2, 1]
+    assert [one.assessment.memory.fits for one in verified] == [True, True, False]
+    assert verified[-1].candidate is found.ranked[0]
+
+
+def test_rows_say_who_says_so(vary):
+    found = search(vary([]))
+    first = found.ranked[0]
+    guess = estimate(first.program)
+    memory = replace(guess.memory, source="compiler", peak=7)
+    answer = ranking.as_json(found, [Verified(first, replace(guess, memory=memory))], "v5e:2x2")
+    row, second = answer["strategies"][:2]
+    assert (row["says"], row["peak_bytes"]) == ("compiler", 7) and second["says"] == "estimate"
+    assert row["estimated_peak_bytes"] == first.memory.peak
+    assert answer["best"] == first.settings and len(answer["strategies"]) == len(found.ranked)
