@@ -14,6 +14,7 @@ from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.models.order import order_batch
 from graphtrain.models.stages import arrange, arrange_specs
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.pipelined import pipelined_gradients, pipelined_loss
@@ -97,6 +98,7 @@ def _train(program: Program) -> Graph:
 
 def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
     """Gradients and loss of all microbatches, each target weighing the same."""
+    batch = order_batch(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
     if (stages := stages_of(program)) is not None:
@@ -148,6 +150,7 @@ def _evaluate(program: Program) -> Graph:
     stages = stages_of(program)
 
     def loss_of(parameters: Tree, batch: Tree) -> jax.Array:
+        batch = order_batch(batch)
         if stages is not None:
             return pipelined_loss(program, stages, parameters, batch)
         out = logits(program.model, parameters, batch["tokens"])

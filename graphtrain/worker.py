@@ -22,6 +22,7 @@ from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
+from lowering.artifact import RECORD_VERSION
 from lowering.errors import LoweringError
 from lowering.lowered import Lowered
 from lowering.target import Target
@@ -105,6 +106,7 @@ def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:
         inputs=lowered.facts["inputs"],  # the loader finds arrays by these paths and layouts
         outputs=lowered.facts["outputs"],
         options=lowered.options,
+        record=RECORD_VERSION,
         target=request.part("target"),
         toolchain=request.part("toolchain"),
     )

@@ -65,9 +65,13 @@ def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
 
 
 @contextmanager
-def by_hand(mesh_axes: Iterable[str]) -> Iterator[None]:
-    """Inside a shard_map over these mesh axes: the rules split nothing over them any more."""
-    placement = _placement.get()
+def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterator[None]:
+    """Inside a shard_map over these mesh axes: the rules split nothing over them any more.
+
+    Args:
+        inside: the placement around it, if not the current one.
+    """
+    placement = inside or _placement.get()
     assert placement is not None, "by_hand outside placed"
     manual = (*placement.manual, *mesh_axes)
     token = _placement.set(
@@ -126,6 +130,12 @@ def draw(
     ]
     drawn = whole(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
     return jax.lax.dynamic_slice(drawn, starts, shape)
+
+
+def size_of(axis: str) -> int:
+    """Into how many pieces the rules split an array axis of activations."""
+    found = _placement.get()
+    return 1 if found is None else found.shape.size(split_of(axis))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

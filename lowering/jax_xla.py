@@ -22,6 +22,7 @@ from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
+from lowering.overheard import overhear
 from lowering.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.mesh import MeshShape
@@ -178,7 +179,8 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 def compile(lowered: Lowered) -> Artifact:
     """Compile and serialize; the record says what the loader has to check."""
     began = time.perf_counter()
-    compiled = _compile(lowered)
+    with overhear() as replicated:
+        compiled = _compile(lowered)
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     memory = compiled.memory_analysis()
@@ -195,6 +197,7 @@ def compile(lowered: Lowered) -> Artifact:
             "code": memory.generated_code_size_in_bytes,
             "peak": _peak(memory, lowered.target),
         },
+        "replicated": replicated,
         **read(compiled.as_text(), lowered.plan.mesh).to_record(),
     }
     return Artifact(payload, record)

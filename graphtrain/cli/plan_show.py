@@ -44,6 +44,7 @@ compile_option = click.option(
 )
 @click.option("--jobs", type=click.IntRange(1), help="With --targets: compilers at once.")
 @click.option("--array", "pattern", metavar="PATTERN", help="Only these arrays, as in '*mlp*'.")
+@click.option("--blame", is_flag=True, help="Only why every collective is there, a line for each.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
 @click.option(
     "--results",
@@ -62,6 +63,7 @@ def show(
     confirm: bool,
     jobs: int | None,
     pattern: str | None,
+    blame: bool,
     html: Path | None,
     results: Path | None,
     as_json: bool,
@@ -92,6 +94,10 @@ def show(
         _write_page(html, config, found, results)
     if as_json:
         _print_json(found, pattern)
+    elif blame:
+        from graphtrain.planning.text import blame_lines
+
+        click.echo(blame_lines(found.causes))
     else:
         from graphtrain.planning.text import print_answer
 

@@ -16,11 +16,12 @@ from graphtrain.cli.options import (
     overrides_option,
     target_option,
 )
-from graphtrain.cli.plan_show import DOES_NOT_FIT, compile_option, console
+from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 
 if TYPE_CHECKING:
+    from graphtrain.config import Program
+    from graphtrain.planning.candidates import Candidate
     from graphtrain.planning.search import Found
-    from graphtrain.planning.verify import Verified
 
 
 @click.command("search")
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 @target_option
 @overrides_option
 @cache_option
-@compile_option
 @click.option(
-    "--best", type=click.IntRange(1), default=3, show_default=True, help="Strategies to compile."
+    "--verify",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Of the best that fit, how many to compile and rank again by what they hold and send.",
 )
-@click.option(
-    "--show", type=click.IntRange(1), default=10, show_default=True, help="Strategies to list."
-)
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Rows to show.")
 @click.option("--jobs", type=click.IntRange(1), help="Compilers at once; the number of cores.")
 @click.option(
     "--output",
@@ -48,9 +50,8 @@ def command(
     target: str | None,
     overrides: Sequence[str],
     cache: Path,
-    ask_compiler: bool,
-    best: int,
-    show: int,
+    verify: int,
+    top: int,
     jobs: int | None,
     output: Path | None,
     as_json: bool,
@@ -65,37 +66,37 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config, render
-    from graphtrain.planning import ranking
+    from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
-    from graphtrain.planning.verify import verify
+    from graphtrain.planning.verify import TRIES, verified
 
-    settings = load_config(config, overrides, target)
-    found = search(settings.program, keep=max(show, 3 * best))
-    verified: list[Verified] = []
-    if ask_compiler:
-        with progress() as observe:
-            verified = verify(found, Cache(cache), best, jobs=jobs, observe=observe)
+    loaded = load_config(config, overrides, target)
+    found = search(loaded.program, keep=max(top, TRIES * verify))
+    with progress() as observe:
+        compiled = verified(found.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
+    fitting = [one for one in compiled if one.memory.fits]
+    ranked = [*fitting, *found.ranked[len(compiled) : top], *compiled[len(fitting) :]]
     if as_json:
-        click.echo(json.dumps(ranking.as_json(found, verified, settings.program.target)))
+        click.echo(json.dumps(in_json(found, ranked)))
     else:
-        _print(found, verified, show)
-    winner = verified[0].candidate if verified else next(iter(found.ranked), None)
-    if winner is None or (verified and not verified[0].assessment.memory.fits):
+        _print(loaded.program, found, ranked)
+    if not ranked or not ranked[0].memory.fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
-        output.write_text(render(replace(settings, program=winner.program)), encoding="utf-8")
+        winner = replace(loaded, program=ranked[0].program)
+        output.write_text(render(winner), encoding="utf-8")
         click.echo(f"wrote {output}", err=True)
 
 
-def _print(found: "Found", verified: "Sequence[Verified]", show: int) -> None:
-    from graphtrain.planning import ranking
+def _print(program: "Program", found: "Found", ranked: "Sequence[Candidate]") -> None:
+    from graphtrain.planning.ranking import table
 
-    out = console()
-    out.print(f"{found.considered:,} strategies in {found.seconds:.1f} s\n")
-    if found.ranked:
-        out.print(ranking.table(ranking.rows(found, verified)[:show]))
-    else:
-        out.print("none fits")
+    out, batch = console(), program.batch
+    out.print(
+        f"{program.target}, {batch.sequences} x {batch.length} tokens a step: "
+        f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
+    )
+    out.print(table(ranked) if ranked else "none fits")
     out.print("\nwhy the others lost")
     for family, reason in found.lost.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -89,6 +89,10 @@ class Model:
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}"
             )
+        if self.merged_gate and self.activation not in ("swiglu", "geglu"):
+            raise ValueError(
+                f'activation = "{self.activation}" has no gate to merge; set merged_gate = false'
+            )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
         if self.positions == "learned" and self.max_length is None:

@@ -43,7 +43,10 @@ def _of_weights(
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
+    rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
+    # XLA for GPUs moves an all-reduce out of the loop that adds its results up.
+    sums_at_the_end = Target.parse(program.target).platform == "cuda"
     for weight in weights:
         if weight.of_a_layer < 1e5:
             continue  # norms and biases
@@ -55,16 +58,46 @@ def _of_weights(
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += 1  # what is computed again asks for its weights again
         yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
-        yield _one("reduce-scatter", gathered, times, here * 4, mesh=mesh, dtype="f32")
+        yield _scattered(weight, gathered, times, here * 4, rows, mesh)
         held = here / mesh.size(gathered)
         single = batch.microbatches == 1 or deferred
         pieces = weight.optimizer if single else weight.gradient
         for axis in (name for name in spread if name not in gathered):
-            op = "reduce-scatter" if axis in pieces else "all-reduce"
-            count = layers if axis == "data" and deferred else times
-            yield _one(op, (axis,), count, held * 4, mesh=mesh, dtype="f32")
+            once = layers if axis == "data" and deferred else times
+            if axis in pieces and not deferred:
+                yield _scattered(weight, (axis,), once, held * 4, rows, mesh)
+            elif axis in pieces:
+                yield _one("reduce-scatter", (axis,), once, held * 4, mesh=mesh, dtype="f32")
+            else:
+                count = layers if sums_at_the_end and not weight.in_layers else once
+                yield _one("all-reduce", (axis,), count, held * 4, mesh=mesh, dtype="f32")
         back = tuple(axis for axis in weight.optimizer if axis not in weight.rest)
         yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
+
+
+def _rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
+    """Bytes of the gradients of the embedding's rows that a device looks up, and their dtype: TPU
+    programs convert them before they send them."""
+    sizes = Sizes.of(program, rules, mesh)
+    numbers = sizes.sequences * sizes.length * program.model.embed
+    wide = Target.parse(program.target).platform == "tpu" or sizes.item == 4
+    return (numbers * 4, "f32") if wide else (numbers * 2, "bf16")
+
+
+def _scattered(
+    weight: Weight,
+    axes: tuple[str, ...],
+    count: int,
+    size: float,
+    rows: tuple[float, str],
+    mesh: MeshShape,
+) -> Collective:
+    """A gradient reduced into pieces. That of an embedding is added up where its piece is, if the
+    gradients of the rows looked up are fewer bytes to send there."""
+    looked_up, dtype = rows
+    if weight.path.startswith("embedding") and looked_up < size:
+        return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype=dtype)
+    return _one("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
 
 
 def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.dot import dot
+from graphtrain.models.order import positions
 from graphtrain.models.positions import alibi_slopes, rotate
 from graphtrain.models.projection import project, projects
-from lowering.constrain import constrain
+from graphtrain.models.ring import ring_attention
+from lowering.constrain import constrain, size_of, split_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -46,15 +49,34 @@ class Attention(nnx.Module):
         key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
         value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
         if self.model.positions == "rope":
-            query = rotate(query, self.model.rope_base)
-            key = rotate(key, self.model.rope_base)
-        alibi = self.model.positions == "alibi"
-        attend = partial(attention, slopes=alibi_slopes(self.model.heads) if alibi else None)
-        if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
-            attend = jax.checkpoint(attend, prevent_cse=False)
-        mixed = attend(query, key, value)
+            places = positions(query.shape[1])
+            query = rotate(query, places, self.model.rope_base)
+            key = rotate(key, places, self.model.rope_base)
+        query = constrain(query, "batch", "attending", "attention_heads", "head_dim")
+        key, value = _enough(key, value)
+        key = constrain(key, "batch", "attended", "attention_kv_heads", "head_dim")
+        value = constrain(value, "batch", "attended", "attention_kv_heads", "head_dim")
+        mixed = self._attend(query, key, value)
+        mixed = constrain(mixed, "batch", "attending", "attention_heads", "head_dim")
         mixed = constrain(mixed, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", mixed)
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """As a ring where the rules split keys by position, else each device by itself."""
+        slopes = alibi_slopes(self.model.heads) if self.model.positions == "alibi" else None
+        if ring := split_of("attended"):
+            return ring_attention(query, key, value, slopes and tuple(slopes), ring)
+        attend = partial(attention, slopes=slopes)
+        if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
+            attend = jax.checkpoint(attend, prevent_cse=False)
+        return attend(query, key, value)
+
+
+def _enough(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Repeat key and value heads as often as it takes for each device to have one."""
+    heads, devices = key.shape[2], size_of("attention_kv_heads")
+    times = devices // math.gcd(heads, devices)
+    return (key, value) if times == 1 else (jnp.repeat(key, times, 2), jnp.repeat(value, times, 2))
 
 
 def attention(

@@ -18,6 +18,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.dot import dot
 from graphtrain.models.layers import (
+    WHOLE,
     Auxiliary,
     apply_layers,
     dropout,
@@ -27,6 +28,7 @@ from graphtrain.models.layers import (
     stack_layers,
 )
 from graphtrain.models.norms import Norm
+from graphtrain.models.order import ordered
 from lowering.constrain import by_hand_now, constrain
 from lowering.pending import complete
 from sharding_rules.arrays import ArraySpec
@@ -49,12 +51,14 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = residual(_rows(self.tokens[...], tokens, self.model.dtype, by_hand_now()))
+        # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
+        rows = _rows(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        x = residual(constrain(rows, *WHOLE))
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
                 raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
-            x = x + constrain(self.positions[:length], "seq", "embed")
+            x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
         return x.astype(self.model.dtype)
 
 

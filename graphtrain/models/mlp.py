@@ -27,22 +27,35 @@ class MLP(nnx.Module):
 
     def __init__(self, model: Model, rngs: nnx.Rngs):
         self.model = model
-        if is_gated(model):
-            self.gate = weights.normal(model, rngs, "embed", "mlp")
-        self.up = weights.normal(model, rngs, "embed", "mlp")
+        for name, axes in _wide(model).items():
+            setattr(self, name, weights.normal(model, rngs, "embed", *axes))
         self.down = weights.normal(model, rngs, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
         if model.bias == "all":
-            if is_gated(model):
-                self.gate_bias = weights.zeros(model, "mlp")
-            self.up_bias = weights.zeros(model, "mlp")
+            for name, axes in _wide(model).items():
+                setattr(self, f"{name}_bias", weights.zeros(model, *axes))
             self.down_bias = weights.zeros(model, "embed")
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same."""
         activate = _ACTIVATIONS[self.model.activation]
-        names = ("gate", "up") if is_gated(self.model) else ("up",)
-        wide = projects(self, names, "bse,em->bsm", x)
-        *gate, up = (constrain(each, "batch", "seq", "mlp") for each in wide)
+        *gate, up = self._widen(x)
         hidden = activate(gate[0]) * up if gate else activate(up)
         return project(self, "down", "bsm,me->bse", hidden)
+
+    def _widen(self, x: jax.Array) -> list[jax.Array]:
+        """Gate, where there is one, and up, each (batch, seq, mlp)."""
+        if self.model.merged_gate:
+            both = project(self, "gate_up", "bse,epm->bspm", x)
+            both = constrain(both, "batch", "seq", None, "mlp")
+            return [both[:, :, 0], both[:, :, 1]]
+        wide = projects(self, tuple(_wide(self.model)), "bse,em->bsm", x)
+        return [constrain(each, "batch", "seq", "mlp") for each in wide]
+
+
+def _wide(model: Model) -> dict[str, tuple[str | None, ...]]:
+    """The parameters that widen, with their axes after embed."""
+    if model.merged_gate:
+        return {"gate_up": (None, "mlp")}  # a pair, so that a device has both of a column
+    names = ("gate", "up") if is_gated(model) else ("up",)
+    return dict.fromkeys(names, ("mlp",))

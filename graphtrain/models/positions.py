@@ -8,22 +8,22 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"], base: float
+    x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], base: float
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Turn each pair (i, i + head_dim / 2) by an angle proportional to its position.
 
-    The angles are float32 and come from an iota, so the program holds no table.
+    The angles are float32 and computed, so the program holds no table.
 
     Source: Su et al. 2021, "RoFormer", equation 34, https://arxiv.org/abs/2104.09864; the pairs are
     Hugging Face Llama's: halves, not neighbours.
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -7,20 +7,25 @@ from flax import nnx
 from graphtrain.config.schema import Model
 
 
-def normal(model: Model, rngs: nnx.Rngs, *axes: str, scale: float = 1.0) -> nnx.Param:
+def normal(model: Model, rngs: nnx.Rngs, *axes: str | None, scale: float = 1.0) -> nnx.Param:
     """Weights from N(0, initial_deviation * scale)."""
     deviation = model.initial_deviation * scale
     return nnx.Param(deviation * jax.random.normal(rngs.params(), _shape(model, axes)), axes=axes)
 
 
-def zeros(model: Model, *axes: str) -> nnx.Param:
+def zeros(model: Model, *axes: str | None) -> nnx.Param:
     return nnx.Param(jnp.zeros(_shape(model, axes)), axes=axes)
 
 
-def ones(model: Model, *axes: str) -> nnx.Param:
+def ones(model: Model, *axes: str | None) -> nnx.Param:
     return nnx.Param(jnp.ones(_shape(model, axes)), axes=axes)
 
 
-def _shape(model: Model, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Sizes by axis name; all but the position table's rows are settings of the same name."""
-    return tuple(getattr(model, "max_length" if axis == "positions" else axis) for axis in axes)
+def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
+    """Sizes by axis name; None is a pair, kept together on every device."""
+    return tuple(2 if axis is None else _size(model, axis) for axis in axes)
+
+
+def _size(model: Model, axis: str) -> int:
+    """All but the position table's rows are settings of the same name."""
+    return getattr(model, "max_length" if axis == "positions" else axis)

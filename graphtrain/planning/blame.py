@@ -146,6 +146,10 @@ def _accusation(
     op = collective.instead_of or collective.op
     if moved.kind in ("weights", "updated weights"):
         return _of_weights(moved, axes, reasons, again=reasons.in_microbatches(collective))
+    if moved.kind == "gradients" and op == "all-gather":
+        return (
+            f"it is made whole over {axes}, where its parameter rests in pieces; reduce it in those"
+        )
     if moved.kind == "gradients":
         return (
             f"no rule splits tokens over {axes}, so there is nothing to sum there; constrain the "

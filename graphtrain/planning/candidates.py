@@ -62,15 +62,14 @@ class Candidate:
     def settings(self) -> dict[str, Any]:
         """What it changes in [program]."""
         pipeline = self.program.pipeline
-        chosen: dict[str, Any] = {
+        staged = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
+        return {
             "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
             "rules": list(self.program.rules),
             "microbatches": self.program.batch.microbatches,
             "remat": self.program.model.remat,
+            **({"pipeline": staged} if self.mesh.axes["stage"] > 1 else {}),
         }
-        if self.mesh.axes.get("stage", 1) > 1:
-            chosen["pipeline"] = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
-        return chosen
 
 
 def candidates(program: Program) -> Iterator[Candidate]:

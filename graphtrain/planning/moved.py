@@ -63,7 +63,9 @@ class Parameters:
         if not shapes:
             return Moved("numbers", (), told)
         alike = [self._by_shape.get(_key(shape)) for shape in shapes]
-        if not all(alike):
+        few = 2 * sum(map(bool, alike)) <= len(alike)  # one of several may be stacked by stage
+        passes_on = collective.op == "collective-permute" and not collective.instead_of
+        if few or passes_on:
             return Moved("activations", (), told)
         phases = {scope.phase for scope in told}
         einsums = [scope for scope in told if scope.equation]
@@ -73,6 +75,10 @@ class Parameters:
         if phases != {"forward"} and len(of_weights) * 2 >= len(einsums):
             return Moved("gradients", self._named(told, alike), told)
         return Moved("activations", (), told)
+
+    def named(self, name: str) -> tuple[str, ...]:
+        """Paths with a part of that name."""
+        return tuple(path for path in self.paths if name in path.split("/"))
 
     def _named(self, told: tuple[Scope, ...], alike: list[list[str] | None]) -> tuple[str, ...]:
         """Parameters of a shape that is moved; of those, the ones that the scopes name."""
@@ -104,11 +110,16 @@ def _is_of_weights(scope: Scope) -> bool:
 
 
 def _names(scope: Scope, path: str) -> bool:
-    """Whether the names of a scope are parts of a path, in order; "norm" is any "..._norm"."""
+    """Whether the names of a scope are parts of a path, in order.
+
+    "norm" is any "..._norm", and "up+gate" is both.
+    """
     parts = iter(path.split("/"))
-    return bool(scope.names) and all(
-        any(part == name or part.endswith(f"_{name}") for part in parts) for name in scope.names
-    )
+
+    def met(name: str) -> bool:
+        return any(f"_{part}".endswith(f"_{one}") for part in parts for one in name.split("+"))
+
+    return bool(scope.names) and all(met(name) for name in scope.names)
 
 
 def _key(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) ->
         "capacity_source": "this machine" if on_cpu else "datasheet",
         "pipeline": _pipeline(program, assessment.plan.mesh.size(("stage",))),
         "search": list(searched),
-        "causes": [],
     }
     return Template(_read("plan.html")).substitute(
         title=html.escape(title),
@@ -76,7 +75,7 @@ def _vega_lite() -> str:
         raise PlanError(
             "a page needs vl-convert for its charts; run: pip install 'graphtrain[html]'"
         ) from None
-    return vl_convert.javascript_bundle(None)
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _inside_script(text: str) -> str:

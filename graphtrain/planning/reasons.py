@@ -59,6 +59,9 @@ class Reasons:
         if moved.kind == "weights":
             # A TPU gathers small arrays by adding up pieces that are zero elsewhere.
             return self._weights(moved, mesh_axis) if op in ("all-gather", "all-reduce") else None
+        if op not in ("all-reduce", "reduce-scatter") and self._is_for_rows(moved, mesh_axis):
+            table = self.parameters.named("embedding")
+            return self._resting(table, mesh_axis) or self._tokens(mesh_axis)
         if moved.kind == "gradients":
             return self._gradients(collective, moved, mesh_axis, op)
         if moved.kind == "updated weights":
@@ -70,7 +73,8 @@ class Reasons:
     def in_microbatches(self, collective: Collective) -> bool:
         """Whether it happens once for every microbatch, not once a step."""
         microbatches = self.program.batch.microbatches
-        return microbatches > 1 and collective.loops[:1] == (microbatches,)
+        around = collective.scope.partition("jvp(")[0]  # of a loop over layers it is outside
+        return collective.loops[:1] == (microbatches,) and "while/body" in around
 
     def keeps_whole(self, collective: Collective, moved: Moved) -> bool:
         """Whether gradients are added up whole although every device keeps only a part."""
@@ -105,6 +109,8 @@ class Reasons:
         """Gradients are summed over what splits tokens, into what splits them at rest."""
         summed = self._tokens(mesh_axis)
         late = self.program.batch.reduce == "last" and self.in_microbatches(collective)
+        if op == "all-gather":
+            return None if collective.loops else self._updated(collective, moved, mesh_axis)
         if op not in ("all-reduce", "reduce-scatter") or (late and mesh_axis == "data"):
             return None
         if summed and op == "reduce-scatter":
@@ -153,15 +159,24 @@ class Reasons:
     def _gathered(self, collective: Collective, mesh_axis: str) -> Reason | None:
         """Positions of the residual stream, for a block that works on all of them; or tokens that
         an expert takes."""
-        positions = self.program.batch.length // self.mesh.size(self._split("seq"))
-        whole = collective.sizes[0][collective.dimension or 0] * collective.devices
+        dimension, sizes = collective.dimension or 0, collective.sizes[0]
+        model = self.program.model
+        features = (model.embed, model.mlp, model.vocab)
+        is_last = dimension == len(sizes) - 1
         if mesh_axis in self._split("residual") and mesh_axis not in self._split("seq"):
-            return self._activation(("residual",), mesh_axis) if whole % positions == 0 else None
+            of_features = is_last and sizes[dimension] * collective.devices in features
+            return None if of_features else self._activation(("residual",), mesh_axis)
         if mesh_axis in self._split("seq"):
             travels = ("attended", "attention_heads")
             by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
             return None if by_kernel else self._activation(("seq",), mesh_axis)
         return self._activation(("experts",), mesh_axis)
+
+    def _is_for_rows(self, moved: Moved, mesh_axis: str) -> bool:
+        """Whether tokens travel so that each device adds up its own columns of the embedding's
+        gradient; where that is less than the gradient itself."""
+        adds = any(scope.operation == "scatter-add" for scope in moved.scopes)
+        return adds and self._tokens(mesh_axis) is not None
 
     def _split(self, axis: str) -> tuple[str, ...]:
         names = self.rules.activations.get(axis, ())

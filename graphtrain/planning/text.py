@@ -6,6 +6,7 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.planning.blame import flagged
 from graphtrain.planning.traffic import by_axes
 from graphtrain.report import plan_as_json, plan_table
 from lowering.target import Target
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.assessment import Assessment, Memory
+    from graphtrain.planning.blame import Cause
     from graphtrain.planning.diff import Change
     from graphtrain.planning.remedies import Remedy
     from graphtrain.planning.targets import Row
@@ -31,6 +33,7 @@ _QUANTITIES = {
     "peak_bytes": "peak memory",
 }
 
+_FLAGS = 8  # in words, in the terminal
 _NO_SPEEDS = (
     "no speed of this machine's memory and links is known, so the time of a step is that of its "
     "matrix products alone, at best"
@@ -63,20 +66,38 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         collectives_table(assessment) if assessment.collectives else "no collectives",
+        *_flags(answer.causes),
         time_table(assessment),
     ):
-        console.print(block)
+        console.print(block, soft_wrap=isinstance(block, str))
         console.print()
     for line in _error_bars(answer):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if not Target.parse(program.target).about:
-        console.print(_NO_SPEEDS)
+        console.print(_NO_SPEEDS, soft_wrap=True)
     if assessment.remark:
-        console.print(f"remark: {assessment.remark}")
+        console.print(f"remark: {assessment.remark}", soft_wrap=True)
     console.print(verdict(assessment))
     if not fits:
         console.print()
         console.print(remedies_table(answer.remedies) if answer.remedies else _NO_REMEDY)
+
+
+def _flags(causes: "Sequence[Cause]") -> list[str]:
+    """What no strategy explains, in words."""
+    found = flagged(causes)
+    if not found:
+        return []
+    lines = [f"no strategy explains {len(found)} of {len(causes)} collectives:"]
+    lines += [f"- {cause.sentence}" for cause in found[:_FLAGS]]
+    if len(found) > _FLAGS:
+        lines.append(f"- and {len(found) - _FLAGS} smaller ones: --blame lists every collective")
+    return ["\n".join(lines)]
+
+
+def blame_lines(causes: "Sequence[Cause]") -> str:
+    """Why every collective is there, a line for each; what no strategy explains is marked."""
+    return "\n".join(f"{'  ' if cause.explained else '! '}{cause.sentence}" for cause in causes)
 
 
 def verdict(assessment: "Assessment") -> str:
@@ -127,7 +148,7 @@ def targets_table(rows: "Sequence[Row]") -> "Table":
             continue
         memory, spent = of.memory, of.compile_seconds
         sizes = _mega(memory.peak), _mega(memory.capacity), seconds(of.time.total), f"{of.mfu:.1%}"
-        fits = "yes" if memory.fits else "no"
+        fits = "yes" if memory.fits else "no: refused" if memory.refused else "no"
         compiled = "-" if spent is None else f"{spent:.1f}"
         table.add_row(row.target, str(of.plan.mesh), memory.source, fits, *sizes, compiled)
     return table
@@ -174,7 +195,10 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
         for remedy in answer.remedies
     ]
     bars = {name: asdict(bar) for name, bar in answer.error_bars.items()}
-    return assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
+    about = assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
+    for row, cause in zip(about["collectives"], answer.causes, strict=False):
+        row |= {"why": cause.sentence, "rule": cause.rule, "explained": cause.explained}
+    return about
 
 
 def memory_table(memory: "Memory", target: str) -> "Table":
@@ -233,7 +257,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         "memory": parts | {"source": memory.source},
         "collectives": [
-            one.to_record() | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
+            asdict(one) | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
             for one in assessment.collectives
         ],
         "step_seconds": time.total,

@@ -1,58 +1,40 @@
-"""verify: the best strategies of a search, compiled and ranked again."""
+"""verified: the best strategies of a search as the compiler sees them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 from graphtrain.cache import Cache
 from graphtrain.compile import Observer
 from graphtrain.planning.assess import assess_all
-from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.candidates import Candidate
-from graphtrain.planning.search import Found
 
-_TRIES = 3  # compilations for each strategy that is asked for, if some turn out not to fit
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A strategy, and the compiler's answer."""
-
-    candidate: Candidate
-    assessment: Assessment
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        return not self.assessment.memory.fits, self.assessment.time.total
+TRIES = 3  # compilations for each strategy that is asked for, where some turn out not to fit
 
 
-def verify(
-    found: Found,
+def verified(
+    candidates: Sequence[Candidate],
     cache: Cache,
-    best: int,
+    wanted: int,
     *,
     jobs: int | None = None,
     observe: Observer = lambda label, stage: None,
-) -> list[Verified]:
-    """Compile the best of a search side by side, until as many as asked fit; fastest first.
+) -> tuple[Candidate, ...]:
+    """Compile candidates side by side, best first, until as many as wanted fit; rank them again.
 
-    The memory is then the compiler's, and the time that of the collectives it made. Those that did
-    not fit after all come last.
-
-    Args:
-        best: how many should fit.
+    Their memory is then the compiler's, and their time that of the collectives it made; one that
+    the compiler was not asked about, or failed on, keeps its estimate. Those that do not fit after
+    all come last.
     """
-    done: list[Verified] = []
-    queue = list(found.ranked[: best * _TRIES])
-    while queue and (missing := best - sum(one.assessment.memory.fits for one in done)) > 0:
+    done: list[Candidate] = []
+    queue = list(candidates[: wanted * TRIES])
+    while queue and (missing := wanted - sum(one.memory.fits for one in done)) > 0:
         batch, queue = queue[:missing], queue[missing:]
-        programs = {_label(one, len(done) + index): one for index, one in enumerate(batch, 1)}
-        assessed = assess_all(
-            {label: one.program for label, one in programs.items()}, cache, observe, jobs=jobs
-        )
-        done += [Verified(one, assessed[label]) for label, one in programs.items()]
-    return sorted(done, key=lambda one: one.rank)
-
-
-def _label(candidate: Candidate, number: int) -> str:
-    return f"{number}: {candidate.mesh}"
+        programs = {
+            f"{number}: {one.mesh}": one.program for number, one in enumerate(batch, len(done) + 1)
+        }
+        answers = assess_all(programs, cache, observe, jobs=jobs).values()
+        done += [
+            replace(one, memory=answer.memory, time=answer.time, mfu=answer.mfu)
+            for one, answer in zip(batch, answers, strict=True)
+        ]
+    return tuple(sorted(done, key=lambda one: (not one.memory.fits, one.rank)))

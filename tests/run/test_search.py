@@ -8,15 +8,15 @@ CPU = ["--target", "cpu:2", "--set", "program.mesh.data=rest"]
 
 def test_the_best_is_compiled_and_written_as_a_configuration(cold):
     out, err = cold.command(
-        "plan", "search", "config.toml", *CPU, "--best", "1", "--output", "best.toml", "--json"
+        "plan", "search", "config.toml", *CPU, "--verify", "1", "--output", "best.toml", "--json"
     )
     answer = json.loads(out)
     first, second = answer["strategies"][:2]
-    assert first["says"] == "compiler" and second["says"] == "estimate" and first["fits"]
+    assert first["source"] == "compiler" and second["source"] == "estimate" and first["fits"]
     assert "wrote best.toml" in err
     best = tomllib.loads((cold.path / "best.toml").read_text())
     given = tomllib.loads((cold.path / "config.toml").read_text())
-    settings = answer["best"]
+    settings = first
     assert best["program"]["rules"] == settings["rules"]
     assert best["program"]["model"]["remat"] == settings["remat"]
     assert best["program"]["batch"]["microbatches"] == settings["microbatches"]
@@ -29,7 +29,7 @@ def test_the_best_is_compiled_and_written_as_a_configuration(cold):
 
 def test_an_estimate_names_the_reasons_and_needs_no_compiler(place):
     out, err = place.command(
-        "plan", "search", "config.toml", "--target", "h100:16", "--no-compile", "--show", "2",
+        "plan", "search", "config.toml", "--target", "h100:16", "--verify", "0", "--top", "2",
         "--set", "program.batch.sequences=32", "--set", "program.mesh.data=rest",
     )  # fmt: skip
     assert "strategies in" in out and err == ""
@@ -42,7 +42,7 @@ def test_an_estimate_names_the_reasons_and_needs_no_compiler(place):
 
 def test_nothing_that_fits_is_an_exit_status(place):
     out, _ = place.command(
-        "plan", "search", "config.toml", "--target", "v5e:2x2", "--no-compile",
+        "plan", "search", "config.toml", "--target", "v5e:2x2", "--verify", "0",
         "--set", "program.model.vocab=100_000_000_000", status=4,
     )  # fmt: skip
     assert "none fits" in out and "nothing fits: at best" in out

@@ -298,14 +298,9 @@ async function pipeline() {
   const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
     ({ stage, tick, until: tick + 1, kind, microbatch, round }));
   const ticks = Math.max(...rows.map((row) => row.until));
-  const both = new Set(), pairs = new Set();
-  for (const row of rows) {
-    const slot = `${row.stage},${row.tick}`;
-    if (both.has(slot)) pairs.add(slot);
-    both.add(slot);
-  }
-  // Where a tick holds a forward and a backward pass, each takes half of it.
-  for (const row of rows) if (pairs.has(`${row.stage},${row.tick}`)) {
+  // A tick of 1f1b has time for a forward and a backward pass; of the others, for one of them.
+  const halves = pipe.schedule === "1f1b";
+  if (halves) for (const row of rows) {
     if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
   }
   const wide = Math.max(900, Math.min(4000, ticks * 14));
@@ -320,13 +315,14 @@ async function pipeline() {
   }];
   if (wide / ticks >= 14) layers.push({
     transform: [{ calculate: "(datum.tick + datum.until) / 2", as: "middle" }],
-    mark: { type: "text", color: "#fff", fontSize: pairs.size ? 9 : 11, tooltip: false },
+    mark: { type: "text", color: "#fff", fontSize: halves ? 9 : 11, tooltip: false },
     encoding: { x: { field: "middle", type: "quantitative" }, x2: null, text: { field: "microbatch" } },
   });
   await draw("pipeline-chart", {
     width: wide, height: { step: 30 }, data: { values: rows },
     encoding: {
-      x: { field: "tick", type: "quantitative", title: "tick", scale: { domain: [0, ticks], nice: false } },
+      x: { field: "tick", type: "quantitative", title: "tick", axis: { tickMinStep: 1 },
+        scale: { domain: [0, ticks], nice: false } },
       x2: { field: "until" },
       y: { field: "stage", type: "ordinal", title: "stage" },
     },
@@ -335,7 +331,8 @@ async function pipeline() {
 }
 
 async function collectives() {
-  const list = plan.collectives, who = plan.sources.collectives;
+  const list = [...plan.collectives].sort((a, b) => b.wire_bytes_per_step - a.wire_bytes_per_step);
+  const who = plan.sources.collectives;
   const about = list.length
     ? `${list.reduce((sum, one) => sum + one.count, 0).toLocaleString("en-US")} a step, loops counted as often as they run `
     : "None: the devices of this plan do not talk to each other. ";
@@ -350,7 +347,7 @@ async function collectives() {
     { name: "sent by a device in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
     { name: "type", of: (one) => one.dtype },
     { name: "made by", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
-    ...(list.some((one) => one.cause) ? [{ name: "why", of: (one) => one.cause ?? "", words: true }] : []),
+    ...(list.some((one) => one.why) ? [{ name: "why", of: (one) => one.why, words: true }] : []),
   ], list);
   const sums = new Map();
   for (const one of list) {
@@ -387,33 +384,46 @@ function remedies() {
 }
 
 function causes() {
-  at("causes-section").hidden = !plan.causes.length;
+  const found = plan.collectives.filter((one) => one.explained === false);
+  at("causes-section").hidden = !found.length;
   table("causes", [
-    { name: "what", of: (one) => one.what, words: true },
-    { name: "line of the model", of: (one) => one.source, show: (one) => code(one.source) },
-    { name: "sent in a step", of: (one) => one.bytes, show: (one) => megabytes(one.bytes), number: true },
-    { name: "what would remove it", of: (one) => one.remedy, words: true },
-  ], plan.causes);
+    { name: "why it is there, and what would remove it", of: (one) => one.why, words: true },
+    { name: "over", of: (one) => one.axes.join("+") },
+    { name: "operation", of: (one) => one.op },
+    { name: "sent in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
+  ], found);
 }
 
-// Whatever the search printed of each strategy: a column for each name whose values are simple.
+// A setting as words: a mesh or a pipeline by its sizes, rules by their names.
+function words(value) {
+  if (Array.isArray(value)) return value.join(", ");
+  if (value && typeof value === "object")
+    return Object.entries(value).map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
+  return String(value ?? "");
+}
+
+// Strategies as `graphtrain plan search --json` prints them; a column for each name.
 async function search() {
   const list = plan.search;
   if (!list.length) return;
   at("search-section").hidden = false;
-  const simple = (value) => ["number", "string", "boolean"].includes(typeof value);
-  const names = [...new Set(list.flatMap(Object.keys))].filter((name) => list.some((one) => simple(one[name])));
-  const text = (value, name) => typeof value !== "number" ? String(value ?? "")
+  const names = [...new Set(list.flatMap(Object.keys))];
+  const text = (value, name) => typeof value !== "number" ? words(value)
     : name.endsWith("_bytes") ? megabytes(value) : name.endsWith("seconds") ? seconds(value)
-    : value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
-  table("search", names.map((name) => ({
-    name: name.replaceAll("_", " ").replace(/ (bytes|seconds)$/, ""),
+    : name === "mfu" ? `${number(value * 100)} %` : value.toLocaleString("en-US");
+  const column = (name) => ({
+    name: name === "mfu" ? "MFU" : name.replaceAll("_", " ").replace(/ (bytes|seconds)$/, ""),
     number: list.some((one) => typeof one[name] === "number"),
-    of: (one) => one[name] ?? "", show: (one) => text(one[name], name),
-  })), list);
+    of: (one) => typeof one[name] === "number" ? one[name] : words(one[name]),
+    show: (one) => name === "source" ? source(one[name]) : text(one[name], name),
+  });
+  table("search", names.map(column), list);
   if (!list.every((one) => one.step_seconds && one.peak_bytes)) return;
   const capacity = plan.memory.capacity_bytes / 1e9;
-  const rows = list.map((one) => ({ ...one, gigabytes: one.peak_bytes / 1e9 }));
+  const rows = list.map((one) => ({
+    gigabytes: one.peak_bytes / 1e9, step_seconds: one.step_seconds,
+    ...Object.fromEntries(names.map((name) => [column(name).name, text(one[name], name)])),
+  }));
   await draw("search-chart", {
     width: 740, height: 260,
     layer: [
@@ -421,7 +431,7 @@ async function search() {
         encoding: {
           x: { field: "step_seconds", type: "quantitative", title: "seconds a step (estimate)", scale: { zero: false } },
           y: { field: "gigabytes", type: "quantitative", title: "peak GB of a device" },
-          tooltip: names.map((field) => ({ field })) } },
+          tooltip: names.map((name) => ({ field: column(name).name })) } },
       { data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeDash: [4, 4] },
         encoding: { y: { field: "capacity", type: "quantitative" } } },
     ],

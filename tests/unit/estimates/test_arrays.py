@@ -2,9 +2,10 @@
 
 import pytest
 
-from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.config.schema import Batch, Mesh, Model, Optimizer, Program
+from graphtrain.estimates.arrays import parameter_arrays, state_arrays
 from graphtrain.estimates.weights import place_weights
+from graphtrain.models.counts import parameter_count
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import state_specs_of
@@ -23,7 +24,8 @@ MODELS = {
         "bias": "all",
         "tied_head": True,
     },
-    "qkv bias": {"bias": "qkv"},
+    "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
+    "merged gate": {"merged_gate": True, "bias": "all"},
     "gated with all biases": {"bias": "all", "norm": "layer"},
 }
 
@@ -31,7 +33,20 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_arrays_are_those_of_the_model(name):
     model = Model(**SIZES, **MODELS[name])
-    assert parameter_arrays(model) == flatten(parameter_specs(model))
+    arrays = parameter_arrays(model)
+    assert arrays == flatten(parameter_specs(model))
+    assert sum(spec.nbytes // 4 for spec in arrays.values()) == parameter_count(model)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(moments="bfloat16", offload=True)])
+def test_so_are_weights_and_moments_of_a_state(optimizer):
+    model = Model(**SIZES)
+    program = Program(model=model, batch=Batch(sequences=4, length=8), optimizer=optimizer)
+    traced = flatten({"state": state_specs_of(program)})
+    others = {"state/step", "state/key", "state/optimizer/adam/count"}
+    assert {path: spec for path, spec in traced.items() if path not in others} == state_arrays(
+        model, optimizer
+    )
 
 
 @pytest.mark.parametrize(

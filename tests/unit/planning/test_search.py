@@ -12,7 +12,7 @@ from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.candidates import candidates
 from graphtrain.planning.search import FAMILIES, search
-from graphtrain.planning.verify import Verified, verify
+from graphtrain.planning.verify import verified
 
 
 def test_strategies_that_fit_are_ranked_by_time(vary):
@@ -73,6 +73,10 @@ def test_a_batch_that_no_mesh_divides_is_an_error(vary):
         search(vary(odd))
 
 
+def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
+    assert search(vary(["program.target=h100:8"])).ranked[0].mesh.axes["tensor"] == 1
+
+
 def test_a_mixture_is_refused(vary):
     program = vary([])
     mixed = replace(program, model=replace(program.model, mixture=Mixture(experts=4)))
@@ -107,21 +111,19 @@ def compiled(monkeypatch):
 
 def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tmp_path, compiled):
     asked, peaks = compiled
-    found = search(vary([]))
+    ranked = search(vary([])).ranked
     peaks[0] = 10**15
-    verified = verify(found, Cache(tmp_path), 2)
+    rows = verified(ranked, Cache(tmp_path), 2)
     assert [len(batch) for batch in asked] == [2, 1]
-    assert [one.assessment.memory.fits for one in verified] == [True, True, False]
-    assert verified[-1].candidate is found.ranked[0]
+    assert [one.memory.fits for one in rows] == [True, True, False]
+    assert rows[-1].program == ranked[0].program
+    assert {one.memory.source for one in rows} == {"compiler"}
 
 
-def test_rows_say_who_says_so(vary):
-    found = search(vary([]))
-    first = found.ranked[0]
-    guess = estimate(first.program)
-    memory = replace(guess.memory, source="compiler", peak=7)
-    answer = ranking.as_json(found, [Verified(first, replace(guess, memory=memory))], "v5e:2x2")
-    row, second = answer["strategies"][:2]
-    assert (row["says"], row["peak_bytes"]) == ("compiler", 7) and second["says"] == "estimate"
-    assert row["estimated_peak_bytes"] == first.memory.peak
-    assert answer["best"] == first.settings and len(answer["strategies"]) == len(found.ranked)
+def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
+    found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]))
+    rows = [*verified(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
+    first, second = ranking.as_json(found, rows)["strategies"][:2]
+    assert (first["source"], second["source"]) == ("compiler", "estimate")
+    assert first["remat"] == found.ranked[0].program.model.remat and first["fits"]
+    assert first["peak_bytes"] == rows[0].memory.peak and first["step_seconds"] > 0

@@ -1,0 +1,228 @@
+"""Causal attention over sequences that are split by position: keys and values travel around a ring.
+
+Every device keeps its queries. In n steps, for n devices, the keys and values of all pass by; those
+of the next step travel while a step computes. Scores exist for one tile of queries and one chunk of
+keys at a time, and the parts of a softmax are merged by their log-sums (`models.tiles`). The
+backward pass goes around once more and computes the scores again; the gradients of keys and values
+travel with them. What is kept between the passes is linear in the length.
+
+The order of positions is that of `models.order`: of 2n chunks, device i holds FIRST = chunk i and
+LAST = chunk 2n - 1 - i. Of the four pairs of its chunks of queries with device j's chunks of keys,
+two are masked whole and two not at all: last queries see first keys, and beside them
+
+- j < i: first queries see first keys, for i > j;
+- j > i: last queries see last keys, for 2n - 1 - i > 2n - 1 - j.
+
+So a step is the pairs (LAST, FIRST) and (w, w), where w is FIRST or LAST: on every device the same
+program, half the products of the whole mask, and no branch, for w only says where slices begin. The
+step on a device's own keys has a third pair, because (FIRST, FIRST) and (LAST, LAST) are diagonal.
+
+Source: Liu et al. 2023, "Ring attention", https://arxiv.org/abs/2310.01889
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from graphtrain.models.projection import PROJECTION
+from graphtrain.models.tiles import (
+    Mixed,
+    Pair,
+    attend,
+    divide_keys,
+    divide_queries,
+    gradients,
+    join_keys,
+    join_queries,
+    merge,
+)
+from lowering.constrain import Placement, by_hand, placement
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+FIRST, LAST = 0, 1  # chunks of a device, from the two ends of a sequence
+Chunk = int | jax.Array
+Slopes = tuple[float, ...] | None
+
+
+def ring_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    slopes: Slopes,
+    mesh_axes: tuple[str, ...],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """What `attention` computes, of positions in the order of a ring along these mesh axes."""
+    found = placement()  # the gradient may be traced after the block that placed the arrays
+    assert found is not None, "a ring needs a mesh"
+    over = partial(_over, found, mesh_axes, slopes)
+    by_position, by_chunk = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
+
+    @jax.custom_vjp
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return forward(query, key, value)[0]
+
+    def forward(
+        query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        mixed, log_sum = over(_forward, (by_position,) * 3, (by_position, by_chunk))(
+            query, key, value
+        )
+        # Kept wherever products with weights are: to compute it again would send all again.
+        mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
+        return mixed, (query, key, value, mixed, log_sum)
+
+    def backward(residuals: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+        ins = (*(by_position,) * 4, by_chunk, by_position)
+        return over(_backward, ins, (by_position,) * 3)(*residuals, gradient)
+
+    ring.defvjp(forward, backward)
+    return ring(query, key, value)
+
+
+def _over(
+    found: Placement,
+    mesh_axes: tuple[str, ...],
+    slopes: Slopes,
+    local: Callable,
+    ins: tuple,
+    outs: tuple,
+) -> Callable:
+    """What a device does with its own positions, as a function of all; the rest is the rules'."""
+    ring = _Ring(mesh_axes, found.shape.size(mesh_axes))
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        with by_hand(mesh_axes, found):
+            return local(ring, slopes, *arrays)
+
+    names = set(mesh_axes)
+    return jax.shard_map(
+        run, mesh=found.current_mesh, in_specs=ins, out_specs=outs, axis_names=names
+    )
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The devices along mesh axes, inside a shard_map over them."""
+
+    mesh_axes: tuple[str, ...]
+    size: int
+
+    @property
+    def index(self) -> jax.Array:
+        """Which device this is."""
+        return lax.axis_index(self.mesh_axes)
+
+    def send(self, tree: Any) -> Any:
+        """To the next device; returns what comes from the one before."""
+        pairs = [(device, (device + 1) % self.size) for device in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.mesh_axes, pairs), tree)
+
+    def pairs(self, step: int | jax.Array, length: int) -> list[tuple[Chunk, Chunk, Pair]]:
+        """Chunks of queries and of keys here after so many steps that see each other, of length."""
+        source = (self.index - step) % self.size
+        if isinstance(step, int) and step == 0:
+            chunks: list[tuple[Chunk, Chunk]] = [(FIRST, FIRST), (LAST, LAST), (LAST, FIRST)]
+        else:
+            same_end = jnp.where(source < self.index, FIRST, LAST)
+            chunks = [(LAST, FIRST), (same_end, same_end)]
+
+        def begin(device: jax.Array, chunk: Chunk) -> jax.Array:
+            return length * jnp.where(chunk == FIRST, device, 2 * self.size - 1 - device)
+
+        return [
+            (here, there, Pair(begin(self.index, here), begin(source, there)))
+            for here, there in chunks
+        ]
+
+
+def _forward(
+    ring: _Ring, slopes: Slopes, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values, and the log-sums of scores: (chunk, tile, batch, kv_heads, query, group)."""
+    queries = divide_queries(query, key.shape[2])
+    keys = divide_keys(key), divide_keys(value)
+    length = query.shape[1] // 2
+
+    def step(mixed: Mixed, keys: Any, number: int | jax.Array) -> Mixed:
+        for here, there, pair in ring.pairs(number, length):
+            part = attend(_pick(queries, here), _pick(keys, there), pair, slopes)
+            mixed = _put(mixed, here, merge(_pick(mixed, here), part))
+        return mixed
+
+    def step_and_send(carry: tuple[Mixed, Any], number: jax.Array) -> tuple[Any, None]:
+        mixed, keys = carry
+        return (step(mixed, keys, number), ring.send(keys)), None
+
+    start = step(Mixed.nothing(queries), keys, 0), ring.send(keys)
+    (mixed, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
+    mixed = step(mixed, keys, ring.size - 1)
+    return join_queries(mixed.values).astype(query.dtype), mixed.log_sum
+
+
+def _backward(
+    ring: _Ring,
+    slopes: Slopes,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mixed: jax.Array,
+    log_sum: jax.Array,
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value."""
+    kv_heads, length = key.shape[2], query.shape[1] // 2
+    queries, incoming = divide_queries(query, kv_heads), divide_queries(gradient, kv_heads)
+    products = incoming.astype(jnp.float32) * divide_queries(mixed, kv_heads)
+    rows = queries, incoming, log_sum, products.sum(-1)
+    keys = divide_keys(key), divide_keys(value)
+
+    def step(of_queries: Any, of_keys: Any, keys: Any, number: int | jax.Array) -> tuple[Any, Any]:
+        for here, there, pair in ring.pairs(number, length):
+            added = gradients(_pick(rows, here), _pick(keys, there), pair, slopes)
+            of_queries = _add(of_queries, here, added[0])
+            of_keys = _add(of_keys, there, added[1])
+        return of_queries, of_keys
+
+    def send_and_step(carry: tuple[Any, ...], number: jax.Array) -> tuple[Any, None]:
+        of_queries, of_keys, keys = carry
+        # Neither waits for this step's products, so both travel while those are computed.
+        further, arrived = ring.send(keys), ring.send(of_keys)
+        return (*step(of_queries, arrived, keys, number), further), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (queries, keys))
+    start = (*step(zeros[0], zeros[1], keys, 0), ring.send(keys))
+    (of_queries, of_keys, keys), _ = lax.scan(send_and_step, start, jnp.arange(1, ring.size - 1))
+    of_queries, of_keys = step(of_queries, ring.send(of_keys), keys, ring.size - 1)
+    for_key, for_value = (join_keys(each) for each in ring.send(of_keys))  # home
+    return (
+        join_queries(of_queries).astype(query.dtype),
+        for_key.astype(key.dtype),
+        for_value.astype(value.dtype),
+    )
+
+
+# Slices along the first axis: XLA's partitioner dies of scatters inside a shard_map (jax 0.11).
+
+
+def _pick(tree: Any, chunk: Chunk) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), tree)
+
+
+def _put(tree: Any, chunk: Chunk, new: Any) -> Any:
+    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, chunk, 0), tree, new)
+
+
+def _add(tree: Any, chunk: Chunk, added: Any) -> Any:
+    return _put(tree, chunk, jax.tree.map(jnp.add, _pick(tree, chunk), added))

@@ -1,0 +1,171 @@
+"""Blame: good programs have no flags, bad ones say which lines disagree."""
+
+import dataclasses
+
+import jax
+import pytest
+from programs import LLAMA, program
+
+from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.models.decoder import Decoder
+from graphtrain.models.dot import dot
+from graphtrain.models.mlp import MLP
+from graphtrain.models.projection import project
+from graphtrain.planning.blame import blame, flagged
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import build_graph
+from lowering import jax_xla
+from lowering.collectives import Reading
+from lowering.constrain import constrain
+from lowering.errors import LoweringError
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")
+ACCUMULATED = {"batch": Batch(sequences=16, length=64, microbatches=2)}
+PIPELINED = {"batch": Batch(sequences=16, length=64, microbatches=4)}
+GOOD = {
+    "data": (("data",), {"data": 8}, {}),
+    "data, reduced last": (
+        ("data",),
+        {"data": 8},
+        {"batch": Batch(sequences=16, length=64, microbatches=2, reduce="last")},
+    ),
+    "zero1": (("zero1",), {"data": 8}, {}),
+    "zero2": (("zero2",), {"data": 8}, ACCUMULATED),
+    "fsdp": (("fsdp",), {"fsdp": 8}, ACCUMULATED),
+    "tensor": (("data", "tensor"), {"data": 2, "tensor": 4}, {}),
+    "sequence": (("data", "tensor", "sequence"), {"data": 2, "tensor": 4}, {}),
+    "cube": (
+        ("data", "fsdp", "tensor", "sequence"),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        ACCUMULATED,
+    ),
+    "pipeline": (("data", "pipeline"), {"data": 4, "stage": 2}, PIPELINED),
+    "pipeline, 1f1b": (
+        ("data", "pipeline"),
+        {"data": 4, "stage": 2},
+        PIPELINED | {"pipeline": Pipeline(schedule="1f1b")},
+    ),
+}
+TENSOR = {"rules": ("data", "tensor"), "mesh": Mesh(data=2, tensor=4)}
+
+
+def causes(target, **settings):
+    """Why each collective of a training step is in its compiled program."""
+    defaults = {"model": MODEL, "batch": Batch(sequences=16, length=64)}
+    of = program(target=target, **defaults | settings)
+    on, rules = Target.parse(target), Rules.load(of.rules)
+    try:
+        quickly = dataclasses.replace(build_graph(of, "train"), runs_once=True)
+        lowered = jax_xla.lower(quickly, rules, mesh_shape(of), on)
+    except LoweringError as error:
+        pytest.skip(str(error))
+    record = jax_xla.compile(lowered).record
+    assert record["unknown_loops"] == 0
+    return blame(
+        of,
+        lowered.plan,
+        rules,
+        Reading.from_record(record).collectives,
+        annotations=record["annotations"],
+        bytes_per_second=dict.fromkeys(of.mesh.__dict__, 1e9),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("zero2", "cpu:8"), ("cube", "cpu:8"), *((name, "v5e:2x4") for name in GOOD)],
+)
+def test_the_strategies_explain_every_collective(name, target):
+    rules, mesh, settings = GOOD[name]
+    found = causes(target, rules=rules, mesh=Mesh(**mesh), **settings)
+    assert found
+    assert [cause.sentence for cause in flagged(found)] == []
+    assert all(cause.rule and cause.strategy for cause in found)
+    assert {strategy for cause in found for strategy in cause.strategy.split(" + ")} <= set(rules)
+
+
+def test_a_gathered_weight_names_its_array_rule_pass_and_time():
+    found = causes("cpu:8", rules=("fsdp",), mesh=Mesh(fsdp=8))
+    (down,) = [
+        cause
+        for cause in found
+        if cause.array == "layers/mlp/down"
+        and cause.collective.op == "all-gather"
+        and "forward" in cause.sentence
+    ]
+    assert (down.rule, down.strategy) == ("parameters.embed = fsdp", "fsdp")
+    assert down.collective.loops == (MODEL.layers,)
+    assert down.seconds == pytest.approx(4 * 7 / 8 * MODEL.mlp * MODEL.embed * 4 / 1e9)
+    assert "layers/mlp/down is gathered over fsdp in the forward pass (4 x 6.14 kB" in down.sentence
+
+
+def products(mlp, x):
+    """What the MLP of the model does up to the activation."""
+    x = constrain(x, "batch", "seq", "embed")
+    up = constrain(project(mlp, "up", "bse,em->bsm", x), "batch", "seq", "mlp")
+    gate = constrain(project(mlp, "gate", "bse,em->bsm", x), "batch", "seq", "mlp")
+    return jax.nn.silu(gate) * up
+
+
+def whole_batch(mlp, x):
+    with jax.named_scope("mlp"):
+        hidden = constrain(products(mlp, x), None, "seq", "mlp")
+        return project(mlp, "down", "bsm,me->bse", hidden)
+
+
+def whole_width(mlp, x):
+    with jax.named_scope("mlp"):
+        hidden = constrain(products(mlp, x), "batch", "seq", None)
+        return project(mlp, "down", "bsm,me->bse", hidden)
+
+
+def line(function, offset):
+    return f"tests/graphs/test_blame.py:{function.__code__.co_firstlineno + offset}"
+
+
+@pytest.mark.parametrize("target", ["cpu:8", "v5e:2x4"])
+@pytest.mark.parametrize(
+    ("bad", "axis", "said"),
+    [(whole_batch, "data", "None, 'seq', 'mlp'"), (whole_width, "tensor", "'batch', 'seq', None")],
+)
+def test_annotations_that_disagree_are_both_named(bad, axis, said, target, monkeypatch):
+    monkeypatch.setattr(MLP, "__call__", bad)
+    flags = [cause for cause in flagged(causes(target, **TENSOR)) if "disagree" in cause.sentence]
+    assert flags
+    assert {cause.collective.axes for cause in flags} == {(axis,)}
+    assert not any(cause.explained or cause.rule for cause in flags)
+    for cause in flags:
+        assert f"an involuntary rematerialisation: no rule makes it whole over {axis}" in (
+            cause.sentence
+        )
+        assert f"constrain({said}) at {line(bad, 2)}" in cause.sentence
+        assert f"constrain('batch', 'seq', 'mlp') at {line(products, 4)}" in cause.sentence
+
+
+def test_a_weight_gathered_where_its_product_should_be_split_is_flagged(monkeypatch):
+    monkeypatch.setattr(MLP, "__call__", whole_width)
+    sentences = [cause.sentence for cause in flagged(causes("cpu:8", **TENSOR))]
+    weights = [sentence for sentence in sentences if "no rule gathers weights" in sentence]
+    assert weights
+    for weight in weights:
+        assert weight.startswith(f"{line(whole_width, 3)}: layers/mlp/down is gathered over tensor")
+        assert "activations.mlp = tensor splits their products too" in weight
+
+
+@pytest.mark.parametrize("target", ["cpu:8", "v5e:2x4"])
+def test_scores_gathered_over_the_vocabulary_are_flagged(target, monkeypatch):
+    def unembed(decoder, hidden):
+        x = constrain(hidden, "batch", "seq", "embed")
+        with jax.named_scope("head"):
+            scores = dot("bse,ev->bsv", x, decoder.head[...], jax.numpy.float32)
+            scores = constrain(scores, "batch", "seq", "vocab")
+            return constrain(scores, "batch", "seq", None)
+
+    monkeypatch.setattr(Decoder, "unembed", unembed)
+    (cause,) = flagged(causes(target, **TENSOR))
+    assert cause.collective.source == line(unembed, 5)
+    assert "the scores of the vocabulary are made whole over tensor" in cause.sentence
+    assert 'constrain(scores, "batch", "seq", "vocab")' in cause.sentence

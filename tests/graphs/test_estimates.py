@@ -1,0 +1,49 @@
+"""Predicted traffic against what the compiler of a machine that is not here makes of it."""
+
+import importlib.util
+
+import pytest
+from programs import program
+
+from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.estimates.traffic import traffic
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import build_graph
+from lowering import jax_xla
+from lowering.collectives import Collective
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins"), reason="needs the extra gpu"
+)
+MODEL = Model(layers=4, embed=512, heads=8, mlp=1024, vocab=4096)
+CUBE = ("data", "fsdp", "tensor", "sequence")
+CASES = {
+    "data": (("data",), Mesh(data=8), 1, "each"),
+    "zero2": (("zero2",), Mesh(data=8), 2, "each"),
+    "zero1, reduced last": (("zero1",), Mesh(data=8), 2, "last"),
+    "fsdp": (("fsdp",), Mesh(fsdp=8), 1, "each"),
+    "tensor": (("tensor",), Mesh(tensor=8), 1, "each"),
+    "tensor and sequence": (CUBE, Mesh(tensor=8), 1, "each"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    rules, mesh, microbatches, reduce = CASES[request.param]
+    batch = Batch(sequences=32, length=256, microbatches=microbatches, reduce=reduce)
+    of = program(target="h100:8", model=MODEL, rules=rules, mesh=mesh, batch=batch)
+    target, table = Target.parse(of.target), Rules.load(of.rules)
+    lowered = jax_xla.lower(build_graph(of, "train"), table, mesh_shape(of), target)
+    return of, table, jax_xla.compile(lowered).record
+
+
+def sent(collectives):
+    return sum(one.wire_bytes_per_step for one in collectives)
+
+
+def test_predicted_bytes_on_the_wire_are_those_of_the_program(case):
+    of, table, record = case
+    read = sent(Collective.from_record(one) for one in record["collectives"])
+    assert sent(traffic(of, table, mesh_shape(of))) == pytest.approx(read, rel=0.03)

@@ -1,0 +1,166 @@
+"""The page of a plan in a real browser, opened from the disk with no network."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from graphtrain.config import load_config
+from graphtrain.planning.answer import Answer
+from graphtrain.planning.assess import estimate
+from graphtrain.planning.blame import Cause
+from graphtrain.planning.ledger import ErrorBar
+from graphtrain.planning.page import page
+from graphtrain.planning.remedies import Remedy
+
+pytest.importorskip("vl_convert", reason="vl-convert, for the charts of the page, is not installed")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
+
+CONFIG = """
+[program]
+target = "v5e:4x4"
+mesh = { data = 2, fsdp = 2, stage = 2, tensor = 2 }
+model = { layers = 4, embed = 512, heads = 8, mlp = 1024, vocab = 4096 }
+batch = { sequences = 64, length = 512, microbatches = 4 }
+pipeline = { schedule = "1f1b" }
+
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
+SEARCHED = [
+    {"mesh": {"fsdp": 16}, "rules": ["fsdp"], "step_seconds": 0.2, "peak_bytes": 9e9, "mfu": 0.4},
+    {"mesh": {"fsdp": 4, "tensor": 4}, "rules": [], "step_seconds": 0.1, "peak_bytes": 4e9},
+]
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    """A page with every section on it."""
+    directory = tmp_path_factory.mktemp("page")
+    (directory / "config.toml").write_text(CONFIG)
+    program = load_config(directory / "config.toml").program
+    assessment = estimate(program)
+    refused = dataclasses.replace(assessment.memory, refused=True)
+    causes = [
+        Cause(one, "", "", "", index > 0, f"because of {index}")
+        for index, one in enumerate(assessment.collectives)
+    ]
+    answer = Answer(
+        program,
+        dataclasses.replace(assessment, memory=refused, remark="</script><b>not markup</b>"),
+        {"step_seconds": ErrorBar(1.2, 1.5, 3)},
+        [Remedy(("program.model.remat=full",), assessment)],
+        causes,
+    )
+    path = directory / "plan.html"
+    path.write_text(page("a <title> & more", answer, SEARCHED), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with playwright.sync_playwright() as play:
+        yield play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def opened(browser, html):
+    """The page, drawn; fails if it asked for anything, or complained."""
+    complaints: list[str] = []
+    tab = browser.new_page(viewport={"width": 1180, "height": 900})
+    tab.route("**/*", lambda route: route.continue_() if _is_the_file(route) else route.abort())
+    tab.on("request", lambda request: _note(complaints, request.url, html))
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(html.as_uri())
+    tab.wait_for_selector("body[data-drawn=yes]")
+    yield tab
+    assert complaints == []
+    tab.close()
+
+
+def _is_the_file(route) -> bool:
+    return route.request.url.startswith("file:")
+
+
+def _note(complaints: list[str], url: str, html) -> None:
+    if url != html.as_uri():
+        complaints.append(f"asked for {url}")
+
+
+def test_everything_is_drawn_from_the_file_alone(opened):
+    for name in ("devices", "memory", "time", "collectives", "pipeline", "search"):
+        assert opened.locator(f"#{name}-chart svg").count() == 1, name
+    assert opened.title() == "a <title> & more"
+    assert opened.inner_text("#remark") == "</script><b>not markup</b>"
+    assert opened.inner_text("#verdict") == "does not fit v5e:4x4, says the compiler"
+    assert "3 runs" in opened.inner_text("#error-bars")
+    assert "--set 'program.model.remat=full'" in opened.inner_text("#remedies")
+    assert opened.locator("#causes tbody tr").count() == 1
+    assert "because of 0" in opened.inner_text("#causes")
+    assert "because of 1" in opened.inner_text("#collectives")
+
+
+COLOURS = """count => new Set([...document.querySelectorAll("#devices-chart .mark-rect path")]
+    .map(square => square.getAttribute("fill"))).size === count"""
+
+
+@pytest.mark.parametrize(
+    ("array", "pieces", "about"),
+    [
+        ("layers/mlp/up", 8, "layers 4 over stage"),
+        ("final_norm/scale", 2, "embed 512 over fsdp"),
+        ("embedding/tokens", 4, "vocab 4096 over tensor"),
+    ],
+)
+def test_a_chosen_array_is_shown_where_it_lives(opened, array, pieces, about):
+    opened.select_option("#array", f"state/parameters/{array}")
+    opened.wait_for_function(COLOURS, arg=pieces)
+    told = opened.inner_text("#array-about")
+    assert about in told and f"{pieces} different pieces" in told
+
+
+def test_pointing_at_a_device_tells_what_it_holds(opened):
+    opened.locator("#devices-chart .mark-rect path").nth(3).hover()
+    tip = opened.locator("#vg-tooltip-element.visible")
+    tip.wait_for()
+    text = tip.inner_text()
+    assert "on the mesh" in text and "data 0" in text and "piece" in text
+
+
+def test_headers_sort_the_collectives(opened):
+    header = opened.locator("#collectives th", has_text="times a step")
+    column = "#collectives tbody td:nth-child(4)"
+    header.get_by_role("button").click()
+    falling = [int(text.replace(",", "")) for text in opened.locator(column).all_inner_texts()]
+    assert falling == sorted(falling, reverse=True) and len(set(falling)) > 1
+    assert header.get_attribute("aria-sort") == "descending"
+    header.get_by_role("button").click()
+    rising = [int(text.replace(",", "")) for text in opened.locator(column).all_inner_texts()]
+    assert rising == falling[::-1] or rising == sorted(falling)
+
+
+def test_memory_is_drawn_beside_the_device(opened):
+    rule = "#memory-chart .mark-rule.role-mark line"
+    assert opened.locator(rule).count() == 0
+    opened.get_by_label("as large as the device").check()
+    opened.wait_for_selector(rule, state="attached")
+
+
+def test_the_schedule_shows_every_pass(opened):
+    # 2 stages, 4 microbatches, forward and backward
+    assert opened.locator("#pipeline-chart .mark-rect path").count() == 16
+    assert "1f1b: 2 stages, 1 round, 4 microbatches" in opened.inner_text("#pipeline-about")
+
+
+def test_search_results_are_a_table_and_points(opened):
+    assert opened.locator("#search tbody tr").count() == 2
+    assert "fsdp 4 × tensor 4" in opened.inner_text("#search")  # noqa: RUF001
+    assert opened.locator("#search-chart .mark-symbol path").count() == 2
