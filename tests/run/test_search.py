@@ -34,10 +34,8 @@ def test_an_estimate_names_the_reasons_and_needs_no_compiler(place):
     )  # fmt: skip
     assert "strategies in" in out and err == ""
     assert "tensor 4: does not divide kv_heads = 2" in out
-    ranked = [
-        line.split()[0] for line in out.partition("why")[0].splitlines() if "estimate" in line
-    ]
-    assert ranked == ["1", "2"]
+    ranked = out.partition("why the others lost")[0]
+    assert sum(line.endswith(" estimate") for line in ranked.splitlines()) == 2
 
 
 def test_nothing_that_fits_is_an_exit_status(place):
