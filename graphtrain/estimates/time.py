@@ -27,15 +27,17 @@ def step_time(
     memory: Memory,
     collectives: Iterable[Collective],
     bubble: float = 0.0,
+    attained: float = 1.0,
 ) -> StepTime:
     """Roofline of a step.
 
     Args:
         collectives: read from a compiled program, or predicted.
         bubble: share of the ticks of a pipeline in which a stage waits.
+        attained: part of the machine's peak that products reach; 1.0 is the roofline.
     """
     target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, target)
+    compute = _seconds_of_compute(program, target) / attained
     communication = _communication(collectives, mesh, target)
     hideable = sum(
         seconds for axes, seconds in communication.items() if set(axes.split("+")) <= HIDDEN

@@ -112,12 +112,16 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     # TPU programs reduce in the dtype of the result; GPU programs round after they have reduced.
     reduced = sizes.item if Target.parse(program.target).platform == "tpu" else 4
     each = partial(_one, mesh=mesh, dtype="bf16")
+    # GPU programs round what a norm gives only after they have gathered it, where it is computed
+    # again, and where the head reads it.
+    unrounded = 4 if Target.parse(program.target).platform == "cuda" else sizes.item
     if pieces:
         yield _one(
             "reduce-scatter", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32"
         )
+        yield each("all-gather", summed, times * (6 - 2 * again), stream * sizes.item)
         yield _one(
-            "all-gather", summed, times * (4 + 2), stream * sizes.item, mesh=mesh, dtype="bf16"
+            "all-gather", summed, times * 2 * again, stream * unrounded, mesh=mesh, dtype="f32"
         )
     else:
         yield _one("all-reduce", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32")
@@ -126,7 +130,8 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     yield each(joined, vocab, batch.microbatches, stream * sizes.item)  # rows of the embedding
     yield each(joined, vocab, batch.microbatches, stream * reduced)  # gradient of hidden
     if pieces:
-        yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item)
+        yield each("all-gather", vocab, batch.microbatches * 2, stream * sizes.item)
+        yield each("all-gather", vocab, batch.microbatches, stream * unrounded)
     yield from _of_attention(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
     residual = sizes.sequences * sizes.length * model.embed * sizes.item

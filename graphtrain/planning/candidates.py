@@ -72,8 +72,12 @@ class Candidate:
         }
 
 
-def candidates(program: Program) -> Iterator[Candidate]:
-    """Every strategy whose sizes divide, fitting or not."""
+def candidates(program: Program, attained: float = 1.0) -> Iterator[Candidate]:
+    """Every strategy whose sizes divide, fitting or not.
+
+    Args:
+        attained: part of the machine's peak that products reach.
+    """
     devices = Target.parse(program.target).devices
     for sizes in _meshes(program, devices):
         mesh = MeshShape.resolve(sizes, devices)
@@ -88,7 +92,7 @@ def candidates(program: Program) -> Iterator[Candidate]:
                 except ShardingError:
                     break  # sizes that do not divide, whatever the schedule
                 for variant in _variants(placed, mesh):
-                    yield _candidate(variant, mesh, rules, weights)
+                    yield _candidate(variant, mesh, rules, weights, attained)
 
 
 @cache
@@ -97,13 +101,17 @@ def _load(names: tuple[str, ...]) -> Rules:
 
 
 def _candidate(
-    program: Program, mesh: MeshShape, rules: Rules, weights: Sequence[Weight]
+    program: Program,
+    mesh: MeshShape,
+    rules: Rules,
+    weights: Sequence[Weight],
+    attained: float,
 ) -> Candidate:
     held = memory(program, rules, mesh, weights)
     if not held.fits:
         return Candidate(program, mesh, held)
     collectives = traffic(program, rules, mesh, weights)
-    spent = step_time(program, mesh, held, collectives, bubble_of(program, mesh))
+    spent = step_time(program, mesh, held, collectives, bubble_of(program, mesh), attained)
     return Candidate(program, mesh, held, spent, utilisation(program, spent.total))
 
 
