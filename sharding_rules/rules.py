@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 from sharding_rules.arrays import Role
@@ -61,16 +62,21 @@ class Rules:
 
     def of(self, role: Role, path: str = "") -> Table:
         """The table that the array at a path follows."""
-        table = {
-            "parameter": self.parameters,
-            "gradient": _together(self.parameters, self.gradients),
-            "optimizer": _together(self.parameters, self.optimizer),
-            "activation": self.activations,
-        }[role]
+        table = self._by_role[role]
         for pattern, override in self.arrays.items():
             if role != "activation" and matches(path, pattern):
                 table = {**table, **override}
         return table
+
+    @cached_property
+    def _by_role(self) -> dict[Role, Table]:
+        """Made once: a search asks for the tables of every array of thousands of strategies."""
+        return {
+            "parameter": self.parameters,
+            "gradient": _together(self.parameters, self.gradients),
+            "optimizer": _together(self.parameters, self.optimizer),
+            "activation": self.activations,
+        }
 
     def without(self, mesh_axes: Iterable[str]) -> "Rules":
         """The same rules where some mesh axes split nothing."""

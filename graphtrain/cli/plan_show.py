@@ -153,6 +153,6 @@ def _print_json(found: "Answer", pattern: str | None) -> None:
 def _write_page(path: Path, config: Path, found: "Answer", results: Path | None) -> None:
     from graphtrain.planning.page import page
 
-    searched = json.loads(results.read_text()) if results is not None else []
+    searched = json.loads(results.read_text())["strategies"] if results is not None else []
     path.write_text(page(config.stem, found, searched), encoding="utf-8")
     click.echo(f"wrote {path}", err=True)

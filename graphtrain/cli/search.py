@@ -1,9 +1,11 @@
-"""graphtrain plan search: the strategies for a model, a batch and a machine, best first."""
+"""graphtrain plan search: rank the strategies for a model, a batch and a machine."""
 
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,12 +16,12 @@ from graphtrain.cli.options import (
     overrides_option,
     target_option,
 )
-from graphtrain.errors import PlanError
+from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 
 if TYPE_CHECKING:
-    from graphtrain.config import Config
+    from graphtrain.config import Program
+    from graphtrain.planning.candidates import Candidate
     from graphtrain.planning.search import Found
-    from graphtrain.planning.verify import Verified
 
 
 @click.command("search")
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Of the best, how many to compile; by their peak and traffic they are ranked again.",
+    help="Of the best that fit, how many to compile and rank again by what they hold and send.",
 )
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Rows to show.")
 @click.option("--jobs", type=click.IntRange(1), help="Compilers at once; the number of cores.")
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write CONFIG with the winner's settings.",
+    help="Write CONFIG with the best strategy's settings.",
 )
 @json_option
 def command(
@@ -54,93 +56,47 @@ def command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Rank the strategies for the model, the batch and the target of CONFIG.
+    """Rank the strategies for CONFIG's model, batch and target.
 
-    The mesh, the rules, microbatches, recomputation and the pipeline of CONFIG are what is looked
-    for; all else stays. Exits with 2 if nothing fits.
+    Every mesh whose sizes divide is estimated, with its microbatches, schedules, ZeRO and
+    recomputation; CONFIG's own choice of these does not matter. The best are then compiled, into
+    the cache and with no accelerator, and ranked by what the compiler made of them. Exits with 4 if
+    no strategy fits.
     """
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
-    from graphtrain.config import load_config
+    from graphtrain.config import load_config, render
+    from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
-    from graphtrain.planning.verify import verified
+    from graphtrain.planning.verify import TRIES, verified
 
     loaded = load_config(config, overrides, target)
-    found = search(loaded.program, keep=max(top, verify))
-    if not found.ranked:
-        raise PlanError(_nothing_fits(loaded.program.target, found))
+    found = search(loaded.program, keep=max(top, TRIES * verify))
     with progress() as observe:
-        rows = verified(found.ranked[:verify], Cache(cache), jobs, observe)
-    rows = (*rows, *found.ranked[verify:top])
-    if output is not None:
-        _write(output, loaded, rows[0])
+        compiled = verified(found.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
+    fitting = [one for one in compiled if one.memory.fits]
+    ranked = [*fitting, *found.ranked[len(compiled) : top], *compiled[len(fitting) :]]
     if as_json:
-        click.echo(json.dumps([_as_json(row) for row in rows]))
+        click.echo(json.dumps(in_json(found, ranked)))
     else:
-        _print(loaded, found, rows)
+        _print(loaded.program, found, ranked)
+    if not ranked or not ranked[0].memory.fits:
+        sys.exit(DOES_NOT_FIT)
+    if output is not None:
+        winner = replace(loaded, program=ranked[0].program)
+        output.write_text(render(winner), encoding="utf-8")
+        click.echo(f"wrote {output}", err=True)
 
 
-def _nothing_fits(target: str, found: "Found") -> str:
-    reasons = "\n".join(f"  {family}: {reason}" for family, reason in found.lost.items())
-    return (
-        f"none of {found.considered} strategies fits {target}; ask for more devices, a smaller "
-        f'batch, or model.remat = "full" with more microbatches\n{reasons}'
-    )
+def _print(program: "Program", found: "Found", ranked: "Sequence[Candidate]") -> None:
+    from graphtrain.planning.ranking import table
 
-
-def _write(path: Path, config: "Config", row: "Verified") -> None:
-    from dataclasses import replace
-
-    from graphtrain.config import render
-
-    path.write_text(render(replace(config, program=row.program)), encoding="utf-8")
-    click.echo(f"wrote {path}", err=True)
-
-
-def _as_json(row: "Verified") -> dict[str, Any]:
-    return {
-        **row.settings,
-        "step_seconds": row.time.total,
-        "mfu": row.mfu,
-        "peak_bytes": row.memory.peak,
-        "source": row.memory.source,
-        "fits": row.memory.fits,
-    }
-
-
-def _print(config: "Config", found: "Found", rows: Sequence["Verified"]) -> None:
-    from rich.table import Table
-
-    from graphtrain.cli.plan_show import console
-
-    out, program = console(), config.program
+    out, batch = console(), program.batch
     out.print(
-        f"{program.target}, {program.batch.sequences} x {program.batch.length} tokens a step: "
+        f"{program.target}, {batch.sequences} x {batch.length} tokens a step: "
         f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("mesh", "rules", "micro", "remat", "pipeline", "seconds", "MFU", "GB", "says"):
-        right = name in ("micro", "seconds", "MFU", "GB")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    out.print(table)
+    out.print(table(ranked) if ranked else "none fits")
     out.print("\nwhy the others lost")
     for family, reason in found.lost.items():
-        out.print(f"  {family}: {reason}")
-
-
-def _cells(row: "Verified") -> tuple[str, ...]:
-    pipeline = row.settings.get("pipeline")
-    schedule = f"{pipeline['schedule']} x {pipeline['rounds']}" if pipeline else "-"
-    return (
-        str(row.mesh),
-        row.choice("rules"),
-        str(row.program.batch.microbatches),
-        row.program.model.remat,
-        schedule,
-        f"{row.time.total:.3f}",
-        f"{row.mfu:.1%}",
-        f"{row.memory.peak / 1e9:.1f}",
-        row.memory.source if row.memory.fits else f"{row.memory.source}: does not fit",
-    )
+        out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -59,20 +59,14 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
 
 
 def _mlp(model: Model) -> dict[str, ArraySpec]:
-    if model.mixture is not None:
-        wide = ("gate", "up") if is_gated(model) else ("up",)
-        return {
-            "router": _array(model, "embed", "routes"),
-            "down": _array(model, "experts", "mlp", "embed"),
-            **{name: _array(model, "experts", "embed", "mlp") for name in wide},
-        }
+    names = ("gate", "up") if is_gated(model) else ("up",)
+    wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
     if model.merged_gate:
-        return _merged(model)
-    arrays = {"up": _array(model, "embed", "mlp"), "down": _array(model, "mlp", "embed")}
-    if is_gated(model):
-        arrays["gate"] = _array(model, "embed", "mlp")
+        wide = {"gate_up": (None, "mlp")}
+    arrays = {name: _array(model, "embed", *axes) for name, axes in wide.items()}
+    arrays["down"] = _array(model, "mlp", "embed")
     if model.bias == "all":
-        arrays |= {f"{name}_bias": _array(model, "mlp") for name in arrays if name != "down"}
+        arrays |= {f"{name}_bias": _array(model, *axes) for name, axes in wide.items()}
         arrays["down_bias"] = _array(model, "embed")
     return arrays
 
@@ -93,11 +87,7 @@ def _norm(model: Model) -> dict[str, ArraySpec]:
     return {name: _array(model, "embed") for name in names}
 
 
-def _array(model: Model, *axes: str) -> ArraySpec:
-    return ArraySpec(tuple(_size(model, axis) for axis in axes), axes)
-
-
-def _size(model: Model, axis: str) -> int:
-    if axis in ("experts", "routes"):
-        return model.mixture.experts if model.mixture is not None else 0
-    return getattr(model, "max_length" if axis == "positions" else axis)
+def _array(model: Model, *axes: str | None) -> ArraySpec:
+    names = {"positions": "max_length"}
+    sizes = (2 if axis is None else getattr(model, names.get(axis, axis)) for axis in axes)
+    return ArraySpec(tuple(sizes), axes)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.arrays import parameter_arrays, state_arrays
+from graphtrain.estimates.weights import Weight, place_weights
 from graphtrain.models.counts import is_gated
 from graphtrain.planning.assessment import Memory
 from lowering.target import Target
-from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import layout, make_plan
 from sharding_rules.rules import Rules
 
 
@@ -54,20 +52,28 @@ class Sizes:
         )
 
 
-def memory(program: Program, rules: Rules, mesh: MeshShape) -> Memory:
+def memory(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
+) -> Memory:
     """What a device holds when it holds most.
 
     The backward pass is the fullest: state, gradients so far, what the forward pass left for every
     layer, and the arrays of the layer at work. At its start the logits take the place of those.
+
+    Args:
+        weights: placed already, by place_weights.
     """
     target = Target.parse(program.target)
-    state = make_plan(state_arrays(program.model, program.optimizer), rules, mesh)
+    if weights is None:
+        weights = place_weights(program, rules, mesh)
     sizes = Sizes.of(program, rules, mesh)
-    gradients = _gradients(program, rules, mesh)
+    gradients = _gradients(program, weights, mesh)
     kept = _kept(program, sizes, mesh)
     at_work = max(_layer_at_work(program, sizes), _logits_at_work(sizes, program))
-    temporaries = at_work + _gathered(program, rules, mesh)
-    parameters, optimizer = map(state.bytes_per_device, ("parameter", "optimizer"))
+    temporaries = at_work + _gathered(weights, mesh)
+    parameters = sum(weight.parameter_bytes for weight in weights)
+    moments = sum(weight.moment_bytes for weight in weights)
+    optimizer = 0 if program.optimizer.offload else moments
     peak = parameters + optimizer + gradients + kept + temporaries
     return Memory(
         parameters=parameters,
@@ -101,21 +107,13 @@ def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
     return ticks * stream + chunk * layer
 
 
-def _gradients(program: Program, rules: Rules, mesh: MeshShape) -> float:
+def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
     """In float32; while microbatches are added up, the sum and the newest."""
     stages = mesh.axes.get("stage", 1)
     single = program.batch.microbatches == 1 or stages > 1
     role = "parameter" if stages > 1 else "optimizer" if single else "gradient"
-    held = sum(
-        _bytes(path, ArraySpec(spec.shape, spec.axes, "float32", role), rules, mesh)
-        for path, spec in parameter_arrays(program.model).items()
-    )
+    held = 4 * sum(weight.pieces(role, mesh) for weight in weights)
     return held if single else 2 * held
-
-
-def _bytes(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> float:
-    split = layout(path, spec, rules, mesh).split
-    return spec.nbytes / math.prod(mesh.size(names) for names in split)
 
 
 def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
@@ -151,14 +149,6 @@ def _logits_at_work(sizes: Sizes, program: Program) -> float:
     return 2 * sizes.sequences * sizes.inside * sizes.vocab * 4
 
 
-def _gathered(program: Program, rules: Rules, mesh: MeshShape) -> float:
+def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:
     """Weights of two layers in use, in bfloat16: this layer's, and the next one's on their way."""
-    layers = program.model.layers
-    use = rules.activations
-    total = 0.0
-    for path, spec in parameter_arrays(program.model).items():
-        if not path.startswith("layers/"):
-            continue
-        kept_split = math.prod(mesh.size(use.get(axis or "", ())) for axis in spec.axes)
-        total += spec.nbytes / layers / kept_split
-    return 2 * total / 2
+    return 2 * 2 * sum(weight.used_of_a_layer(mesh) for weight in weights if weight.in_layers)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lowering.collectives import Collective
 
 # What waits for nothing: gradients and gathered weights travel beside the work of other layers.
-_HIDDEN = {"data", "fsdp"}
+HIDDEN = {"data", "fsdp"}
 # Of starting one collective; the order of a kernel launch and a handshake, an assumption.
 _LATENCY = 5e-6
 
@@ -27,18 +27,20 @@ def step_time(
     memory: Memory,
     collectives: Iterable[Collective],
     bubble: float = 0.0,
+    attained: float = 1.0,
 ) -> StepTime:
     """Roofline of a step.
 
     Args:
         collectives: read from a compiled program, or predicted.
         bubble: share of the ticks of a pipeline in which a stage waits.
+        attained: part of the machine's peak that products reach; 1.0 is the roofline.
     """
     target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, target)
+    compute = _seconds_of_compute(program, target) / attained
     communication = _communication(collectives, mesh, target)
     hideable = sum(
-        seconds for axes, seconds in communication.items() if set(axes.split("+")) <= _HIDDEN
+        seconds for axes, seconds in communication.items() if set(axes.split("+")) <= HIDDEN
     )
     work = compute + sum(communication.values()) - hideable
     return StepTime(
@@ -121,14 +123,18 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
     one_way = about["link"] / 2
     if target.platform == "tpu":
         return one_way / len(target.topology)
-    sizes = list(mesh.axes.items())
-    slowest = next(index for index, (name, _) in enumerate(sizes) if name in axes)
-    span = 1
-    for _, size in sizes[slowest:]:
-        span *= size
-    if span <= about["group"]:
+    if not crosses_hosts(axes, mesh, target):
         return one_way
     return min(one_way, _neighbours(axes, mesh, int(about["group"])) * about["network"] / 2)
+
+
+def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
+    """Whether groups along mesh axes are wider than a host; the slices of a TPU have none."""
+    if "group" not in target.about:
+        return False
+    names = list(mesh.axes)
+    slowest = min(names.index(name) for name in axes)
+    return mesh.size(tuple(names[slowest:])) > target.about["group"]
 
 
 def _neighbours(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:

@@ -2,88 +2,101 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.estimates.memory import Sizes
+from graphtrain.estimates.weights import Weight, place_weights
 from lowering.collectives import Collective
 from lowering.target import Target
-from sharding_rules.arrays import ArraySpec
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import layout
+from sharding_rules.pipeline import bubble
 from sharding_rules.rules import Rules
 
 
-def traffic(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Collective, ...]:
-    """Every collective that moves more than a few numbers."""
-    found = [*_of_weights(program, rules, mesh), *_of_activations(program, rules, mesh)]
+def traffic(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
+) -> tuple[Collective, ...]:
+    """Every collective that moves more than a few numbers.
+
+    Args:
+        weights: placed already, by place_weights.
+    """
+    if weights is None:
+        weights = place_weights(program, rules, mesh)
+    found = [*_of_weights(program, rules, mesh, weights), *_of_activations(program, rules, mesh)]
     return tuple(one for one in found if one.devices > 1 and one.bytes and one.count)
 
 
 def bubble_of(program: Program, mesh: MeshShape) -> float:
     """Share of a pipeline's ticks in which a stage waits."""
-    stages, microbatches = mesh.axes.get("stage", 1), program.batch.microbatches
-    if stages == 1:
-        return 0.0
-    if program.pipeline.schedule == "1f1b":
-        return 2 * (stages - 1) / (microbatches + 2 * (stages - 1))
-    return (stages - 1) / (microbatches * program.pipeline.rounds + stages - 1)
+    pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
+    return bubble(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
 
 
-def _of_weights(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:
+def _of_weights(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight]
+) -> Iterator[Collective]:
     """Weights gathered for use, and gradients reduced to where they rest."""
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
-    width = 2 if program.model.dtype == "bfloat16" else 4
-    sizes = Sizes.of(program, rules, mesh)
-    looked_up = sizes.sequences * sizes.length * program.model.embed * width
+    width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
+    rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
-    for path, spec in parameter_arrays(program.model).items():
-        in_layers = path.startswith("layers/")
-        layers = spec.shape[0] / mesh.axes.get("stage", 1) if in_layers else 1
-        if math.prod(spec.shape) // (spec.shape[0] if in_layers else 1) < 1e5:
+    # XLA for GPUs moves an all-reduce out of the loop that adds its results up.
+    sums_at_the_end = Target.parse(program.target).platform == "cuda"
+    for weight in weights:
+        if weight.of_a_layer < 1e5:
             continue  # norms and biases
-        rest, used = _split(path, spec, rules, mesh, "parameter"), _used(spec, rules, mesh)
-        gathered = tuple(axis for axis in rest if axis not in used and axis != "stage")
-        here = _whole(spec, mesh, used) / (spec.shape[0] if in_layers else 1)
-        each = partial(_one, mesh=mesh, dtype="bf16" if width == 2 else "f32")
-        times = int(layers * batch.microbatches)
-        uses = 1 if path.startswith("embedding") else 2
-        if program.model.remat == "full" and in_layers and not path.endswith("mlp/down"):
+        layers = weight.spec.shape[0] // mesh.axes.get("stage", 1) if weight.in_layers else 1
+        gathered = tuple(axis for axis in weight.rest if axis not in (*weight.used, "stage"))
+        here = weight.used_of_a_layer(mesh)
+        times = layers * batch.microbatches
+        uses = 1 if weight.path.startswith("embedding") else 2
+        if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += 1  # what is computed again asks for its weights again
-        yield each("all-gather", gathered, times * uses, here * width)
-        yield _scattered(path, gathered, times, here * 4, looked_up, mesh)
+        yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
+        yield _scattered(weight, gathered, times, here * 4, rows, mesh)
         held = here / mesh.size(gathered)
-        role = "optimizer" if batch.microbatches == 1 or deferred else "gradient"
-        pieces = _split(path, spec, rules, mesh, role)
+        single = batch.microbatches == 1 or deferred
+        pieces = weight.optimizer if single else weight.gradient
         for axis in (name for name in spread if name not in gathered):
-            count = int(layers if axis == "data" and deferred else times)
+            once = layers if axis == "data" and deferred else times
             if axis in pieces and not deferred:
-                yield _scattered(path, (axis,), count, held * 4, looked_up, mesh)
-                continue
-            op = "reduce-scatter" if axis in pieces else "all-reduce"
-            yield _one(op, (axis,), count, held * 4, mesh=mesh, dtype="f32")
-        updated = _split(path, spec, rules, mesh, "optimizer")
-        back = tuple(axis for axis in updated if axis not in rest)
+                yield _scattered(weight, (axis,), once, held * 4, rows, mesh)
+            elif axis in pieces:
+                yield _one("reduce-scatter", (axis,), once, held * 4, mesh=mesh, dtype="f32")
+            else:
+                count = layers if sums_at_the_end and not weight.in_layers else once
+                yield _one("all-reduce", (axis,), count, held * 4, mesh=mesh, dtype="f32")
+        back = tuple(axis for axis in weight.optimizer if axis not in weight.rest)
         yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
 
 
+def _rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
+    """Bytes of the gradients of the embedding's rows that a device looks up, and their dtype: TPU
+    programs convert them before they send them."""
+    sizes = Sizes.of(program, rules, mesh)
+    numbers = sizes.sequences * sizes.length * program.model.embed
+    wide = Target.parse(program.target).platform == "tpu" or sizes.item == 4
+    return (numbers * 4, "f32") if wide else (numbers * 2, "bf16")
+
+
 def _scattered(
-    path: str,
+    weight: Weight,
     axes: tuple[str, ...],
     count: int,
     size: float,
-    looked_up: float,
+    rows: tuple[float, str],
     mesh: MeshShape,
 ) -> Collective:
     """A gradient reduced into pieces. That of an embedding is added up where its piece is, if the
     gradients of the rows looked up are fewer bytes to send there."""
-    if path.startswith("embedding") and looked_up < size:
-        return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype="bf16")
+    looked_up, dtype = rows
+    if weight.path.startswith("embedding") and looked_up < size:
+        return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype=dtype)
     return _one("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
 
 
@@ -99,12 +112,16 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     # TPU programs reduce in the dtype of the result; GPU programs round after they have reduced.
     reduced = sizes.item if Target.parse(program.target).platform == "tpu" else 4
     each = partial(_one, mesh=mesh, dtype="bf16")
+    # GPU programs round what a norm gives only after they have gathered it, where it is computed
+    # again, and where the head reads it.
+    unrounded = 4 if Target.parse(program.target).platform == "cuda" else sizes.item
     if pieces:
         yield _one(
             "reduce-scatter", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32"
         )
+        yield each("all-gather", summed, times * (6 - 2 * again), stream * sizes.item)
         yield _one(
-            "all-gather", summed, times * (4 + 2), stream * sizes.item, mesh=mesh, dtype="bf16"
+            "all-gather", summed, times * 2 * again, stream * unrounded, mesh=mesh, dtype="f32"
         )
     else:
         yield _one("all-reduce", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32")
@@ -113,7 +130,8 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     yield each(joined, vocab, batch.microbatches, stream * sizes.item)  # rows of the embedding
     yield each(joined, vocab, batch.microbatches, stream * reduced)  # gradient of hidden
     if pieces:
-        yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item)
+        yield each("all-gather", vocab, batch.microbatches * 2, stream * sizes.item)
+        yield each("all-gather", vocab, batch.microbatches, stream * unrounded)
     yield from _of_attention(program, rules, mesh, sizes)
     yield from _of_experts(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
@@ -176,19 +194,3 @@ def _axes(table, names: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
     """Mesh axes of more than one device that split any of the array axes."""
     together = {axis for name in names for axis in table.get(name, ())}
     return tuple(axis for axis in MESH_AXES if axis in together and mesh.axes.get(axis, 1) > 1)
-
-
-def _split(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape, role) -> tuple[str, ...]:
-    split = layout(path, ArraySpec(spec.shape, spec.axes, spec.dtype, role), rules, mesh).split
-    together = {axis for names in split for axis in names}
-    return tuple(axis for axis in MESH_AXES if axis in together)
-
-
-def _used(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes that split a weight while it is used: those of the products it makes."""
-    return _axes(rules.activations, tuple(axis for axis in spec.axes if axis), mesh)
-
-
-def _whole(spec: ArraySpec, mesh: MeshShape, used: tuple[str, ...]) -> float:
-    """Numbers of a weight on a device while it is used."""
-    return math.prod(spec.shape) / mesh.size(used)

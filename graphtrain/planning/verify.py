@@ -1,27 +1,40 @@
-"""verified: the best of a search as the compiler sees them."""
+"""verified: the best strategies of a search as the compiler sees them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from graphtrain.cache import Cache
 from graphtrain.compile import Observer
 from graphtrain.planning.assess import assess_all
-from graphtrain.planning.search import Candidate, rank
+from graphtrain.planning.candidates import Candidate
 
-Verified: TypeAlias = Candidate  # whose memory and time, where they could be had, are compiled
+TRIES = 3  # compilations for each strategy that is asked for, where some turn out not to fit
 
 
 def verified(
-    candidates: Sequence[Candidate], cache: Cache, jobs: int | None, observe: Observer
-) -> tuple[Verified, ...]:
-    """Compile candidates side by side, and rank them by what they turn out to hold and send.
+    candidates: Sequence[Candidate],
+    cache: Cache,
+    wanted: int,
+    *,
+    jobs: int | None = None,
+    observe: Observer = lambda label, stage: None,
+) -> tuple[Candidate, ...]:
+    """Compile candidates side by side, best first, until as many as wanted fit; rank them again.
 
-    One that the compiler was not asked about, or failed on, keeps its estimate.
+    Their memory is then the compiler's, and their time that of the collectives it made; one that
+    the compiler was not asked about, or failed on, keeps its estimate. Those that do not fit after
+    all come last.
     """
-    programs = {f"strategy {number}": one.program for number, one in enumerate(candidates, 1)}
-    answers = assess_all(programs, cache, observe, jobs=jobs)
-    return rank(
-        replace(one, memory=answer.memory, time=answer.time, mfu=answer.mfu)
-        for one, answer in zip(candidates, answers.values(), strict=True)
-    )
+    done: list[Candidate] = []
+    queue = list(candidates[: wanted * TRIES])
+    while queue and (missing := wanted - sum(one.memory.fits for one in done)) > 0:
+        batch, queue = queue[:missing], queue[missing:]
+        programs = {
+            f"{number}: {one.mesh}": one.program for number, one in enumerate(batch, len(done) + 1)
+        }
+        answers = assess_all(programs, cache, observe, jobs=jobs).values()
+        done += [
+            replace(one, memory=answer.memory, time=answer.time, mfu=answer.mfu)
+            for one, answer in zip(batch, answers, strict=True)
+        ]
+    return tuple(sorted(done, key=lambda one: (not one.memory.fits, one.rank)))

@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
 
 SMALL = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4, "mlp": 2816, "vocab": 32000}
 SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000}
@@ -24,7 +24,11 @@ SQUARE = {"fsdp": 16, "tensor": 4}
 WIDE = {"fsdp": 64, "tensor": 8}
 SEQUENCE = ("data", "fsdp", "tensor", "sequence")
 LONG = (8, 2048, 1)  # sequences, length, microbatches
-# name, target, mesh, rules, model, batch
+STAGES = {"data": 2, "stage": 4}
+PIPELINE = ("data", "pipeline")
+ONE_FORWARD = Pipeline(schedule="1f1b")
+CIRCULAR = Pipeline(schedule="circular", rounds=2)
+# name, target, mesh, rules, model, batch, and a pipeline's schedule
 ROWS = [
     ("0.2B dots", "h100:8", {"data": 8}, ("data",), SMALL | DOTS, (32, 2048, 1)),
     ("0.2B full", "h100:8", {"data": 8}, ("data",), SMALL | FULL, (32, 2048, 1)),
@@ -44,6 +48,10 @@ ROWS = [
     ("7B cube", "h100:64", CUBE, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
     ("70B fsdp 64 tensor 8", "h100:512", WIDE, SEQUENCE, SEVENTY | FULL, (64, 4096, 1)),
     ("70B fsdp 512", "h200:512", {"fsdp": 512}, SEQUENCE, SEVENTY | FULL, (512, 4096, 1)),
+    ("0.2B stages", "h100:8", STAGES, PIPELINE, SMALL | FULL, (32, 2048, 8)),
+    ("0.2B stages circular", "h100:8", STAGES, PIPELINE, SMALL | FULL, (32, 2048, 8), CIRCULAR),
+    ("0.2B stages 1f1b", "h100:8", STAGES, PIPELINE, SMALL | FULL, (32, 2048, 8), ONE_FORWARD),
+    ("0.2B data x4", "v5e:2x4", {"data": 8}, ("data",), SMALL | DOTS, (64, 2048, 4)),
     ("0.2B dots", "v5e:2x4", {"data": 8}, ("data",), SMALL | DOTS, (32, 2048, 1)),
     ("0.2B full", "v5e:2x4", {"data": 8}, ("data",), SMALL | FULL, (32, 2048, 1)),
     ("0.2B fsdp", "v5e:2x4", {"fsdp": 8}, ("fsdp",), SMALL | DOTS, (32, 2048, 1)),
@@ -55,7 +63,7 @@ ROWS = [
 ]
 
 
-def program(target, mesh, rules, model, batch) -> Program:
+def program(target, mesh, rules, model, batch, pipeline=Pipeline()) -> Program:  # noqa: B008
     sequences, length, microbatches = batch
     return Program(
         target=target,
@@ -63,6 +71,7 @@ def program(target, mesh, rules, model, batch) -> Program:
         rules=rules,
         model=Model(**model),
         batch=Batch(sequences=sequences, length=length, microbatches=microbatches),
+        pipeline=pipeline,
     )
 
 

@@ -1,35 +1,78 @@
+"""Arrays by arithmetic are those that the model makes."""
+
 import pytest
 
-from graphtrain.config.schema import Batch, Mixture, Model, Optimizer, Program
+from graphtrain.config.schema import Batch, Mesh, Model, Optimizer, Program
 from graphtrain.estimates.arrays import parameter_arrays, state_arrays
+from graphtrain.estimates.weights import place_weights
 from graphtrain.models.counts import parameter_count
 from graphtrain.models.decoder import parameter_specs
+from graphtrain.requests import mesh_shape
 from graphtrain.steps import state_specs_of
 from lowering.trees import flatten
+from sharding_rules.plan import make_plan
+from sharding_rules.rules import Rules
 
-SIZES = {"layers": 3, "embed": 16, "heads": 4, "mlp": 24, "vocab": 32}
-GPT2 = {"positions": "learned", "max_length": 8, "norm": "layer", "bias": "all", "tied_head": True}
-MODELS = [
-    Model(**SIZES, kv_heads=2),
-    Model(**SIZES, **GPT2, activation="gelu"),
-    Model(**SIZES, mixture=Mixture(experts=4), kv_heads=2),
-    Model(**SIZES, merged_gate=True, bias="all"),
-    Model(**SIZES, bias="qkv", positions="alibi", activation="geglu"),
-]
+SIZES = {"layers": 5, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
+MODELS = {
+    "llama": {"kv_heads": 2},
+    "gpt2": {
+        "positions": "learned",
+        "max_length": 16,
+        "norm": "layer",
+        "activation": "gelu",
+        "bias": "all",
+        "tied_head": True,
+    },
+    "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
+    "merged gate": {"merged_gate": True, "bias": "all"},
+    "gated with all biases": {"bias": "all", "norm": "layer"},
+}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_arrays_by_arithmetic_are_those_that_tracing_finds(model):
-    assert parameter_arrays(model) == flatten(parameter_specs(model))
-    sizes = (spec.nbytes // 4 for spec in parameter_arrays(model).values())
-    assert sum(sizes) == parameter_count(model)
+@pytest.mark.parametrize("name", MODELS)
+def test_arrays_are_those_of_the_model(name):
+    model = Model(**SIZES, **MODELS[name])
+    arrays = parameter_arrays(model)
+    assert arrays == flatten(parameter_specs(model))
+    assert sum(spec.nbytes // 4 for spec in arrays.values()) == parameter_count(model)
 
 
 @pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(moments="bfloat16", offload=True)])
-def test_so_are_weights_and_moments(optimizer):
-    program = Program(model=MODELS[0], batch=Batch(sequences=4, length=8), optimizer=optimizer)
+def test_so_are_weights_and_moments_of_a_state(optimizer):
+    model = Model(**SIZES)
+    program = Program(model=model, batch=Batch(sequences=4, length=8), optimizer=optimizer)
     traced = flatten({"state": state_specs_of(program)})
     others = {"state/step", "state/key", "state/optimizer/adam/count"}
     assert {path: spec for path, spec in traced.items() if path not in others} == state_arrays(
-        MODELS[0], optimizer
+        model, optimizer
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "batch"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, ("zero1", "fsdp", "tensor"), {}),
+        ({"data": 8}, ("zero2",), {"microbatches": 2}),
+        ({"stage": 2, "data": 4}, ("data", "pipeline"), {"microbatches": 2}),  # 5 layers on 2
+    ],
+)
+def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
+    program = Program(
+        target="v5e:2x4",
+        mesh=Mesh(**mesh),
+        rules=rules,
+        model=Model(**SIZES, kv_heads=2),
+        batch=Batch(sequences=32, length=16, **batch),
+    )
+    shape, table = mesh_shape(program), Rules.load(rules)
+    plan = make_plan(flatten({"state": state_specs_of(program)}), table, shape)
+    weights = place_weights(program, table, shape)
+    assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
+    counters = sum(
+        plan.bytes_of(path)
+        for path, layout in plan.layouts.items()
+        if layout.spec.role == "optimizer" and "adam/mu/" not in path and "adam/nu/" not in path
+    )
+    moments = plan.bytes_per_device("optimizer") - counters
+    assert sum(one.moment_bytes for one in weights) == moments

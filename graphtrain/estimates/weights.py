@@ -1,0 +1,103 @@
+"""How a mesh holds each weight, its gradient and its moments: what variants of a strategy share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from graphtrain.config.schema import Program
+from graphtrain.estimates.arrays import parameter_arrays
+from sharding_rules.arrays import ArraySpec, Role
+from sharding_rules.axes import MESH_AXES
+from sharding_rules.mesh import MeshShape
+from sharding_rules.pipeline import divide_layers
+from sharding_rules.plan import Layout, layout
+from sharding_rules.rules import Rules
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, in all layers, and the mesh axes that split it in each of its roles."""
+
+    path: str
+    spec: ArraySpec
+    rest: tuple[str, ...]  # between steps
+    gradient: tuple[str, ...]  # while microbatches are added up
+    optimizer: tuple[str, ...]  # where it is updated
+    used: tuple[str, ...]  # in the product it makes
+    parameter_bytes: int  # on a device
+    moment_bytes: int  # on a device, of both moments
+
+    @property
+    def in_layers(self) -> bool:
+        return self.path.startswith("layers/")
+
+    @property
+    def of_a_layer(self) -> int:
+        """Numbers in one layer, or in all where it is outside of them."""
+        return math.prod(self.spec.shape) // (self.spec.shape[0] if self.in_layers else 1)
+
+    def pieces(self, role: Role, mesh: MeshShape) -> float:
+        """Numbers that a device holds in a role."""
+        axes = {"parameter": self.rest, "gradient": self.gradient, "optimizer": self.optimizer}
+        return math.prod(self.spec.shape) / mesh.size(axes[role])
+
+    def used_of_a_layer(self, mesh: MeshShape) -> float:
+        """Numbers of one layer that a device computes with."""
+        return self.of_a_layer / mesh.size(self.used)
+
+
+def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
+    """Place the parameters of a program; its microbatches and recomputation do not matter.
+
+    Raises:
+        ShardingError: a dimension does not divide, or there are fewer layers than stages.
+    """
+    stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
+    divided = divide_layers(program.model.layers, stages, pipeline.rounds, pipeline.layers)
+    return tuple(
+        _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
+        for path, spec in parameter_arrays(program.model).items()
+    )
+
+
+def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
+    """With the rows of zeros that fill the shorter stages."""
+    if not path.startswith("layers/"):
+        return spec
+    return replace(spec, shape=(rows, *spec.shape[1:]))
+
+
+def _place(path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: MeshShape) -> Weight:
+    rest = layout(f"state/parameters/{path}", spec, rules, mesh)
+    gradient = layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
+    moments = [
+        layout(
+            f"state/optimizer/adam/{moment}/{path}",
+            replace(spec, role="optimizer", dtype=dtype),
+            rules,
+            mesh,
+        )
+        for moment, dtype in (("mu", program.optimizer.moments), ("nu", "float32"))
+    ]
+    use = rules.activations
+    used = {name for axis in spec.axes if axis for name in use.get(axis, ())}
+    return Weight(
+        path=path,
+        spec=spec,
+        rest=_axes(rest),
+        gradient=_axes(gradient),
+        optimizer=_axes(moments[0]),
+        used=tuple(name for name in MESH_AXES if name in used and mesh.axes.get(name, 1) > 1),
+        parameter_bytes=_bytes(rest, mesh),
+        moment_bytes=sum(_bytes(moment, mesh) for moment in moments),
+    )
+
+
+def _axes(placed: Layout) -> tuple[str, ...]:
+    together = {name for names in placed.split for name in names}
+    return tuple(name for name in MESH_AXES if name in together)
+
+
+def _bytes(placed: Layout, mesh: MeshShape) -> int:
+    return placed.spec.nbytes // mesh.size(_axes(placed))

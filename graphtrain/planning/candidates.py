@@ -1,0 +1,181 @@
+"""candidates: every strategy whose sizes divide a model, a batch and a machine; estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
+from graphtrain.estimates.memory import memory
+from graphtrain.estimates.time import step_time, utilisation
+from graphtrain.estimates.traffic import bubble_of, traffic
+from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.planning.assessment import Memory, StepTime
+from lowering.target import Target
+from sharding_rules.errors import ShardingError
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+WIDEST_TENSOR = 64
+LONG = 8192  # positions, from which splitting them is considered
+_WIDEST_CONTEXT = 16
+_MOST_ROUNDS = 8
+_REMATS: tuple[Remat, ...] = ("none", "attention", "dots", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy and its estimate."""
+
+    program: Program
+    mesh: MeshShape
+    memory: Memory
+    time: StepTime | None = None  # only of what fits
+    mfu: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.time is None else self.time.total
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By time; what takes as long to three digits, by what it sends: hiding it is a hope."""
+        sent = sum(self.time.communication.values()) if self.time else 0.0
+        return float(f"{self.seconds:.3g}"), sent
+
+    def choice(self, family: str) -> str:
+        """What it chose, of one of the families."""
+        rules, sizes = self.program.rules, self.mesh.axes
+        if family == "zero":
+            return next((name[-1] for name in ("zero1", "zero2") if name in rules), "none")
+        if family == "sequence":
+            return "none" if sizes["tensor"] == 1 else "on" if "sequence" in rules else "off"
+        if family == "schedule":
+            pipeline = self.program.pipeline
+            return "none" if sizes["stage"] == 1 else f"{pipeline.schedule} x {pipeline.rounds}"
+        return self.program.model.remat if family == "remat" else str(sizes[family])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it changes in [program]."""
+        pipeline = self.program.pipeline
+        staged = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
+        return {
+            "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
+            "rules": list(self.program.rules),
+            "microbatches": self.program.batch.microbatches,
+            "remat": self.program.model.remat,
+            **({"pipeline": staged} if self.mesh.axes["stage"] > 1 else {}),
+        }
+
+
+def candidates(program: Program, attained: float = 1.0) -> Iterator[Candidate]:
+    """Every strategy whose sizes divide, fitting or not.
+
+    Args:
+        attained: part of the machine's peak that products reach.
+    """
+    devices = Target.parse(program.target).devices
+    for sizes in _meshes(program, devices):
+        mesh = MeshShape.resolve(sizes, devices)
+        batch = replace(program.batch, microbatches=mesh.axes["stage"])
+        for names in _rules(program, mesh):
+            rules = _load(names)
+            here = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
+            for pipeline in _pipelines(mesh.axes["stage"], program.model.layers):
+                placed = replace(here, pipeline=pipeline)
+                try:
+                    weights = place_weights(placed, rules, mesh)
+                except ShardingError:
+                    break  # sizes that do not divide, whatever the schedule
+                for variant in _variants(placed, mesh):
+                    yield _candidate(variant, mesh, rules, weights, attained)
+
+
+@cache
+def _load(names: tuple[str, ...]) -> Rules:
+    return Rules.load(names)
+
+
+def _candidate(
+    program: Program,
+    mesh: MeshShape,
+    rules: Rules,
+    weights: Sequence[Weight],
+    attained: float,
+) -> Candidate:
+    held = memory(program, rules, mesh, weights)
+    if not held.fits:
+        return Candidate(program, mesh, held)
+    collectives = traffic(program, rules, mesh, weights)
+    spent = step_time(program, mesh, held, collectives, bubble_of(program, mesh), attained)
+    return Candidate(program, mesh, held, spent, utilisation(program, spent.total))
+
+
+def _meshes(program: Program, devices: int) -> Iterator[dict[str, int]]:
+    model, batch = program.model, program.batch
+    widest = _WIDEST_CONTEXT if batch.length >= LONG else 1
+    for tensor in divisors(devices, WIDEST_TENSOR):
+        if undivided(model, tensor):
+            continue
+        for stage in divisors(devices // tensor, model.layers):
+            if model.layers % stage:
+                continue
+            for context in divisors(devices // tensor // stage, widest):
+                copies = devices // tensor // stage // context
+                if batch.sequences % (copies * stage):
+                    continue  # every copy has as many microbatches as stages, or a multiple
+                for fsdp in divisors(copies, copies):
+                    yield {
+                        "data": copies // fsdp,
+                        "fsdp": fsdp,
+                        "stage": stage,
+                        "context": context,
+                        "tensor": tensor,
+                    }
+
+
+def undivided(model: Model, tensor: int) -> str:
+    """A size of the model that tensor parallelism cannot split so wide; empty if it can all."""
+    assert model.kv_heads
+    sizes = {"kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}
+    return next((f"{name} = {size}" for name, size in sizes.items() if size % tensor), "")
+
+
+def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
+    """Ways to treat data and tensor; a way of context, and files of one's own, stay as given."""
+    context = "ulysses" if "ulysses" in program.rules else "context"
+    own = [name for name in program.rules if name.endswith(".toml")]
+    for first in ("data", "zero1", "zero2") if mesh.axes["data"] > 1 else ("data",):
+        for last in (["sequence"], []) if mesh.axes["tensor"] > 1 else (["sequence"],):
+            yield (first, "fsdp", "pipeline", context, "tensor", *last, *own)
+
+
+def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
+    """Microbatches and recomputation."""
+    copies, stages = mesh.size(("data", "fsdp")), mesh.axes["stage"]
+    for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
+        if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
+            continue
+        for remat in _REMATS:
+            yield replace(
+                program,
+                model=replace(program.model, remat=remat),
+                batch=replace(program.batch, microbatches=microbatches),
+            )
+
+
+def _pipelines(stages: int, layers: int) -> Iterator[Pipeline]:
+    if stages == 1:
+        yield Pipeline()
+        return
+    yield Pipeline(schedule="1f1b")
+    for rounds in divisors(layers // stages, _MOST_ROUNDS):
+        yield Pipeline(schedule="circular", rounds=rounds)
+
+
+def divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

@@ -1,0 +1,58 @@
+"""What a search found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphtrain.planning.candidates import Candidate
+from graphtrain.planning.search import Found
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WORDS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
+_NUMBERS = "seconds", "MFU", "GB"
+
+
+def as_json(found: Found, ranked: Sequence[Candidate]) -> dict[str, Any]:
+    """Everything for programs; units are in the names."""
+    return {
+        "considered": found.considered,
+        "search_seconds": round(found.seconds, 3),
+        "strategies": [_row(one) for one in ranked],
+        "lost": found.lost,
+    }
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    return one.settings | {
+        "step_seconds": one.seconds,
+        "mfu": one.mfu,
+        "peak_bytes": one.memory.peak,
+        "source": one.memory.source,
+        "fits": one.memory.fits,
+    }
+
+
+def table(ranked: Sequence[Candidate]) -> Table:
+    """A line for each strategy."""
+    from rich.table import Table
+
+    drawn = Table(box=None, pad_edge=False)
+    for name in (*_WORDS, *_NUMBERS, "says"):
+        right = name in ("micro", *_NUMBERS)
+        drawn.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for one in ranked:
+        said = one.memory.source
+        drawn.add_row(
+            str(one.mesh),
+            *map(one.choice, ("zero", "sequence", "schedule")),
+            str(one.program.batch.microbatches),
+            one.choice("remat"),
+            f"{one.seconds:.3f}",
+            f"{one.mfu:.1%}",
+            f"{one.memory.peak / 1e9:.1f}",
+            said if one.memory.fits else f"{said}: does not fit",
+        )
+    return drawn
