@@ -128,14 +128,18 @@ def _meshes(program: Program, devices: int) -> Iterator[dict[str, int]]:
                 copies = devices // tensor // stage // context
                 if batch.sequences % (copies * stage):
                     continue  # every copy has as many microbatches as stages, or a multiple
-                for fsdp in divisors(copies, copies):
-                    yield {
-                        "data": copies // fsdp,
-                        "fsdp": fsdp,
-                        "stage": stage,
-                        "context": context,
-                        "tensor": tensor,
-                    }
+                for sizes in _copies(model, copies):
+                    yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
+
+
+def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
+    """What data, fsdp and expert can be, over which sequences are split."""
+    experts = model.mixture.experts if model.mixture else 1
+    for expert in divisors(devices, experts):
+        if experts % expert:
+            continue
+        for fsdp in divisors(devices // expert, devices):
+            yield {"data": devices // expert // fsdp, "fsdp": fsdp, "expert": expert}
 
 
 def undivided(model: Model, tensor: int) -> str:
@@ -151,12 +155,12 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
     own = [name for name in program.rules if name.endswith(".toml")]
     for first in ("data", "zero1", "zero2") if mesh.axes["data"] > 1 else ("data",):
         for last in (["sequence"], []) if mesh.axes["tensor"] > 1 else (["sequence"],):
-            yield (first, "fsdp", "pipeline", context, "tensor", *last, *own)
+            yield (first, "fsdp", "pipeline", "expert", context, "tensor", *last, *own)
 
 
 def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
     """Microbatches and recomputation."""
-    copies, stages = mesh.size(("data", "fsdp")), mesh.axes["stage"]
+    copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
     for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue

@@ -1,6 +1,5 @@
 """ZeRO and deferred reduction: the numbers of one device, with the traffic each promises."""
 
-
 import pytest
 from programs import GPT2, LLAMA, batch, program
 from test_parallel import assert_close, loss_and_gradients
