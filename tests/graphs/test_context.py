@@ -4,13 +4,15 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 from programs import GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh
+from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.models import tiles
+from graphtrain.models.order import ordered, positions
 from graphtrain.models.ring import ring_attention
 from lowering import jax_xla
 from lowering.constrain import placed
@@ -71,6 +73,27 @@ def test_a_ring_inside_a_loop_by_hand_over_data():
         rules=RING,
     )
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
+    sizes = Batch(sequences=8, length=16, microbatches=4)
+    alone = program(batch=sizes)
+    split = program(
+        batch=sizes,
+        target="cpu:8",
+        mesh=Mesh(stage=2, context=2, tensor=2),
+        rules=(*RING, "pipeline"),
+        pipeline=Pipeline(schedule=schedule),
+    )
+    assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
+
+
+def test_positions_are_in_the_order_of_the_tokens():
+    mesh = jax_xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
+    with placed(mesh, Rules.load(["context"])):
+        assert positions(24).tolist() == ordered(jnp.arange(24), 0).tolist()
+        assert positions(16).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
 
 
 def test_evaluation_sums_the_same_losses():
