@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,6 @@ _OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-# Operands after the first say where, not what.
-_ONE_OPERAND = ("ragged-all-to-all", "collective-permute")
 # How an instruction names the computation it runs; reducers and comparators run inside others.
 _CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
 # Custom calls that say something to the compiler and compute nothing.
@@ -207,7 +205,7 @@ class _Reader:
         shapes = computation.operand_shapes(instruction)
         if not axes or not shapes:
             return None  # a group of one device moves nothing
-        moved = shapes[:1] if op in _ONE_OPERAND else shapes
+        moved = _moved(op, shapes)
         is_permute = op == "collective-permute"
         devices = self.mesh.size(axes) if is_permute else len(groups[0])
         size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
@@ -228,6 +226,17 @@ class _Reader:
             dimension=_dimension(instruction),
             instead_of=fused.window(computation) if is_permute else "",
         )
+
+
+def _moved(op: str, shapes: Sequence[str]) -> Sequence[str]:
+    """Of the operands, those that travel: the others of some operations say where, not what.
+
+    Several arrays that are permuted alike are one operation; offsets into an array are scalars.
+    """
+    is_in_place = any("[]" in shape or shape.startswith("(") for shape in shapes[1:])
+    if op == "ragged-all-to-all" or (op == "collective-permute" and is_in_place):
+        return shapes[:1]
+    return shapes
 
 
 def _together(readings: Iterable[Reading]) -> Reading:

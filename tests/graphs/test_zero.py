@@ -1,5 +1,7 @@
 """ZeRO and deferred reduction: the numbers of one device, with the traffic each promises."""
 
+from importlib.util import find_spec
+
 import pytest
 from programs import GPT2, LLAMA, batch, program
 from test_parallel import assert_close, loss_and_gradients
@@ -49,7 +51,7 @@ MODEL = Model(layers=4, embed=512, heads=8, mlp=1024, vocab=4096)
 COMPILERS = [
     pytest.param(
         target,
-        marks=pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"no {module}"),
+        marks=pytest.mark.skipif(not find_spec(module), reason=f"no {module}"),
     )
     for target, module in (("v5e:2x4", "libtpu"), ("h100:8", "jax_plugins"))
 ]

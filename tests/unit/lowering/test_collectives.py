@@ -279,3 +279,18 @@ def test_a_reading_survives_its_record():
     record = json.loads(json.dumps(reading.to_record()))
     assert Reading.from_record(record) == reading
     assert "source" not in record["collectives"][1]
+
+
+def test_arrays_that_are_permuted_together_all_count():
+    text = """HloModule m, entry_computation_layout={(f32[8]{0}, bf16[8]{0})->f32[8]{0}}
+
+ENTRY %main (a: f32[8], b: bf16[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = bf16[8]{0} parameter(1)
+  %p = (f32[8]{0}, bf16[8]{0}) collective-permute(%a, %b), channel_id=1, \
+source_target_pairs={{0,1},{1,0}}
+  ROOT %g = f32[8]{0} get-tuple-element(%p), index=0
+}
+"""
+    (one,) = read(text, MeshShape({"context": 2})).collectives
+    assert one.bytes == 8 * 4 + 8 * 2
