@@ -69,8 +69,8 @@ def memory(
     sizes = Sizes.of(program, rules, mesh)
     gradients = _gradients(program, weights, mesh)
     kept = _kept(program, sizes, mesh)
-    at_work = max(_layer_at_work(program, sizes), _logits_at_work(sizes, program))
-    temporaries = at_work + _gathered(weights, mesh)
+    at_work = max(_layer_at_work(program, sizes, target), _logits_at_work(sizes))
+    temporaries = at_work + _gathered(weights, mesh) + _waiting(sizes, weights, target)
     parameters = sum(weight.parameter_bytes for weight in weights)
     moments = sum(weight.moment_bytes for weight in weights)
     optimizer = 0 if program.optimizer.offload else moments
@@ -108,12 +108,13 @@ def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
 
 
 def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """In float32; while microbatches are added up, the sum and the newest."""
+    """In float32; while microbatches are added up, the sum and, of the layers, the newest."""
     stages = mesh.axes.get("stage", 1)
     single = program.batch.microbatches == 1 or stages > 1
     role = "parameter" if stages > 1 else "optimizer" if single else "gradient"
-    held = 4 * sum(weight.pieces(role, mesh) for weight in weights)
-    return held if single else 2 * held
+    sums = sum(weight.pieces(role, mesh) for weight in weights)
+    newest = sum(weight.pieces(role, mesh) for weight in weights if weight.in_layers)
+    return 4 * (sums if single else sums + newest)
 
 
 def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
@@ -136,17 +137,29 @@ def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
     }[model.remat]
 
 
-def _layer_at_work(program: Program, sizes: Sizes) -> float:
-    """Scores, their softmax and the gradient of it, in float32; and the MLP's width."""
+def _layer_at_work(program: Program, sizes: Sizes, target: Target) -> float:
+    """Scores and the gradient of their softmax in float32, and what products take of them in
+    bfloat16: on a TPU the shares, beside the mask in bytes; on a GPU also the gradient, in the
+    order that its library wants. Or the MLP's width."""
     inside = sizes.sequences * sizes.inside
-    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
+    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended
+    each = 2 * 4 + (2 + 1 if target.platform == "tpu" else 2 * 2)
     wide = inside * sizes.mlp * sizes.item * (4 if is_gated(program.model) else 2)
-    return max(3 * scores, wide)
+    return max(each * scores, wide)
 
 
-def _logits_at_work(sizes: Sizes, program: Program) -> float:
+def _logits_at_work(sizes: Sizes) -> float:
     """Logits and their gradient, in float32."""
-    return 2 * sizes.sequences * sizes.inside * sizes.vocab * 4
+    return 2 * 4 * sizes.sequences * sizes.inside * sizes.vocab
+
+
+def _waiting(sizes: Sizes, weights: Sequence[Weight], target: Target) -> float:
+    """The gradient of the logits in bfloat16, where the head is gathered: GPU programs scatter the
+    head's gradient beside the layers' backward pass, and keep until then what it is made of."""
+    gathered = any(one.path == "head" and "fsdp" in one.rest for one in weights)
+    if target.platform != "cuda" or not gathered:
+        return 0.0
+    return 2 * sizes.sequences * sizes.inside * sizes.vocab
 
 
 def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:

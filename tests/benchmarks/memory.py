@@ -28,6 +28,11 @@ STAGES = {"data": 2, "stage": 4}
 PIPELINE = ("data", "pipeline")
 ONE_FORWARD = Pipeline(schedule="1f1b")
 CIRCULAR = Pipeline(schedule="circular", rounds=2)
+GPT = {
+    "layers": 24, "embed": 2048, "heads": 16, "mlp": 8192, "vocab": 51200, "positions": "learned",
+    "max_length": 2048, "norm": "layer", "activation": "gelu", "bias": "all", "tied_head": True,
+}  # fmt: skip
+THIRTEEN = {"layers": 40, "embed": 5120, "heads": 40, "mlp": 13824, "vocab": 32000}
 # name, target, mesh, rules, model, batch, and a pipeline's schedule
 ROWS = [
     ("0.2B dots", "h100:8", {"data": 8}, ("data",), SMALL | DOTS, (32, 2048, 1)),
@@ -60,6 +65,12 @@ ROWS = [
     ("7B fsdp 64", "v5p:4x4x4", {"fsdp": 64}, SEQUENCE, SEVEN | FULL, (128, 4096, 1)),
     ("7B fsdp 16 tensor 4", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | FULL, (64, 4096, 1)),
     ("7B fsdp 16 tensor 4 dots", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
+    # These were compiled after the estimate had been settled by the rows above.
+    ("1.3B GPT hybrid", "a100:16", {"data": 2, "fsdp": 8}, SEQUENCE, GPT | DOTS, (64, 2048, 1)),
+    ("1.3B GPT data x4", "a100:16", {"data": 16}, ("zero1",), GPT | FULL, (256, 2048, 4)),
+    ("13B cube", "b200:64", CUBE, SEQUENCE, THIRTEEN | FULL, (64, 4096, 2)),
+    ("13B tensor 8 fsdp", "h200:32", {"fsdp": 4, "tensor": 8}, SEQUENCE, THIRTEEN | DOTS, LONG),
+    ("1.3B GPT fsdp", "v6e:4x4", {"fsdp": 16}, SEQUENCE, GPT | DOTS, (32, 2048, 1)),
 ]
 
 
