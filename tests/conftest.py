@@ -1,6 +1,11 @@
 """Eight CPU devices for every test."""
 
+from hypothesis import settings
+
 from lowering import jax_xla
 from lowering.target import Target
 
 jax_xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
+settings.load_profile("untimed")

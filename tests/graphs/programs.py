@@ -65,7 +65,7 @@ def gradients_graph(of: Program) -> Graph:
 
     loss = ArraySpec((), (), "float32", "activation")
     outputs = {"gradients": train.inputs["state"]["parameters"], "loss": loss}
-    return Graph("gradients", gradients, inputs, outputs)
+    return Graph("gradients", gradients, inputs, outputs, runs_once=True)  # compiled quickly
 
 
 def state_of(of: Program) -> Tree:
