@@ -19,7 +19,7 @@ test: $(VENV)/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
