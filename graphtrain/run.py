@@ -65,7 +65,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         programs = Programs(program, cache, names, remedy)
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
-        began = host.peak_resident_bytes()
+        began = host.forget_peak()
         checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
         stack.callback(checkpoints.close)
         if saved:

@@ -71,17 +71,6 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
     return arrays
 
 
-def _merged(model: Model) -> dict[str, ArraySpec]:
-    arrays = {
-        "gate_up": ArraySpec((model.embed, 2, model.mlp), ("embed", None, "mlp")),
-        "down": _array(model, "mlp", "embed"),
-    }
-    if model.bias == "all":
-        arrays["gate_up_bias"] = ArraySpec((2, model.mlp), (None, "mlp"))
-        arrays["down_bias"] = _array(model, "embed")
-    return arrays
-
-
 def _norm(model: Model) -> dict[str, ArraySpec]:
     names = ("scale", "bias") if norm_has_bias(model) else ("scale",)
     return {name: _array(model, "embed") for name in names}

@@ -47,7 +47,8 @@ def test_a_single_microbatch_can_be_reduced_last():
     assert_close(loss_and_gradients(split), loss_and_gradients(program()))
 
 
-MODEL = Model(layers=4, embed=512, heads=8, mlp=1024, vocab=4096)
+# An eighth of embed is one tile of a TPU; of smaller shards it all-reduces the whole instead.
+MODEL = Model(layers=4, embed=1024, heads=8, mlp=1024, vocab=4096)
 COMPILERS = [
     pytest.param(
         target,
@@ -92,6 +93,8 @@ def test_reduced_last_gradients_travel_once_a_step_from_inside_the_backward_loop
     found = traffic(target, rules, Mesh(data=8), reduce="last")
     op = "all-reduce" if rules == ("data",) else "reduce-scatter"
     reductions = [one for one in found if one.op == op]
-    assert {one.loops for one in reductions} == {(MODEL.layers,), ()}
+    trips = {one.loops for one in reductions}
+    # XLA:GPU may begin the last layer's behind the loop, which then goes around once less.
+    assert trips in ({(MODEL.layers,), ()}, {(MODEL.layers - 1,), ()})
     whole = sum(one.count * one.bytes for one in reductions if one.op == op)
     assert whole == pytest.approx(4 * parameter_count(MODEL), rel=0.35)
