@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,8 @@ from graphtrain.config.schema import Program
 from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
+from lowering.errors import OutOfMemory
+from lowering.target import Target
 
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
 
@@ -100,8 +102,28 @@ def compile_tasks(
     if missing:
         pool = _Pool(cache, min(jobs or os.cpu_count() or 1, len(missing)), retries, observe)
         outcomes |= pool.run(missing)
-    done = tuple(outcome for outcome in outcomes.values() if outcome is not None)
+    by_label = {task.label: task for task in tasks}
+    done = tuple(
+        _fitting(outcome, by_label[outcome.label], cache)
+        for outcome in outcomes.values()
+        if outcome is not None
+    )
     return Report(done, time.perf_counter() - began)
+
+
+def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
+    """A program that its device cannot hold stays stored, for plans, but is a failure here."""
+    if outcome.digest is None or Target.parse(task.program.target).platform == "cpu":
+        return outcome
+    from graphtrain.fitting import check_fits
+
+    artifact = cache.get(outcome.digest)
+    try:
+        if artifact is not None:
+            check_fits(task.program, artifact.record)
+    except OutOfMemory as error:
+        return replace(outcome, status="failed", error=str(error), kind=type(error).__name__)
+    return outcome
 
 
 def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:

@@ -51,13 +51,19 @@ def _targets() -> list[Finding]:
         f"compiles and runs: {processor['name']}, {processor['architecture']}",
         True,
     )
-    return [cpu, _accelerator("cuda", "jax_cuda13_plugin"), _accelerator("tpu", "libtpu")]
+    return [
+        cpu,
+        _accelerator("cuda", "jax_cuda13_plugin", "gpu"),
+        _accelerator("tpu", "libtpu", "tpu"),
+    ]
 
 
-def _accelerator(name: str, module: str) -> Finding:
-    installed = importlib.util.find_spec(module) is not None
-    state = "plans only in this version" + ("" if installed else f"; {module} is not installed")
-    return Finding(f"target {name}", state, True)
+def _accelerator(name: str, module: str, extra: str) -> Finding:
+    if importlib.util.find_spec(module) is not None:
+        return Finding(f"target {name}", "compiles; runs where the machine is", True)
+    return Finding(
+        f"target {name}", f"estimates only; pip install 'graphtrain[{extra}]' compiles", True
+    )
 
 
 def _memory() -> Finding:

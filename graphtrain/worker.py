@@ -18,12 +18,13 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Program
 from graphtrain.errors import GraphtrainError
+from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
-from lowering.artifact import RECORD_VERSION
-from lowering.errors import LoweringError
+from lowering.artifact import RECORD_VERSION, Artifact
+from lowering.errors import LoweringError, OutOfMemory
 from lowering.lowered import Lowered
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
@@ -79,7 +80,7 @@ def produce(
             if new:
                 say("compiling")
                 began = time.perf_counter()
-                artifact = lowering.backend(lowered.target).compile(lowered)
+                artifact = compile_for(program, lowered)
                 say(f"storing after {time.perf_counter() - began:.1f} s")
                 cache.put(key, artifact)
             cache.link(request, key)
@@ -95,6 +96,18 @@ def lower(program: Program, name: str) -> Lowered:
     if name == "train":  # the graph that holds every array
         rules.check_patterns(graph.arrays())
     return backend.lower(graph, rules, mesh_shape(program), target)
+
+
+def compile_for(program: Program, lowered: Lowered) -> Artifact:
+    """Compile one graph.
+
+    Raises:
+        OutOfMemory: the compiler finds no way to fit it; with what takes most.
+    """
+    try:
+        return lowering.backend(lowered.target).compile(lowered)
+    except OutOfMemory as error:
+        raise explained(error, program) from None
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from lowering.target import Target
 
-_BACKENDS = {"cpu": "lowering.jax_xla", "cuda": "lowering.jax_xla", "tpu": "lowering.jax_xla"}
+_BACKENDS: dict[str, str] = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
 
 
 def backend(target: Target) -> ModuleType:

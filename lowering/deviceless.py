@@ -21,7 +21,7 @@ def devices(target: Target) -> tuple[Any, ...]:
     Raises:
         LoweringError: the compiler is not installed, or knows no such topology.
     """
-    return {"tpu": _tpu, "cuda": _gpu}[target.platform](target)
+    return {"tpu": _tpu, "cuda": _cuda}[target.platform](target)
 
 
 def _tpu(target: Target) -> tuple[Any, ...]:
@@ -29,21 +29,30 @@ def _tpu(target: Target) -> tuple[Any, ...]:
     # Several compilers at once, and no question to a metadata server that is not there.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    return _described(target, platform="tpu", topology_name=str(target))
+    chip = {"chip_config_name": target.about["chip"]} if "chip" in target.about else {}
+    return _described(target, platform="tpu", topology_name=str(target), **chip)
 
 
-def _gpu(target: Target) -> tuple[Any, ...]:
+def _cuda(target: Target) -> tuple[Any, ...]:
     _require(target, "jax_plugins.xla_cuda13", "gpu")
+    return _described(
+        target,
+        platform="cuda",
+        topology_name="",
+        target_config=_card(target),
+        topology=_hosts(target),
+    )
+
+
+def _hosts(target: Target) -> str:
+    """Slices, hosts, and cards of a host."""
     group = int(target.about["group"])
     per_host = min(target.devices, group)
     if target.devices % per_host:
         raise LoweringError(
             f"{target}: {target.machine} come {group} to a host; ask for a multiple of {group}"
         )
-    topology = f"1x{target.devices // per_host}x{per_host}"  # slices, hosts, cards of a host
-    return _described(
-        target, platform="cuda", topology_name="", target_config=_card(target), topology=topology
-    )
+    return f"1x{target.devices // per_host}x{per_host}"
 
 
 def _described(target: Target, **question: Any) -> tuple[Any, ...]:
@@ -58,7 +67,7 @@ def _described(target: Target, **question: Any) -> tuple[Any, ...]:
     if len(found) != target.devices:
         raise LoweringError(
             f"{target}: the compiler sees {len(found)} devices in {math.prod(target.topology)} "
-            "chips; machines with several devices to a chip are not supported yet"
+            f"chips, not {target.devices}"
         )
     return found
 

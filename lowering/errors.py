@@ -6,11 +6,13 @@ class LoweringError(RuntimeError):
 
 
 class OutOfMemory(LoweringError):
-    """The compiler found no way to fit a program into the device's memory."""
+    """A program does not fit the memory of a device, as its compiler or the device found."""
 
-    def __init__(self, graph: str, target: object, said: str) -> None:
-        first = said.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+    def __init__(self, graph: str, target: object, said: str, largest: str = "") -> None:
+        first = said.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+        self.graph, self.target, self.said = graph, target, said
+        held = f"; largest, by estimate: {largest}" if largest else ""
         super().__init__(
-            f"{graph} does not fit {target}: {first}; "
-            "graphtrain plan shows what takes the memory and what would fit"
+            f"{graph} does not fit {target}: {first}{held}; "
+            "graphtrain plan finds the cheapest changes that would fit"
         )

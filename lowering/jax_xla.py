@@ -29,6 +29,7 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
 
+_COMPILED_WHERE_THEY_ARE = ("cpu", "rocm")
 _THREADS_PER_DEVICE = 8  # collectives without an order between them, with some to spare
 
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -40,9 +41,9 @@ def described_devices(target: Target) -> list[Device]:
     Raises:
         LoweringError: the target's compiler is not installed, or knows no such topology.
     """
-    if target.platform == "cpu":
+    if target.platform in _COMPILED_WHERE_THEY_ARE:
         return devices(target)
-    _settle(1)
+    _settle("cpu", 1)
     return list(deviceless.devices(target))
 
 
@@ -50,15 +51,13 @@ def devices(target: Target) -> list[Device]:
     """The target's devices in this process; a CPU is split into as many as asked, if not yet begun.
 
     Raises:
-        LoweringError: the machine is not here, or has fewer devices.
+        LoweringError: the machine is not here, is another one, or has fewer devices.
     """
-    if target.platform != "cpu":
-        raise LoweringError(
-            f"{target}: this version runs on cpu targets; for {target.machine} it compiles and "
-            "plans (graphtrain compile, graphtrain plan)"
-        )
-    _settle(target.devices)
-    found = jax.devices("cpu")
+    _settle(target.platform, target.devices)
+    try:
+        found = jax.devices(target.platform)  # pyright: ignore[reportArgumentType]
+    except RuntimeError as error:
+        raise LoweringError(_not_here(target, str(error).partition("\n")[0])) from None
     if len(found) < target.devices:
         raise LoweringError(
             f"{target} needs {target.devices} devices; this process began with {len(found)}"
@@ -66,16 +65,31 @@ def devices(target: Target) -> list[Device]:
     return found[: target.devices]
 
 
-def _settle(cpu_devices: int) -> None:
-    """Choose JAX's platform, before anything asks it for a device.
+def _not_here(target: Target, said: str) -> str:
+    where = {
+        "cuda": "a machine with its driver and pip install 'jax[cuda13]'",
+        "rocm": "a machine with ROCm 7 and pip install 'jax[rocm7-local]'; its plugin begins "
+        "nowhere else, not even to compile",
+        "tpu": "a TPU machine and pip install 'jax[tpu]'",
+    }
+    return (
+        f"{target}: JAX finds no {target.platform} device here ({said}); it takes "
+        f"{where[target.platform]}. graphtrain compile and plan need no device for other machines"
+    )
+
+
+def _settle(platform: str, cpu_devices: int) -> None:
+    """Choose JAX's platforms, before anything asks it for a device.
 
     A virtual device waits in a thread for each collective that it has begun. Several wait for each
     other without end where XLA:CPU has no thread left to begin theirs, so it is told of more cores.
     """
-    if cpu_devices > 1:
+    if platform != "cpu":
+        cpu_devices = 1
+    elif cpu_devices > 1:
         os.environ.setdefault("NPROC", str(_THREADS_PER_DEVICE * cpu_devices))
     try:
-        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError:
         pass  # the backend has begun; whoever needs its devices counts them
@@ -231,7 +245,12 @@ class Executable:
         self.mesh = mesh
 
     def __call__(self, *inputs: Tree) -> Tree:
-        return self._compiled(*inputs)
+        try:
+            return self._compiled(*inputs)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemory(self.record["graph"], self.record["target"], str(error)) from None
 
     def inputs(self, name: str) -> Tree:
         """Shapes, dtypes and shardings of one argument, as jax.ShapeDtypeStruct."""
@@ -264,8 +283,8 @@ def load(artifact: Artifact, target: Target) -> Executable:
     here = _fingerprint(placed_on)
     if record["fingerprint"] != here:
         raise LoweringError(
-            f"the compiled {record['graph']} step was made for another processor (XLA topology "
-            f"{record['fingerprint']}, here {here}); compile on this machine"
+            f"the compiled {record['graph']} step was made for another processor "
+            f"({record['fingerprint']}, here {here}); compile for the machine that runs it"
         )
     arguments = unflatten(dict.fromkeys(record["inputs"], 0))
     inputs = tuple(arguments[name] for name in record["arguments"]), {}
@@ -281,7 +300,13 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 
 def _fingerprint(placed_on: list[Device]) -> str:
-    """XLA's own digest of the devices and, for a CPU, its instruction set."""
+    """XLA's own digest of the devices and a CPU's instruction set; of an accelerator what its
+    description and the device itself both tell, and code depends on."""
+    kind = placed_on[0]
+    if kind.platform == "gpu":
+        return f"compute capability {kind.compute_capability}"
+    if kind.platform == "tpu":
+        return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices"
     # The digest JAX's own cache uses; it has no public name (jax 0.11).
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 

@@ -19,7 +19,7 @@ class Target:
     """A machine by name, as in cpu:8, h100:64 or v5p:4x4x4."""
 
     machine: str  # cpu, or a name of topologies.toml
-    topology: tuple[int, ...]  # devices along each physical dimension
+    topology: tuple[int, ...]  # chips along each physical dimension
 
     @classmethod
     def parse(cls, name: str) -> "Target":
@@ -29,7 +29,7 @@ class Target:
             LoweringError: no such machine, or no such topology; with what there is.
         """
         machine, _, sizes = name.partition(":")
-        known = ["cpu", *_topologies()]
+        known = machines()
         if machine not in known:
             near = difflib.get_close_matches(machine, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -41,7 +41,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """What the compiler calls the machine: cpu, cuda or tpu."""
+        """What the compiler calls the machine: cpu, cuda, rocm or tpu."""
         return self.about.get("platform", "cpu")
 
     @property
@@ -51,7 +51,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        return math.prod(self.topology)
+        return math.prod(self.topology) * self.about.get("devices_per_chip", 1)
 
     @property
     def memory_bytes(self) -> int:
@@ -73,6 +73,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.machine}:{'x'.join(map(str, self.topology))}"
+
+
+def machines() -> list[str]:
+    """Names of the machines that a target can have."""
+    return ["cpu", *_topologies()]
 
 
 @functools.cache

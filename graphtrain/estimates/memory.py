@@ -87,6 +87,25 @@ def memory(
     )
 
 
+def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> dict[str, int]:
+    """The arrays, and kinds of them, that take most of a device at the peak, largest first."""
+    weights = place_weights(program, rules, mesh)
+    sizes, target = Sizes.of(program, rules, mesh), Target.parse(program.target)
+    found = {
+        f"what {sizes.layers:g} layers keep for the backward pass": _kept(program, sizes, mesh),
+        "a layer's scores or hidden values, with gradients": _layer_at_work(program, sizes, target),
+        "logits and their gradient": _logits_at_work(sizes),
+        "gathered weights of two layers": _gathered(weights, mesh),
+        "gradients of all weights": _gradients(program, weights, mesh),
+    }
+    for weight in weights:
+        found[f"parameters/{weight.path}"] = weight.parameter_bytes
+        if not program.optimizer.offload:
+            found[f"moments of {weight.path}"] = weight.moment_bytes
+    ranked = sorted(found, key=lambda name: found[name], reverse=True)
+    return {name: round(found[name]) for name in ranked[:count]}
+
+
 def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
     """What the forward pass leaves for the backward pass.
 

@@ -10,6 +10,11 @@ def test_a_name_gives_machine_and_devices():
     assert (pod.machine, pod.platform, pod.devices, str(pod)) == ("v5p", "tpu", 64, "v5p:4x4x4")
 
 
+def test_a_topology_counts_chips_and_a_chip_may_be_two_devices():
+    assert Target.parse("v4:2x2x1").devices == 4
+    assert Target.parse("tpu7x:2x2x1").devices == 8
+
+
 def test_one_device_is_meant_where_none_is_named():
     assert Target.parse("cpu").devices == 1
 

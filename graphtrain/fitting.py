@@ -1,0 +1,36 @@
+"""Whether a compiled program fits its device: one answer, and one error, for all targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphtrain.config.schema import Program
+from graphtrain.estimates.filler import with_filler
+from graphtrain.estimates.memory import largest
+from graphtrain.requests import mesh_shape
+from lowering.errors import OutOfMemory
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+
+def check_fits(program: Program, record: Mapping[str, Any]) -> None:
+    """Refuse what a compiler let pass; XLA only warns of a GPU's memory.
+
+    Raises:
+        OutOfMemory: the peak that the compiler reports is above the memory of a device.
+    """
+    target, peak = Target.parse(program.target), record["memory"]["peak"]
+    if target.platform == "cpu" or peak <= target.memory_bytes:
+        return
+    said = f"its peak is {peak / 1e9:.1f} GB of {target.memory_bytes / 1e9:.1f} GB"
+    raise explained(OutOfMemory(record["graph"], target, said), program)
+
+
+def explained(error: OutOfMemory, program: Program) -> OutOfMemory:
+    """The error with the arrays that take most; only the training step is estimated."""
+    if error.graph != "train":
+        return error
+    held = largest(with_filler(program), Rules.load(program.rules), mesh_shape(program))
+    named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())
+    return OutOfMemory(error.graph, error.target, error.said, named)
