@@ -13,6 +13,8 @@ from typing import Any
 from lowering.errors import LoweringError
 from lowering.target import Target
 
+_CHIPS_OF_A_HOST = 4  # on a TPU, by default
+
 
 @cache
 def devices(target: Target) -> tuple[Any, ...]:
@@ -29,8 +31,12 @@ def _tpu(target: Target) -> tuple[Any, ...]:
     # Several compilers at once, and no question to a metadata server that is not there.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    chip = {"chip_config_name": target.about["chip"]} if "chip" in target.about else {}
-    return _described(target, platform="tpu", topology_name=str(target), **chip)
+    question: dict[str, Any] = {}
+    if "chip" in target.about:
+        question["chip_config_name"] = target.about["chip"]
+    if math.prod(target.topology) < _CHIPS_OF_A_HOST:  # else the compiler wants whole hosts
+        question["chips_per_host_bounds"] = (*target.topology, 1, 1)[:3]
+    return _described(target, platform="tpu", topology_name=str(target), **question)
 
 
 def _cuda(target: Target) -> tuple[Any, ...]:

@@ -1,4 +1,5 @@
 import dataclasses
+from importlib.util import find_spec
 
 import pytest
 from programs import program
@@ -23,7 +24,12 @@ def test_more_devices_than_the_process_has_are_refused():
 
 @pytest.mark.parametrize("target", ["h200:1", "mi300x:8", "v5e:2x4"])
 def test_a_machine_that_is_not_here_cannot_run(target):
-    with pytest.raises(
-        LoweringError, match=rf"^{target}: JAX finds no \w+ device here .* it "
-    ):
+    with pytest.raises(LoweringError, match=rf"^{target}: JAX finds no \w+ device here .* it "):
         jax_xla.devices(Target.parse(target))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu")
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:1x1", "v5e:1x2", "v5p:2x2x2", "tpu7x:2x2x1"])
+def test_a_tpu_is_described_by_its_devices(target):
+    parsed = Target.parse(target)
+    assert len(jax_xla.described_devices(parsed)) == parsed.devices
