@@ -127,13 +127,19 @@ def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
 
 
 def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """In float32; while microbatches are added up, the sum and, of the layers, the newest."""
-    stages = mesh.axes.get("stage", 1)
-    single = program.batch.microbatches == 1 or stages > 1
-    role = "parameter" if stages > 1 else "optimizer" if single else "gradient"
-    sums = sum(weight.pieces(role, mesh) for weight in weights)
-    newest = sum(weight.pieces(role, mesh) for weight in weights if weight.in_layers)
-    return 4 * (sums if single else sums + newest)
+    """In float32; while microbatches are added up, the sum and, of the layers, the newest.
+
+    XLA splits the sum as what it is for, the moments, where each microbatch is reduced by itself.
+    """
+    stages, batch = mesh.axes.get("stage", 1), program.batch
+    if stages > 1:
+        return 4 * sum(weight.pieces("parameter", mesh) for weight in weights)
+    whole = batch.microbatches > 1 and batch.reduce == "last"
+    sums = sum(weight.pieces("gradient" if whole else "optimizer", mesh) for weight in weights)
+    if batch.microbatches == 1:
+        return 4 * sums
+    newest = sum(weight.pieces("gradient", mesh) for weight in weights if weight.in_layers)
+    return 4 * (sums + newest)
 
 
 def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:

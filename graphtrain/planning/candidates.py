@@ -85,7 +85,7 @@ def candidates(program: Program, attained: float = 1.0) -> Iterator[Candidate]:
         for names in _rules(program, mesh):
             rules = _load(names)
             here = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
-            for pipeline in _pipelines(mesh.axes["stage"], program.model.layers):
+            for pipeline in _pipelines(mesh.axes["stage"], program):
                 placed = replace(here, pipeline=pipeline)
                 try:
                     weights = place_weights(placed, rules, mesh)
@@ -172,12 +172,13 @@ def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
             )
 
 
-def _pipelines(stages: int, layers: int) -> Iterator[Pipeline]:
+def _pipelines(stages: int, program: Program) -> Iterator[Pipeline]:
     if stages == 1:
         yield Pipeline()
         return
-    yield Pipeline(schedule="1f1b")
-    for rounds in divisors(layers // stages, _MOST_ROUNDS):
+    if program.batch.length % stages == 0:  # 1F1B splits the head over positions
+        yield Pipeline(schedule="1f1b")
+    for rounds in divisors(program.model.layers // stages, _MOST_ROUNDS):
         yield Pipeline(schedule="circular", rounds=rounds)
 
 

@@ -33,6 +33,12 @@ def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
     assert kinds["context"] == {"1"}  # short sequences stay whole
 
 
+def test_a_head_that_stages_cannot_split_leaves_the_other_schedules(vary):
+    settings = ["program.target=h100:24", "program.batch.sequences=24", "program.model.layers=6"]
+    threes = [one for one in candidates(vary(settings)) if one.mesh.axes["stage"] == 3]
+    assert {one.program.pipeline.schedule for one in threes} == {"circular"}
+
+
 def test_long_sequences_may_be_split(vary):
     long = ["program.batch.length=8192", "program.batch.sequences=4", "program.target=h100:8"]
     assert {one.choice("context") for one in candidates(vary(long))} == {"1", "2", "4", "8"}
