@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import TrainingError
+from lowering import processes
 from lowering.trees import Tree, flatten
 
 
@@ -103,6 +104,7 @@ class Checkpoints:
             import jax
             import orbax.checkpoint as ocp
 
+            self._directory.mkdir(parents=True, exist_ok=True)
             # By default the replicas of an array each write a slice of it, and JAX compiles the
             # slicing in the middle of the run.
             arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -113,7 +115,17 @@ class Checkpoints:
                     "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
                     "about": ocp.JsonCheckpointHandler(),
                 },
-                options=ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=self._keep,
+                    create=False,  # Orbax refuses to with named processes
+                    # Named processes meet at a barrier of the service; else at a collective, which
+                    # JAX would compile.
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        active_processes=set(range(processes.count()))
+                        if processes.count() > 1
+                        else None
+                    ),
+                ),
             )
         return self._opened
 

@@ -1,5 +1,6 @@
 """The executables of a program, from the cache, or why they are not there."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,18 @@ class Programs:
         missing = {name: keys[name] for name, artifact in found.items() if artifact is None}
         if missing:
             raise MissingProgram("\n".join([*_reasons(cache, missing), f"run: {remedy}"]))
+        self.keys = {name: keys[name] for name in names}
         self._artifacts = found
         self._loaded: dict[str, Any] = {}
         self._target = Target.parse(program.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of the executables found, before any is loaded."""
+        return {
+            name: hashlib.sha256(artifact.payload).hexdigest()
+            for name, artifact in self._artifacts.items()
+            if artifact is not None
+        }
 
     def __getitem__(self, name: str) -> Any:
         """The executable of a graph.

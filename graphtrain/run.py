@@ -23,7 +23,8 @@ from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
 from graphtrain.models.counts import flops_per_token
 from graphtrain.schedule import learning_rate
-from lowering import host
+from graphtrain.together import check_programs, check_steps, together
+from lowering import host, processes
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -55,14 +56,19 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
     """
     run, program = config.run, config.program
     directory = Path(run.directory)
+    first = processes.rank() == 0  # writes what all share
     with ExitStack() as stack:
-        stack.enter_context(_owned(directory))
+        together(lambda: stack.enter_context(_owned(directory)) if first else None)
         saved = saved_steps(directory / "checkpoints")
+        check_steps(run.directory, saved)
         start = saved[-1] if saved else 0
         # Importing the loader and filling its buffers overlaps with loading the programs.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
-        programs = Programs(program, cache, names, remedy)
+        programs = together(lambda: Programs(program, cache, names, remedy))
+        check_programs(programs)
+        if processes.count() > 1:  # what cannot be loaded on one ends all, before any computes
+            together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
         began = host.forget_peak()
@@ -75,23 +81,34 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             restored = None
             state = programs["init"](np.uint32(run.seed))["state"]
             programs["train"]  # loads while init computes
-        loader = opening.result()
+        loader = together(opening.result)
         stack.callback(loader.close)
         if restored is not None:
             loader.restore(restored.loader)
-        # Only now, when the run is known to go on, is anything in its directory changed.
-        with writing(directory):
-            (directory / "config.toml").write_text(render(config))
-        stack.callback(_add_to_ledger, config, cache, programs, start, began)
-        journal = Journal(directory, after=start, tensorboard=run.tensorboard)
-        stack.callback(journal.close)
-
-        def write(record: Record) -> None:
-            journal.write(record)
-            report(record)
-
+        write = _writer(config, start, report, stack) if first else _silent
+        if first:
+            stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, loader, checkpoints, write, start)
         return loop.take_steps(state, stop)
+
+
+def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Report:
+    """Begin to write into the run's directory; only when the run is known to go on."""
+    directory = Path(config.run.directory)
+    with writing(directory):
+        (directory / "config.toml").write_text(render(config))
+    journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
+    stack.callback(journal.close)
+
+    def write(record: Record) -> None:
+        journal.write(record)
+        report(record)
+
+    return write
+
+
+def _silent(record: Record) -> None:
+    """Every process has the same metrics; the first writes them."""
 
 
 def _open_loader(run: Run, program: Program) -> Any:
@@ -175,10 +192,11 @@ class _Loop:
             last = done == run.steps
             if last or (run.evaluate_every and done % run.evaluate_every == 0):
                 validation = self._validate(done, state)
-            if last or done % run.save_every == 0 or stop:
+            stopping = stop.is_due(done)
+            if last or done % run.save_every == 0 or stopping:
                 self._settle()  # never save a state whose loss is not known to be finite
                 self.checkpoints.save(done, state, self.loader.state())
-            if stop:
+            if stopping:
                 break
         self._settle()
         stopped = stop.signal.name if stop.signal and done < run.steps else None

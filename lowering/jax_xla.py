@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering import deviceless, host
+from lowering import deviceless, host, processes
 from lowering.artifact import Artifact
 from lowering.collectives import read
 from lowering.constrain import MEMORY_KINDS, placed, sharding
@@ -42,6 +42,8 @@ def described_devices(target: Target) -> list[Device]:
         LoweringError: the target's compiler is not installed, or knows no such topology.
     """
     if target.platform in _COMPILED_WHERE_THEY_ARE:
+        if target.platform == "cpu" and target.processes != processes.count():
+            processes.stand_in(target)
         return devices(target)
     _settle("cpu", 1)
     return list(deviceless.devices(target))
@@ -53,7 +55,7 @@ def devices(target: Target) -> list[Device]:
     Raises:
         LoweringError: the machine is not here, is another one, or has fewer devices.
     """
-    _settle(target.platform, target.devices)
+    _settle(target.platform, target.devices // (target.processes or 1))
     try:
         found = jax.devices(target.platform)  # pyright: ignore[reportArgumentType]
     except RuntimeError as error:
@@ -307,6 +309,8 @@ def _fingerprint(placed_on: list[Device]) -> str:
         return f"compute capability {kind.compute_capability}"
     if kind.platform == "tpu":
         return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices"
+    if any(device.process_index for device in placed_on):  # XLA's digest differs by process
+        return f"{len(placed_on)} devices, {host.processor()['features']}"
     # The digest JAX's own cache uses; it has no public name (jax 0.11).
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
@@ -324,8 +328,18 @@ def forbid_tracing() -> AbstractContextManager[Any]:
 
 
 def put(tree: Tree, described: Tree) -> Tree:
-    """Host arrays onto the devices, where an executable's inputs() say."""
-    return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
+    """Host arrays onto the devices, where an executable's inputs() say; of several processes each
+    puts what its own devices hold."""
+    if processes.count() == 1:
+        return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
+
+    def placed(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        host_array = np.asarray(array, like.dtype)
+        return jax.make_array_from_callback(
+            host_array.shape, like.sharding, lambda index: host_array[index]
+        )
+
+    return jax.tree.map(placed, tree, described)
 
 
 def memory_in_use() -> int:

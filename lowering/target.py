@@ -16,7 +16,7 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 @dataclass(frozen=True)
 class Target:
-    """A machine by name, as in cpu:8, h100:64 or v5p:4x4x4."""
+    """A machine by name, as in cpu:8, cpu:2x4 (two processes), h100:64 or v5p:4x4x4."""
 
     machine: str  # cpu, or a name of topologies.toml
     topology: tuple[int, ...]  # chips along each physical dimension
@@ -37,6 +37,8 @@ class Target:
         parts = (sizes or "1").split("x")
         if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
             raise LoweringError(f"target {name!r}: write devices as in cpu:8 or v5p:4x4x4")
+        if machine == "cpu" and len(parts) > 2:
+            raise LoweringError(f"target {name!r}: write processes and devices of each, cpu:2x4")
         return cls(machine, tuple(int(part) for part in parts))
 
     @property
@@ -52,6 +54,14 @@ class Target:
     @property
     def devices(self) -> int:
         return math.prod(self.topology) * self.about.get("devices_per_chip", 1)
+
+    @property
+    def processes(self) -> int | None:
+        """How many drive it, one for each host; None where the launcher knows."""
+        if self.machine == "cpu":
+            return self.topology[0] if len(self.topology) > 1 else 1
+        group = self.about.get("group")
+        return None if group is None else -(-self.devices // int(group))
 
     @property
     def memory_bytes(self) -> int:

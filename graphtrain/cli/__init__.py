@@ -4,8 +4,11 @@ Modules are imported when their command is asked for, so that no command pays fo
 """
 
 import importlib
+import os
 import sys
+import traceback
 import warnings
+from typing import NoReturn
 
 import click
 
@@ -50,10 +53,27 @@ def main() -> None:
         _root.main(prog_name="graphtrain")
     except Exception as error:
         status = _status(error)
-        if status is None:
+        if status is not None:
+            click.echo(f"error: {error}", err=True)
+        elif _others_wait():
+            traceback.print_exc()
+        else:
             raise  # our defect: keep the traceback, exit 1
-        click.echo(f"error: {error}", err=True)
-        sys.exit(status)
+        _exit(status or 1)
+
+
+def _exit(status: int) -> NoReturn:
+    """End; a process of several at once, as JAX would first wait for those who wait for it."""
+    if _others_wait():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _others_wait() -> bool:
+    processes = sys.modules.get("lowering.processes")
+    return processes is not None and processes.count() > 1
 
 
 def _status(error: Exception) -> int | None:

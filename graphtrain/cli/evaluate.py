@@ -10,8 +10,11 @@ from graphtrain.cli.options import (
     cache_option,
     compile_command,
     config_argument,
+    is_first,
+    join_others,
     json_option,
     overrides_option,
+    process_options,
     target_option,
 )
 
@@ -21,6 +24,7 @@ from graphtrain.cli.options import (
 @target_option
 @overrides_option
 @cache_option
+@process_options
 @click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
 @click.option("--bigram", is_flag=True, help="Also measure an add-one-smoothed bigram model.")
 @json_option
@@ -29,6 +33,9 @@ def command(
     target: str | None,
     overrides: Sequence[str],
     cache: Path,
+    coordinator: str | None,
+    count: int | None,
+    rank: int | None,
     step: int | None,
     bigram: bool,
     as_json: bool,
@@ -40,7 +47,10 @@ def command(
 
     settings = load_config(config, overrides, target)
     remedy = compile_command(config, target, overrides, cache)
+    join_others(settings.program.target, coordinator, count, rank)
     result = checkpoint_loss(settings, Cache(cache), remedy=remedy, step=step)
+    if not is_first():
+        return
     if bigram:
         result["bigram_loss"] = bigram_loss(settings)
     if as_json:

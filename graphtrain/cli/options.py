@@ -1,7 +1,7 @@
 """Arguments and options that commands share."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -29,6 +29,54 @@ cache_option = click.option(
     show_envvar=True,
     help="Store of compiled programs.",
 )
+
+
+def process_options(command: Callable) -> Callable:
+    """Who the other processes of a run are; Slurm tells by itself."""
+    for option in (
+        click.option(
+            "--rank", type=int, envvar="GRAPHTRAIN_RANK", help="Which of the processes this is."
+        ),
+        click.option(
+            "--processes",
+            "count",
+            type=click.IntRange(1),
+            envvar="GRAPHTRAIN_PROCESSES",
+            help="How many processes make the run, one for each host.",
+        ),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            envvar="GRAPHTRAIN_COORDINATOR",
+            help="Where rank 0 listens. With --processes and --rank; Slurm tells by itself.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def join_others(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
+    """Meet the other processes of a run, if there are any.
+
+    Raises:
+        LoweringError: the target runs in another number of processes.
+    """
+    from lowering import processes
+    from lowering.target import Target
+
+    member = processes.membership(coordinator=coordinator, count=count, rank=rank)
+    machine = Target.parse(target)
+    processes.check_target(machine, member)
+    if member is not None and member.count > 1:
+        processes.join(member, machine)
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all of a run."""
+    from lowering import processes
+
+    return processes.rank() == 0
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 

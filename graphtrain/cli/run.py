@@ -11,7 +11,10 @@ from graphtrain.cli.options import (
     cache_option,
     compile_command,
     config_argument,
+    is_first,
+    join_others,
     overrides_option,
+    process_options,
     target_option,
 )
 
@@ -23,12 +26,16 @@ _SIGNAL_STATUS = 128  # plus the number of the signal, as shells have it
 @target_option
 @overrides_option
 @cache_option
+@process_options
 @click.option("--compile", "compile_missing", is_flag=True, help="First compile what is missing.")
 def command(
     config: Path,
     target: str | None,
     overrides: Sequence[str],
     cache: Path,
+    coordinator: str | None,
+    count: int | None,
+    rank: int | None,
     compile_missing: bool,
 ) -> None:
     """Train as CONFIG says, from compiled programs and from the last checkpoint if there is one.
@@ -43,17 +50,20 @@ def command(
     store = Cache(cache)
     if compile_missing:
         _compile_missing(config, settings.program, store)
+    join_others(settings.program.target, coordinator, count, rank)
     from graphtrain.run import train
 
     remedy = compile_command(config, target, overrides, cache)
     with reporting(settings.run.steps, settings.run.report_every) as report:
         summary = train(settings, store, remedy=remedy, report=report)
-    click.echo(_ending(summary, settings.run.directory))
+    if is_first():
+        click.echo(_ending(summary, settings.run.directory))
     if summary.stopped_by:
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
-    print_curve(Path(settings.run.directory))
+    if is_first():
+        print_curve(Path(settings.run.directory))
 
 
 def _compile_missing(config: Path, program, store) -> None:

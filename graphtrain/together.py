@@ -1,0 +1,93 @@
+"""What the processes of a run do together, so that none waits for one that has failed.
+
+Everything here happens before the first collective of the run, through JAX's distributed service.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+from graphtrain.errors import GraphtrainError, MissingProgram, TrainingError
+from graphtrain.key import CacheKey
+from graphtrain.loading import Programs
+from lowering import processes
+from lowering.errors import LoweringError
+
+T = TypeVar("T")
+
+
+def together(action: Callable[[], T]) -> T:
+    """What every process does by itself; where it fails on one it fails on all, for its reason.
+
+    Raises:
+        GraphtrainError: the error of this process, or one that names the rank that failed.
+    """
+    if processes.count() == 1:
+        return action()
+    result, failed = None, None
+    try:
+        result = action()
+    except (GraphtrainError, LoweringError) as error:
+        failed = error
+    answers = processes.exchange(f"{type(failed).__name__}: {failed}" if failed else "")
+    if failed is not None:
+        raise failed
+    for rank, answer in enumerate(answers):
+        if answer:
+            kind, _, said = answer.partition(": ")
+            error = MissingProgram if kind == "MissingProgram" else TrainingError
+            raise error(f"rank {rank}: {said}")
+    return result  # pyright: ignore[reportReturnType]
+
+
+def check_steps(directory: str, steps: list[int]) -> None:
+    """Refuse a run whose processes see different checkpoints.
+
+    Raises:
+        TrainingError: its directory is not shared.
+    """
+    seen = processes.exchange(json.dumps(steps))
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise TrainingError(
+                f"rank {rank} sees checkpoints {other} in {directory}, and rank 0 {seen[0]}; "
+                "run.directory must be on a file system that all hosts share"
+            )
+
+
+def check_programs(programs: Programs) -> None:
+    """Refuse to begin where processes found different executables, which would hang or diverge.
+
+    Raises:
+        TrainingError: names the graph, the ranks, and the ingredient of the key that differs.
+    """
+    mine = programs.digests()
+    found = [json.loads(word) for word in processes.exchange(json.dumps(mine))]
+    differing = next((name for name in mine if len({one[name] for one in found}) > 1), None)
+    if differing is None:
+        return
+    digests = [one[differing] for one in found]
+    groups = [
+        [r for r, d in enumerate(digests) if d == digest] for digest in dict.fromkeys(digests)
+    ]
+    ranks = " and ".join(f"ranks {', '.join(map(str, group))}" for group in groups)
+    keys = processes.exchange(json.dumps(programs.keys[differing].to_json()))
+    raise TrainingError(
+        f"{ranks} found different executables of {differing}: "
+        f"{_difference(keys[groups[0][0]], keys[groups[1][0]])}"
+    )
+
+
+def _difference(one: str, other: str) -> str:
+    differences = CacheKey.from_json(json.loads(one)).differences(
+        CacheKey.from_json(json.loads(other))
+    )
+    if not differences:
+        return (
+            "one key, compiled twice, on hosts that do not share a cache; give all of them the "
+            "cache of one"
+        )
+    first = differences[0]
+    return f"{' '.join(first.path)}: {first.mine} and {first.theirs}; make the hosts equal"

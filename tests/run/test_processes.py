@@ -1,0 +1,121 @@
+"""One run in two processes of four devices, as on two hosts."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+import pytest
+from places import CUBE, Place
+
+TWO = ["--target", "cpu:2x4", *CUBE[2:]]
+STOPPED = 128 + signal.SIGTERM
+
+
+@pytest.fixture(scope="session")
+def compiled_for_two(compiled, tmp_path_factory, corpus) -> Place:
+    from places import furnish
+
+    path = tmp_path_factory.mktemp("two")
+    furnish(path, corpus)
+    place = Place(path, compiled)
+    place.command("compile", "config.toml", *TWO)
+    return place
+
+
+def ranks(place: Place, *words: str, caches: Sequence[Place] = ()) -> list[subprocess.Popen[str]]:
+    """Begin both processes of a run, each with a cache of its own if given."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--coordinator", meeting, "--processes", "2", "--rank"]
+    return [
+        (caches[rank] if caches else place).start(
+            "run", "config.toml", *TWO, *words, *options, str(rank)
+        )
+        for rank in (0, 1)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    both = [process.communicate(timeout=200) for process in processes]
+    return [process.returncode for process in processes], [out + err for out, err in both]
+
+
+def wait_for_step(place: Place, step: int, directory: str = "run") -> None:
+    deadline = time.monotonic() + 100
+    while not any(number >= step for number, _, _ in place.curve(directory)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(place: Place, compiled_for_two):
+    statuses, told = ended(ranks(place))
+    assert statuses == [0, 0], told
+    assert "trained 16 steps" in told[0] and told[1].strip() == ""
+    place.command("run", "config.toml", *CUBE, "--set", "run.directory=alone")
+    together, alone = place.curve(), place.curve("alone")
+    assert len(together) == 16
+    for mine, other in zip(together, alone, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    validation = [[one["validation_loss"] for one in place.journal(run) if "validation_loss" in one]
+                  for run in ("run", "alone")]  # fmt: skip
+    assert validation[0] == pytest.approx(validation[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
+    place: Place, compiled_for_two
+):
+    many = ["--set", "run.steps=400", "--set", "run.save_every=1000"]
+    both = ranks(place, *many)
+    wait_for_step(place, 3)
+    both[1].send_signal(signal.SIGTERM)
+    statuses, told = ended(both)
+    assert statuses == [STOPPED, STOPPED], told
+    stopped = len(place.curve())
+    assert 3 <= stopped < 400 and f"after step {stopped}; saved" in told[0]
+    more = ["--set", f"run.steps={stopped + 4}"]
+    place.command("run", "config.toml", *CUBE, *more)
+    assert [step for step, _, _ in place.curve()] == list(range(1, stopped + 5))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_other(place: Place, compiled_for_two):
+    both = ranks(place, "--set", "run.steps=100000", "--set", "run.save_every=100000")
+    wait_for_step(place, 3)
+    both[1].kill()
+    statuses, told = ended(both)
+    assert statuses[0] not in (0, None) and statuses[1] == -signal.SIGKILL, told
+
+
+@pytest.mark.slow
+def test_executables_that_differ_stop_both_before_they_compute(
+    place: Place, cold: Place, compiled_for_two
+):
+    cold.command("compile", "config.toml", *TWO)
+    statuses, told = ended(ranks(place, caches=[place, Place(place.path, cold.cache)]))
+    assert statuses == [2, 2], told
+    for one in told:
+        assert (
+            "ranks 0 and ranks 1 found different executables of init: one key, compiled twice"
+            in one
+        )
+    assert not os.path.exists(place.path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_what_is_missing_on_one_is_missing_for_all(place: Place, cold: Place, compiled_for_two):
+    statuses, told = ended(ranks(place, caches=[place, Place(place.path, cold.cache)]))
+    assert statuses == [3, 3], told
+    assert "rank 1: no compiled init and train and evaluate step" in told[0]
+
+
+def test_another_number_of_processes_is_refused(place: Place):
+    _, err = place.command("run", "config.toml", *TWO, status=2)
+    assert "cpu:2x4 runs in 2 processes, one for each host, and here are 1; start them with" in err
+    _, err = place.command("run", "config.toml", *TWO, "--rank", "0", status=2)
+    assert "several processes need --coordinator, --processes as well" in err
