@@ -5,6 +5,7 @@ JAX's distributed service carries every word between them; nothing here is trace
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -17,6 +18,7 @@ from lowering.target import Target
 
 _PATIENCE = 600  # seconds for the slowest process to come as far as the others
 _SILENCE = 60  # seconds without a sign of life after which a process counts as dead
+_GOODBYE = 5  # seconds that rank 0 waits for others that end with an error too
 _FAREWELL = 120  # seconds that the first to end waits for the last
 _rounds = itertools.count()  # names are used once; every process counts alike
 
@@ -136,6 +138,17 @@ def is_stop_agreed(step: int) -> bool:
     """Whether all stop after this step, since one of them was sent SIGTERM."""
     manager = _state().preemption_sync_manager
     return manager is not None and manager.reached_sync_point(step)
+
+
+def leave() -> None:
+    """Before an end with an error: the service is in rank 0, which therefore goes last."""
+    client, others = _state().client, range(1, count())
+    with contextlib.suppress(RuntimeError):  # who is gone already does not answer
+        if rank():
+            client.key_value_set(f"graphtrain/left/{rank()}", "")
+            return
+        for other in others:
+            client.blocking_key_value_get(f"graphtrain/left/{other}", _GOODBYE * 1000)
 
 
 def stand_in(target: Target) -> None:

@@ -67,6 +67,7 @@ def _exit(status: int) -> NoReturn:
     if _others_wait():
         sys.stdout.flush()
         sys.stderr.flush()
+        sys.modules["lowering.processes"].leave()
         os._exit(status)
     sys.exit(status)
 
