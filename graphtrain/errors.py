@@ -31,3 +31,7 @@ class TrainingError(GraphtrainError):
 
 class PlanError(GraphtrainError):
     """A plan cannot be made, or compared with what it should be compared with."""
+
+
+class LaunchError(GraphtrainError):
+    """A run cannot be handed to a scheduler."""

@@ -19,6 +19,7 @@ _COMMANDS = {
     "data": "make a sample corpus; prepare text for training",
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
+    "launch": "compile and run on a cluster with Slurm or Kubernetes",
     "plan": "show where every array lives and what each device holds",
     "run": "train from compiled programs; never traces or compiles",
 }

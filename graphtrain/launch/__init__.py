@@ -1,0 +1,1 @@
+"""Compile jobs and run jobs for the schedulers of clusters."""

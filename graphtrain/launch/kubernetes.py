@@ -1,0 +1,87 @@
+"""Kubernetes: a JobSet of a compile job and of the run's hosts.
+
+Source: JobSet v1alpha2 (jobset.sigs.k8s.io), dependsOn since 0.8; indexed Jobs, batch/v1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from graphtrain.launch.job import Job
+
+_PORT = 8476
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -> str:
+    """The manifest, as YAML.
+
+    Args:
+        image: with graphtrain and the project in its working directory.
+        claim: the persistent volume claim that all pods share, for cache, data and the run.
+    """
+    name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run"
+    first = f"{name}-run-0-0.{name}"  # pod 0 of job 0, in the JobSet's headless service
+    members = [
+        {"name": "GRAPHTRAIN_COORDINATOR", "value": f"{first}:{_PORT}"},
+        {"name": "GRAPHTRAIN_PROCESSES", "value": str(job.hosts)},
+        {"name": "GRAPHTRAIN_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+    ]
+    compiling = _pods(job, "compile", image, claim, count=job.workers)
+    running = _pods(job, "run", image, claim, count=job.hosts)
+    container = running["template"]["spec"]["containers"][0]
+    if job.hosts > 1:
+        container["env"] = members
+        container["ports"] = [{"containerPort": _PORT}]
+    if job.cards:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.cards}}
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            # A run that was evicted goes on from its checkpoint.
+            "failurePolicy": {"maxRestarts": 100},
+            "replicatedJobs": [
+                {"name": "compile", "replicas": 1, "template": {"spec": compiling}},
+                {
+                    "name": "run",
+                    "replicas": 1,
+                    "dependsOn": [{"name": "compile", "status": "Complete"}],
+                    "template": {"spec": running},
+                },
+            ],
+        },
+    }
+    return yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[str, Any]:
+    """The specification of an indexed Job."""
+    work = Path.cwd()
+    container = {
+        "name": "graphtrain",
+        "image": image,
+        "command": job.command("python", verb),
+        "workingDir": str(work),
+        "volumeMounts": [{"name": "shared", "mountPath": str(work)}],
+    }
+    return {
+        "parallelism": count,
+        "completions": count,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # the JobSet starts all again, not one of them
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 300,
+                "containers": [container],
+                "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}],
+            }
+        },
+    }

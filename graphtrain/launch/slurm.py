@@ -1,0 +1,163 @@
+"""Slurm: a compile job, and a run job that waits for it.
+
+simple_slurm writes the scripts and knows the options of sbatch; submission is sbatch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import LaunchError
+from graphtrain.launch.job import Job
+
+_JOBS = "jobs.json"
+_STOPPED = 143  # graphtrain run saved, as SIGTERM asked, and would go on
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """What sbatch is given."""
+
+    compile: str
+    run: str
+
+
+def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scripts:
+    """Write both scripts.
+
+    Args:
+        options: further options of sbatch, for both jobs.
+        warning: seconds before the time limit at which the run is told to save.
+
+    Raises:
+        LaunchError: sbatch has no such option, or simple_slurm is not installed.
+    """
+    compiling = {
+        "job-name": f"{job.name}-compile",
+        "output": str(job.directory / "compile-%j.log"),
+        "ntasks": "1",
+        **({"array": f"0-{job.workers - 1}"} if job.workers > 1 else {}),
+    }
+    running = {
+        "job-name": job.name,
+        "output": str(job.directory / "run-%j.log"),
+        "open-mode": "append",
+        "nodes": str(job.hosts),
+        "ntasks-per-node": "1",
+        "signal": f"TERM@{warning}",
+        **({"gpus-per-node": str(job.cards)} if job.cards else {}),
+    }
+    here = f"cd {shlex.quote(str(Path.cwd()))}"
+    compile_command = shlex.join(job.command(sys.executable, "compile"))
+    run_command = shlex.join(["srun", "--kill-on-bad-exit=1", *job.command(sys.executable, "run")])
+    return Scripts(
+        compile=_script(compiling | dict(options), [here, f"exec {compile_command}"]),
+        run=_script(
+            # Only Slurm's preemption requeues by itself; a run that saved before its time limit
+            # asks for it here, and goes on from its checkpoint.
+            running | {"requeue": ""} | dict(options),
+            [
+                here,
+                run_command,
+                "status=$?",
+                f'if [ "$status" -eq {_STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+                'exit "$status"',
+            ],
+        ),
+    )
+
+
+def _script(options: Mapping[str, str], commands: list[str]) -> str:
+    if util.find_spec("simple_slurm") is None:
+        raise LaunchError("Slurm scripts need simple_slurm; run: pip install 'graphtrain[slurm]'")
+    from simple_slurm import Slurm
+
+    script = Slurm()
+    script.set_shell("/bin/bash")
+    for name, value in options.items():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                script.add_arguments(name.replace("-", "_"), value)
+        except SystemExit:
+            reason = said.getvalue().strip().rpartition("error: ")[2]
+            raise LaunchError(
+                f"--sbatch {name}={value}: sbatch has no such option ({reason})"
+            ) from None
+    for command in commands:
+        script.add_cmd(command)
+    return script.script(convert=False)
+
+
+def submit(job: Job, made: Scripts) -> dict[str, Any]:
+    """Hand both jobs to Slurm and remember their numbers.
+
+    Raises:
+        LaunchError: sbatch is not here, or refuses.
+    """
+    job.directory.mkdir(parents=True, exist_ok=True)
+    for name, text in (("compile", made.compile), ("run", made.run)):
+        (job.directory / f"{name}.sh").write_text(text)
+    compiling = _sbatch(job.directory / "compile.sh")
+    running = _sbatch(
+        job.directory / "run.sh", f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"
+    )
+    numbers = {"compile": compiling, "run": running}
+    (job.directory / _JOBS).write_text(json.dumps(numbers) + "\n")
+    return numbers
+
+
+def status(directory: Path) -> dict[str, tuple[int, str]]:
+    """Number and state of the jobs submitted from a directory.
+
+    Raises:
+        LaunchError: none was submitted, or Slurm does not answer.
+    """
+    path = directory / _JOBS
+    if not path.exists():
+        raise LaunchError(f"{path} is missing: nothing was launched with Slurm for this run")
+    numbers = json.loads(path.read_text())
+    return {name: (number, _state(number)) for name, number in numbers.items()}
+
+
+def _state(number: int) -> str:
+    """As squeue knows it, else what scontrol remembers; Slurm forgets jobs after some minutes."""
+    waiting = _slurm("squeue", "--noheader", "--jobs", str(number), "--format", "%T %r")
+    states = sorted(set(waiting.stdout.split("\n")) - {""})
+    if waiting.returncode == 0 and states:
+        return ", ".join(state.replace(" None", "").lower() for state in states)
+    shown = _slurm("scontrol", "show", "job", str(number))
+    if shown.returncode:
+        return "ended; Slurm no longer knows how"
+    ends = {
+        word.removeprefix("JobState=").lower()
+        for word in shown.stdout.split()
+        if word.startswith("JobState=")
+    }
+    return ", ".join(sorted(ends))
+
+
+def _sbatch(script: Path, *options: str) -> int:
+    answer = _slurm("sbatch", "--parsable", *options, str(script))
+    if answer.returncode:
+        raise LaunchError(f"sbatch refused {script}: {answer.stderr.strip()}")
+    return int(answer.stdout.strip().partition(";")[0])
+
+
+def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{words[0]} is not here; run this where Slurm's commands are, or use --dry-run"
+        ) from None

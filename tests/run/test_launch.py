@@ -1,0 +1,179 @@
+"""Scripts for schedulers, and a real Slurm of two nodes on this machine."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from places import CUBE, Place
+
+TWO = ["--target", "cpu:2x4", *CUBE[2:]]
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
+
+needs_slurm = pytest.mark.skipif(
+    not all(map(shutil.which, DAEMONS)) or os.geteuid() != 0,
+    reason="needs root and apt-get install slurm-wlm munge",
+)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The configuration of a Slurm that runs until the tests end."""
+    path = tmp_path_factory.mktemp("slurm")
+    for name in ("/run/munge", "/var/lib/munge", "/var/log/munge"):
+        os.makedirs(name, exist_ok=True)
+        shutil.chown(name, "munge", "munge")
+    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged"], capture_output=True)
+    control, one, two = free_ports(3)
+    configuration = path / "slurm.conf"
+    nodes = "".join(
+        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=1 "
+        "RealMemory=4000\n"
+        for name, port in (("n1", one), ("n2", two))
+    )
+    configuration.write_text(
+        f"""ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={control}
+SlurmUser=root
+AuthInfo=cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SlurmdSpoolDir={path}/spool-%n
+StateSaveLocation={path}/state
+SlurmctldPidFile={path}/slurmctld.pid
+SlurmdPidFile={path}/slurmd-%n.pid
+{nodes}PartitionName=all Nodes=n1,n2 Default=YES State=UP
+"""
+    )
+    os.environ["SLURM_CONF"] = str(configuration)
+    for name in ("state", "spool-n1", "spool-n2"):
+        (path / name).mkdir()
+    for words in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+        subprocess.run([words[0], "-f", str(configuration), *words[1:]], check=True)
+    yield configuration
+    for pid in path.glob("*.pid"):
+        subprocess.run(["kill", pid.read_text().strip()])
+    del os.environ["SLURM_CONF"]
+
+
+@pytest.fixture
+def cluster(slurm: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place whose jobs find each other; the nodes' names mean nothing to the resolver."""
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_ports(1)[0]}")
+    return place
+
+
+def launched(place: Place, *words: str) -> str:
+    """The number of the run job."""
+    out, _ = place.command("launch", "slurm", "config.toml", *TWO, *words)
+    number = re.search(r"run: +job (\d+)", out)
+    assert number is not None
+    return number[1]
+
+
+def wait_until(done, place: Place) -> None:
+    deadline = time.monotonic() + 240
+    while not done():
+        logs = "\n".join(log.read_text() for log in place.path.glob("run/launch/*.log"))
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.5)
+
+
+def states(place: Place) -> str:
+    return place.command("launch", "status", "config.toml")[0]
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
+    launched(cluster, "--workers", "2")
+    wait_until(lambda: states(cluster).count(", completed") == 2, cluster)
+    assert "step 16, loss " in states(cluster)
+    cluster.command("run", "config.toml", *CUBE, "--set", "run.directory=alone")
+    for mine, other in zip(cluster.curve(), cluster.curve("alone"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Place):
+    # At a rate so low that rounding, which differs between processes, does not grow.
+    long = ["--set", "run.steps=200", "--set", "run.save_every=1000"]
+    long += ["--set", "run.schedule.peak=1e-4"]
+    number = launched(cluster, *long)
+    wait_until(lambda: len(cluster.curve()) > 5, cluster)
+    subprocess.run(["scancel", "--signal=TERM", number], check=True)
+    wait_until(lambda: "run:     job " + number + ", completed" in states(cluster), cluster)
+    (log,) = cluster.path.glob("run/launch/run-*.log")
+    assert "stopped by SIGTERM after step" in log.read_text()
+    assert "trained 200 steps (resumed from" in log.read_text()
+    cluster.command("run", "config.toml", *CUBE, *long, "--set", "run.directory=alone")
+    together, alone = cluster.curve(), cluster.curve("alone")
+    assert [step for step, _, _ in together] == list(range(1, 201))
+    assert [loss for _, loss, _ in together] == pytest.approx([one[1] for one in alone], rel=1e-4)
+
+
+def test_the_scripts_can_be_read_without_slurm(place: Place):
+    words = [*TWO, "--workers", "3", "--time", "60", "--sbatch", "qos=high", "--dry-run"]
+    out, _ = place.command("launch", "slurm", "config.toml", *words)
+    compiling, _, running = out.partition("# run/launch/run.sh")
+    asked = dict(re.findall(r"#SBATCH --(\S+) +(\S+)", running))
+    assert asked["nodes"] == "2" and asked["ntasks-per-node"] == "1" and asked["qos"] == "high"
+    assert asked["signal"] == "TERM@300" and asked["time"] == "60"
+    assert re.search(r"#SBATCH --array +0-2\n", compiling)
+    assert "graphtrain run config.toml --target cpu:2x4" in running
+    assert not (place.path / "run").exists()
+
+
+def test_an_option_that_sbatch_does_not_have_is_refused(place: Place):
+    words = ["--sbatch", "qso=high", "--dry-run"]
+    _, err = place.command("launch", "slurm", "config.toml", *words, status=2)
+    assert "error: --sbatch qso=high: sbatch has no such option" in err
+
+
+def test_a_slice_is_left_to_its_own_scheduler(place: Place):
+    words = ["--target", "v5e:4x4", "--set", "program.batch.sequences=16", "--dry-run"]
+    _, err = place.command("launch", "slurm", "config.toml", *words, status=2)
+    assert "the hosts of a TPU slice are what its scheduler says" in err
+
+
+def test_nothing_launched_has_no_status(place: Place):
+    _, err = place.command("launch", "status", "config.toml", status=2)
+    assert "run/launch/jobs.json is missing: nothing was launched" in err
+
+
+def test_a_job_set_runs_one_pod_a_host_once_the_programs_are_there(place: Place):
+    words = ["--target", "h100:16", "--set", "program.batch.sequences=16"]
+    words += ["--image", "registry.example/graphtrain:1", "--claim", "shared", "--workers", "4"]
+    out, _ = place.command("launch", "kubernetes", "config.toml", *words)
+    compiling, running = yaml.safe_load(out)["spec"]["replicatedJobs"]
+    assert running["dependsOn"] == [{"name": "compile", "status": "Complete"}]
+    assert compiling["template"]["spec"]["completions"] == 4
+    pods = running["template"]["spec"]
+    assert (pods["completionMode"], pods["completions"], pods["parallelism"]) == ("Indexed", 2, 2)
+    (container,) = pods["template"]["spec"]["containers"]
+    told = {one["name"]: one.get("value") for one in container["env"]}
+    assert told["GRAPHTRAIN_COORDINATOR"] == "run-run-0-0.run:8476"
+    assert told["GRAPHTRAIN_PROCESSES"] == "2"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["command"][:5] == ["python", "-m", "graphtrain", "run", "config.toml"]
