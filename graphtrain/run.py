@@ -118,7 +118,7 @@ def _add_to_ledger(
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
     # Devices of a CPU share the process, which held something before it trained.
-    each = (peak - began) / target.devices if target.platform == "cpu" else peak
+    each = (peak - began) / target.devices if target.on_host else peak
     try:
         add_run(cache.root, config.program, programs["train"].record, steps, each)
     except (OSError, ShardingError) as error:

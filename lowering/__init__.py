@@ -8,7 +8,12 @@ from types import ModuleType
 
 from lowering.target import Target
 
-_BACKENDS = {"cpu": "lowering.jax_xla", "cuda": "lowering.jax_xla", "tpu": "lowering.jax_xla"}
+_BACKENDS = {
+    "cpu": "lowering.jax_xla",
+    "cuda": "lowering.jax_xla",
+    "tpu": "lowering.jax_xla",
+    "neuron": "lowering.neuron.backend",
+}
 
 
 def backend(target: Target) -> ModuleType:

@@ -188,7 +188,7 @@ def compile(lowered: Lowered) -> Artifact:
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
         "stablehlo_bytes": len(lowered.text),
-        "fingerprint": _fingerprint(described_devices(lowered.target)),
+        "fingerprint": fingerprint(described_devices(lowered.target)),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -261,12 +261,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
     """
     record = artifact.record
     placed_on = devices(target)
-    here = _fingerprint(placed_on)
-    if record["fingerprint"] != here:
-        raise LoweringError(
-            f"the compiled {record['graph']} step was made for another processor (XLA topology "
-            f"{record['fingerprint']}, here {here}); compile on this machine"
-        )
+    check_fingerprint(record, placed_on)
     arguments = unflatten(dict.fromkeys(record["inputs"], 0))
     inputs = tuple(arguments[name] for name in record["arguments"]), {}
     outputs = unflatten(dict.fromkeys(record["outputs"], 0))
@@ -280,7 +275,17 @@ def load(artifact: Artifact, target: Target) -> Executable:
     return Executable(compiled, record, make_mesh(MeshShape(record["mesh"]), placed_on))
 
 
-def _fingerprint(placed_on: list[Device]) -> str:
+def check_fingerprint(record: Mapping[str, Any], placed_on: list[Device]) -> None:
+    """Refuse a program that was compiled for devices other than these."""
+    here = fingerprint(placed_on)
+    if record["fingerprint"] != here:
+        raise LoweringError(
+            f"the compiled {record['graph']} step was made for another processor (XLA topology "
+            f"{record['fingerprint']}, here {here}); compile on this machine"
+        )
+
+
+def fingerprint(placed_on: list[Device]) -> str:
     """XLA's own digest of the devices and, for a CPU, its instruction set."""
     # The digest JAX's own cache uses; it has no public name (jax 0.11).
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]

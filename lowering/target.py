@@ -41,13 +41,18 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """What the compiler calls the machine: cpu, cuda or tpu."""
+        """What the compiler calls the machine: cpu, cuda, tpu or neuron."""
         return self.about.get("platform", "cpu")
 
     @property
     def about(self) -> dict[str, Any]:
         """The machine's table in topologies.toml; empty for a CPU, which is asked instead."""
         return {} if self.machine == "cpu" else _topologies()[self.machine]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its devices are made of this machine's processor and share its memory."""
+        return self.machine == "cpu" or "simulates" in self.about
 
     @property
     def devices(self) -> int:
@@ -69,7 +74,7 @@ class Target:
     def ingredients(self) -> dict[str, Any]:
         """What of the machine a compiled program depends on, for its key."""
         about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
-        return about | ({"processor": host.processor()} if self.machine == "cpu" else {})
+        return about | ({"processor": host.processor()} if self.on_host else {})
 
     def __str__(self) -> str:
         return f"{self.machine}:{'x'.join(map(str, self.topology))}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
-from lowering.neuron.proto import Message, read_module, unknown, write_module
+from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
 from lowering.neuron.rank import rank_as_input
 from lowering.neuron.replica_groups import write_explicitly
 from lowering.sources import line_of
@@ -56,11 +56,13 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
         LoweringError: the module holds what no reader of Neuron's would see.
     """
     module = read_module(binary)
+    _refuse_unknown(module)
     sources = _sources(module)
     _alias_donors(module)
     for computation in module.computations:
         for instruction in computation.instructions:
             write_explicitly(instruction, ranks)
+            _settle_order(instruction)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
     rank_input = rank_as_input(module)
@@ -69,7 +71,6 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
         module.ClearField(field)
     numbers = _number(module, name)
     inputs, outputs = _name_arrays(module)
-    _refuse_unknown(module)
     kept = {numbers[old]: line for old, line in sources.items() if old in numbers}
     return Normalised(write_module(module), inputs, outputs, rank_input, kept)
 
@@ -86,7 +87,8 @@ def _sources(module: Message) -> dict[int, str]:
         each.id: lines[each.metadata.stack_frame_id - 1]
         for computation in module.computations
         for each in computation.instructions
-        if 0 < each.metadata.stack_frame_id <= len(lines) and lines[each.metadata.stack_frame_id - 1]
+        if 0 < each.metadata.stack_frame_id <= len(lines)
+        and lines[each.metadata.stack_frame_id - 1]
     }
 
 
@@ -105,6 +107,13 @@ def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
     return found
 
 
+def _settle_order(comparison: Message) -> None:
+    """Say by its older type how a comparison orders; jaxlib 0.11 says it in a field of its own."""
+    if comparison.comparison_type == "FLOAT" and comparison.comparison_order == "TOTAL":
+        comparison.comparison_type = "TOTALORDER"
+    comparison.ClearField("comparison_order")
+
+
 def _alias_donors(module: Message) -> None:
     """Pair each donated input with an output, as XLA would when it compiles.
 
@@ -113,15 +122,15 @@ def _alias_donors(module: Message) -> None:
     """
     entries = module.input_output_alias.entries
     parameters = module.host_program_shape.parameters
-    outputs = module.host_program_shape.result.tuple_shapes
-    taken = {entry.output_shape_index[0] for entry in entries}
+    outputs = _results(module)  # a train step's are many; a tuple of one is never made
+    taken = {next(iter(entry.output_shape_index), 0) for entry in entries}
     for donor in module.buffer_donor.entries:
         wanted = parameters[donor.parameter_number].SerializeToString(deterministic=True)
         for index, shape in enumerate(outputs):
             if index not in taken and shape.SerializeToString(deterministic=True) == wanted:
                 taken.add(index)
                 entries.add(
-                    output_shape_index=[index],
+                    output_shape_index=[index] if len(outputs) > 1 else [],
                     parameter_number=donor.parameter_number,
                     kind=_MAY_ALIAS,
                 )
@@ -169,16 +178,21 @@ def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Name inputs and outputs for the NEFF: its loader finds tensors by name."""
     entry = entry_of(module)
     inputs = tuple(f"input{index}" for index in range(len(entry.program_shape.parameters)))
-    outputs = tuple(f"output{i}" for i in range(len(entry.program_shape.result.tuple_shapes)))
+    outputs = tuple(f"output{index}" for index in range(len(_results(module))))
     for each in entry.instructions:
         if each.opcode == "parameter":
             each.frontend_attributes.map["neff_input_names"] = inputs[each.parameter_number]
         if each.id == entry.root_id:
             each.frontend_attributes.map["neff_output_names"] = ",".join(outputs)
-    names = list(inputs)
-    entry.program_shape.parameter_names[:] = names
-    module.host_program_shape.parameter_names[:] = names
+    entry.program_shape.parameter_names[:] = inputs
+    module.host_program_shape.parameter_names[:] = inputs
     return inputs, outputs
+
+
+def _results(module: Message) -> Sequence[Message]:
+    """Shapes of the outputs; a single one is no tuple."""
+    result = module.host_program_shape.result
+    return result.tuple_shapes if result.element_type == TYPES["tuple"] else [result]
 
 
 def _refuse_unknown(module: Message) -> None:

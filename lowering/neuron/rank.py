@@ -93,9 +93,7 @@ class _Rewriter:
         return [*before, loop, *self._narrowed(computation, loop, count)]
 
     def _body(self, body: Message, state: Message, index: int) -> None:
-        taken = self._new(
-            "get-tuple-element", _scalar(), operand_ids=[state.id], tuple_index=index
-        )
+        taken = self._new("get-tuple-element", _scalar(), operand_ids=[state.id], tuple_index=index)
         others = [each for each in body.instructions if each.id != state.id]
         _set(body, [state, taken, *others])
         self.rewrite(body, taken.id)

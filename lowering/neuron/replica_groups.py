@@ -4,6 +4,8 @@ XLA writes three newer forms that older readers skip without a word (jaxlib 0.10
 would then be one of all ranks, and train to a wrong loss.
 """
 
+import math
+
 import numpy as np
 
 from lowering.groups import Groups, along_axes, of_iota
@@ -58,10 +60,14 @@ def _of_iota(groups: Message) -> Groups:
 
 
 def _of_mesh(groups: Message) -> Groups:
-    axes = groups.mesh.axes
-    sizes = {str(index): axis.size for index, axis in enumerate(axes)}
-    count = int(np.prod(list(sizes.values()), dtype=int))
-    ids = np.array(groups.mesh.device_ids or range(count))
+    mesh = groups.mesh
+    sizes = {str(index): axis.size for index, axis in enumerate(mesh.axes)}
+    order = mesh.iota_device_ids
+    ids = np.arange(math.prod(sizes.values()))
+    if mesh.device_ids:
+        ids = np.array(mesh.device_ids)
+    elif order.reshape_dims:
+        ids = ids.reshape(order.reshape_dims).transpose(order.transpose_perm).reshape(-1)
     spans = []
     for axis in groups.axes:
         name, part = str(axis.mesh_axis_index), axis.sub_axis_info

@@ -3,8 +3,8 @@
 "[int64]" is repeated, "{string}" a map from strings. Enumerations are int32, which is the same on
 the wire. Messages that nobody here looks into are bytes, which is the same on the wire too, so they
 pass through as they are.
-Source: openxla/xla, xla/service/hlo.proto and xla/xla_data.proto; 92 and 93 of an instruction as
-jaxlib 0.10 writes them.
+Source: openxla/xla, xla/service/hlo.proto and xla/xla_data.proto; 92, 93 and 102 of an instruction
+and 3 of a mesh as jaxlib 0.10 and 0.11 write them.
 """
 
 _INSTRUCTION = {
@@ -82,6 +82,7 @@ _INSTRUCTION = {
     "result_accuracy": (91, "bytes"),
     "iota_collective_device_list": (92, "IotaReplicaGroupList"),
     "mesh_axes_replica_group_list": (93, "MeshAxesReplicaGroupList"),
+    "comparison_order": (102, "string"),
 }
 
 _LITERAL = {
@@ -207,7 +208,12 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "iota_transpose_perm": (4, "[int32]"),
     },
     "MeshAxesReplicaGroupList": {"mesh": (1, "Mesh"), "axes": (2, "[AxisRef]")},
-    "Mesh": {"axes": (1, "[MeshAxis]"), "device_ids": (2, "[int64]")},
+    "Mesh": {
+        "axes": (1, "[MeshAxis]"),
+        "device_ids": (2, "[int64]"),
+        "iota_device_ids": (3, "IotaDeviceIds"),
+    },
+    "IotaDeviceIds": {"reshape_dims": (1, "[int64]"), "transpose_perm": (2, "[int64]")},
     "MeshAxis": {"name": (1, "string"), "size": (2, "int64")},
     "AxisRef": {"mesh_axis_index": (1, "int64"), "sub_axis_info": (2, "SubAxis")},
     "SubAxis": {"pre_size": (1, "int64"), "size": (2, "int64")},

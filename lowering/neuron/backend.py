@@ -1,0 +1,187 @@
+"""The backend of Trainium: what lowering.jax_xla is to XLA's own targets."""
+
+import hashlib
+import time
+from dataclasses import replace
+from typing import Any
+
+from lowering import collectives, jax_xla
+from lowering.artifact import Artifact
+from lowering.errors import LoweringError
+from lowering.graph import Graph
+from lowering.jax_xla import Device, Executable, make_mesh, memory_in_use, plan_graph, put
+from lowering.jax_xla import forbid_tracing, peak_memory  # isort: skip
+from lowering.lowered import Lowered
+from lowering.neuron import compiler, neff, simulation
+from lowering.neuron.bundle import unfinished
+from lowering.neuron.normalise import Normalised, normalise
+from lowering.neuron.proto import read_module
+from lowering.overheard import overhear
+from lowering.partitioned import partitioned
+from lowering.target import Target
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+__all__ = [
+    "compile",
+    "described_devices",
+    "devices",
+    "forbid_tracing",
+    "load",
+    "lower",
+    "make_mesh",
+    "memory_in_use",
+    "peak_memory",
+    "plan_graph",
+    "put",
+]
+
+
+def described_devices(target: Target) -> list[Device]:
+    """Devices of the CPU in place of the target's: what is traced and partitioned is the same."""
+    return jax_xla.devices(_host(target))
+
+
+def devices(target: Target) -> list[Device]:
+    """The devices that hold a run's arrays: of the CPU, on which a simulation also computes."""
+    return jax_xla.devices(_host(target))
+
+
+def _host(target: Target) -> Target:
+    return Target("cpu", (target.devices,))
+
+
+def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
+    """Trace a graph, split it, and take the program of one device in its normalised form.
+
+    Raises:
+        ShardingError: an array cannot be placed.
+        LoweringError: the graph asks for what a Neuron device does not have.
+    """
+    for path, spec in graph.arrays().items():
+        if spec.memory != "device":
+            raise LoweringError(
+                f"{target}: {path} rests in the host's memory, which no Neuron program reaches; "
+                "set program.optimizer.offload = false"
+            )
+    whole = jax_xla.lower(graph, rules, mesh_shape, _host(target))
+    with overhear() as replicated:
+        binary = partitioned(whole.handle)
+    normalised = normalise(binary, name=graph.name, ranks=target.devices)
+    _check_inputs(whole, normalised, target)
+    found = compiler.find(target)
+    version = found.version if found else compiler.NEWEST
+    options = {
+        "hlo": hashlib.sha256(normalised.hlo).hexdigest(),
+        "flags": compiler.flags(target, version, quickly=graph.runs_once),
+        "compiler": found.version if found else None,
+    }
+    return replace(
+        whole,
+        text=simulation.text_of(normalised.hlo),
+        target=target,
+        facts=whole.facts | {"replicated": replicated, "neuron": _facts(normalised)},
+        options=options,
+        handle=normalised,
+    )
+
+
+def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
+    """JAX leaves out inputs that a step does not use; a loader would then give it the wrong ones."""
+    given = len(normalised.inputs) - normalised.rank_input
+    if given != len(whole.facts["inputs"]):
+        raise LoweringError(
+            f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
+            "input arrays; take out those that it does not use"
+        )
+
+
+def _facts(normalised: Normalised) -> dict[str, Any]:
+    """What a loader has to know of the module."""
+    aliases = read_module(normalised.hlo).input_output_alias.entries
+    return {
+        "rank_input": normalised.rank_input,
+        "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
+    }
+
+
+def compile(lowered: Lowered) -> Artifact:
+    """Compile with neuronx-cc, or with the simulator; the record says what a loader checks.
+
+    Raises:
+        CompilerMissing: neuronx-cc is not here; the error holds a bundle for where it is.
+        OutOfMemory: the program does not fit the device.
+        LoweringError: the compiler refused it.
+    """
+    target, normalised = lowered.target, lowered.handle
+    found = compiler.find(target)
+    if found is None:
+        raise unfinished(lowered)
+    began = time.perf_counter()
+    payload = compiler.run(
+        found, normalised.hlo, lowered.options["flags"], graph=lowered.name, target=target
+    )
+    seconds = time.perf_counter() - began
+    return Artifact(payload, record(lowered, payload, seconds, found.version))
+
+
+def record(lowered: Lowered, payload: bytes, seconds: float, version: str) -> dict[str, Any]:
+    """What is known of a compiled program without loading it."""
+    target = lowered.target
+    about = {
+        "target": str(target),
+        "compile_seconds": round(seconds, 3),
+        "stablehlo_bytes": len(lowered.text),
+        "memory": _memory(lowered, payload),
+        **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
+    }
+    about["neuron"] = lowered.facts["neuron"] | {
+        "compiler": version,
+        "flags": lowered.options["flags"],
+    }
+    if target.on_host:
+        about["fingerprint"] = jax_xla.fingerprint(devices(target))
+    return lowered.facts | about
+
+
+def _memory(lowered: Lowered, payload: bytes) -> dict[str, int]:
+    """Bytes on a device. neuronx-cc does not say what a NEFF takes while it runs, so its
+    temporaries are 0 here; those of a simulation are XLA's on a CPU."""
+    shape = read_module(lowered.handle.hlo).host_program_shape
+    inputs = [simulation.nbytes(each) for each in shape.parameters]
+    outputs = [simulation.nbytes(each) for each in shape.result.tuple_shapes]
+    aliased = sum(outputs[output] for output, _ in lowered.facts["neuron"]["aliases"])
+    temporaries = 0
+    if neff.is_simulated(payload):
+        temporaries = neff.unpack(payload)[0]["temporaries"]
+    return {
+        "arguments": sum(inputs),
+        "outputs": sum(outputs),
+        "aliased": aliased,
+        "temporaries": temporaries,
+        "code": 0 if lowered.target.on_host else len(payload),
+        "host": 0,
+        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
+    }
+
+
+def load(artifact: Artifact, target: Target) -> Executable:
+    """Load a compiled program; the payload must already have been checked against its digest.
+
+    Raises:
+        LoweringError: it was made for another machine, or this one has no Neuron runtime.
+    """
+    about = artifact.record
+    neff.check(
+        artifact.payload, simulated=target.on_host, what=f"the compiled {about['graph']} step"
+    )
+    placed_on = devices(target)
+    mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
+    if not target.on_host:
+        from lowering.neuron.device import Program
+
+        return Executable(Program(artifact, target, mesh), about, mesh)
+    jax_xla.check_fingerprint(about, placed_on)
+    _, executable = neff.unpack(artifact.payload)
+    loaded = simulation.load_module(executable, placed_on)
+    return Executable(simulation.Program(loaded, about, mesh), about, mesh)
