@@ -177,7 +177,8 @@ class _Loop:
                 validation = self._validate(done, state)
             if last or done % run.save_every == 0 or stop:
                 self._settle()  # never save a state whose loss is not known to be finite
-                self.checkpoints.save(done, state, self.loader.state())
+                storable = lowering.backend(self._target).storable(state)
+                self.checkpoints.save(done, storable, self.loader.state())
             if stop:
                 break
         self._settle()

@@ -22,8 +22,8 @@ from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
-from lowering.artifact import RECORD_VERSION
-from lowering.errors import LoweringError
+from lowering.artifact import RECORD_VERSION, Artifact
+from lowering.errors import CompilerMissing, LoweringError
 from lowering.lowered import Lowered
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
@@ -79,11 +79,21 @@ def produce(
             if new:
                 say("compiling")
                 began = time.perf_counter()
-                artifact = lowering.backend(lowered.target).compile(lowered)
+                artifact = _compile(lowered, key, request, cache)
                 say(f"storing after {time.perf_counter() - began:.1f} s")
                 cache.put(key, artifact)
             cache.link(request, key)
         return key.digest, new
+
+
+def _compile(lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache) -> Artifact:
+    """Compile; where the compiler is not here, store what it would be given as a bundle."""
+    try:
+        return lowering.backend(lowered.target).compile(lowered)
+    except CompilerMissing as error:
+        path = cache.store_bundle(key, request, lowered.name, error.files)
+        message = f"{error}: graphtrain neuron-finish {path}"
+        raise CompilerMissing(message, error.files) from None
 
 
 def lower(program: Program, name: str) -> Lowered:

@@ -308,6 +308,11 @@ def put(tree: Tree, described: Tree) -> Tree:
     return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
 
 
+def storable(tree: Tree) -> Tree:
+    """What a checkpoint can write: arrays of JAX, as they are."""
+    return tree
+
+
 def memory_in_use() -> int:
     """Bytes in use on the fullest device; a CPU's devices share what the process holds."""
     stats = [device.memory_stats() for device in jax.local_devices()]

@@ -55,6 +55,15 @@ class Target:
         return self.machine == "cpu" or "simulates" in self.about
 
     @property
+    def random_bits(self) -> str | None:
+        """JAX's name of the only generator that the machine has in full; None: it has all.
+
+        Neuron devices have XLA's own. A simulation of one draws as a CPU does, so that its losses
+        can be held against a CPU's.
+        """
+        return "rbg" if self.platform == "neuron" and not self.on_host else None
+
+    @property
     def devices(self) -> int:
         return math.prod(self.topology)
 

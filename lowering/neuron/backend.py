@@ -1,24 +1,34 @@
 """The backend of Trainium: what lowering.jax_xla is to XLA's own targets."""
 
 import hashlib
-import time
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from lowering import collectives, jax_xla
 from lowering.artifact import Artifact
 from lowering.errors import LoweringError
 from lowering.graph import Graph
-from lowering.jax_xla import Device, Executable, make_mesh, memory_in_use, plan_graph, put
-from lowering.jax_xla import forbid_tracing, peak_memory  # isort: skip
+from lowering.jax_xla import (
+    Device,
+    Executable,
+    forbid_tracing,
+    make_mesh,
+    memory_in_use,
+    peak_memory,
+    plan_graph,
+    put,
+)
 from lowering.lowered import Lowered
-from lowering.neuron import compiler, neff, simulation
-from lowering.neuron.bundle import unfinished
+from lowering.neuron import bundle, compiler, neff, simulation
+from lowering.neuron.device import DeviceArray, Program
 from lowering.neuron.normalise import Normalised, normalise
 from lowering.neuron.proto import read_module
 from lowering.overheard import overhear
 from lowering.partitioned import partitioned
 from lowering.target import Target
+from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -34,6 +44,7 @@ __all__ = [
     "peak_memory",
     "plan_graph",
     "put",
+    "storable",
 ]
 
 
@@ -87,7 +98,7 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
 
 
 def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
-    """JAX leaves out inputs that a step does not use; a loader would then give it the wrong ones."""
+    """JAX leaves out inputs that a step does not use; a loader would then mistake the others."""
     given = len(normalised.inputs) - normalised.rank_input
     if given != len(whole.facts["inputs"]):
         raise LoweringError(
@@ -113,55 +124,44 @@ def compile(lowered: Lowered) -> Artifact:
         OutOfMemory: the program does not fit the device.
         LoweringError: the compiler refused it.
     """
-    target, normalised = lowered.target, lowered.handle
+    target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
+    record = _record(lowered)
     found = compiler.find(target)
     if found is None:
-        raise unfinished(lowered)
-    began = time.perf_counter()
-    payload = compiler.run(
-        found, normalised.hlo, lowered.options["flags"], graph=lowered.name, target=target
-    )
-    seconds = time.perf_counter() - began
-    return Artifact(payload, record(lowered, payload, seconds, found.version))
+        raise bundle.unfinished(hlo, flags, record, target)
+    payload, seconds = compiler.timed(found, hlo, flags, graph=lowered.name, target=target)
+    return Artifact(payload, bundle.completed(record, payload, seconds, flags, found.version))
 
 
-def record(lowered: Lowered, payload: bytes, seconds: float, version: str) -> dict[str, Any]:
-    """What is known of a compiled program without loading it."""
+def _record(lowered: Lowered) -> dict[str, Any]:
+    """What is known of a program before it is compiled."""
     target = lowered.target
     about = {
         "target": str(target),
-        "compile_seconds": round(seconds, 3),
         "stablehlo_bytes": len(lowered.text),
-        "memory": _memory(lowered, payload),
+        "memory": _memory(lowered),
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
-    }
-    about["neuron"] = lowered.facts["neuron"] | {
-        "compiler": version,
-        "flags": lowered.options["flags"],
     }
     if target.on_host:
         about["fingerprint"] = jax_xla.fingerprint(devices(target))
     return lowered.facts | about
 
 
-def _memory(lowered: Lowered, payload: bytes) -> dict[str, int]:
-    """Bytes on a device. neuronx-cc does not say what a NEFF takes while it runs, so its
-    temporaries are 0 here; those of a simulation are XLA's on a CPU."""
+def _memory(lowered: Lowered) -> dict[str, int]:
+    """Bytes on a device, of what the program takes and gives. neuronx-cc does not say what else a
+    NEFF holds while it runs, so its temporaries are 0."""
     shape = read_module(lowered.handle.hlo).host_program_shape
     inputs = [simulation.nbytes(each) for each in shape.parameters]
     outputs = [simulation.nbytes(each) for each in shape.result.tuple_shapes]
     aliased = sum(outputs[output] for output, _ in lowered.facts["neuron"]["aliases"])
-    temporaries = 0
-    if neff.is_simulated(payload):
-        temporaries = neff.unpack(payload)[0]["temporaries"]
     return {
         "arguments": sum(inputs),
         "outputs": sum(outputs),
         "aliased": aliased,
-        "temporaries": temporaries,
-        "code": 0 if lowered.target.on_host else len(payload),
+        "temporaries": 0,
+        "code": 0,
         "host": 0,
-        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
+        "peak": sum(inputs) + sum(outputs) - aliased,
     }
 
 
@@ -178,10 +178,15 @@ def load(artifact: Artifact, target: Target) -> Executable:
     placed_on = devices(target)
     mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
     if not target.on_host:
-        from lowering.neuron.device import Program
-
-        return Executable(Program(artifact, target, mesh), about, mesh)
+        return Executable(Program(artifact.payload, about, mesh), about, mesh)
     jax_xla.check_fingerprint(about, placed_on)
     _, executable = neff.unpack(artifact.payload)
     loaded = simulation.load_module(executable, placed_on)
     return Executable(simulation.Program(loaded, about, mesh), about, mesh)
+
+
+def storable(tree: Tree) -> Tree:
+    """What a checkpoint can write: arrays of Neuron devices as copies in the host's memory."""
+    return jax.tree.map(
+        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
+    )

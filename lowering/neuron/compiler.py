@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +71,21 @@ def find(target: Target) -> Compiler | None:
         command = (found,)
     else:
         return None
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True)
-    version = _VERSION.search(said.stdout + said.stderr)
-    if said.returncode or version is None:
-        raise LoweringError(
-            f"{shlex.join(command)} --version says no version: {said.stderr[-300:]}"
-        )
-    return Compiler(command, version[0])
+    asked = [*command, "--version"]
+    said = subprocess.run(asked, capture_output=True, text=True, env=_environment())
+    return Compiler(command, version_in(said.stdout + said.stderr, shlex.join(asked)))
+
+
+def version_in(text: str, where: str) -> str:
+    """The version that a compiler says it has.
+
+    Raises:
+        LoweringError: there is none in what it said.
+    """
+    found = _VERSION.search(text)
+    if found is None:
+        raise LoweringError(f"{where} says no version of neuronx-cc: {text[-300:]!r}")
+    return found[0]
 
 
 def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
@@ -109,6 +118,15 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
     """What follows the compiler's name on its command line."""
     return ["compile", "--framework=XLA", program, "--output", output, *chosen]
+
+
+def timed(
+    compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
+) -> tuple[bytes, float]:
+    """Compile as run() does; return the NEFF and the seconds it took."""
+    began = time.perf_counter()
+    payload = run(compiler, hlo, chosen, graph=graph, target=target)
+    return payload, time.perf_counter() - began
 
 
 def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target) -> bytes:

@@ -17,7 +17,9 @@ from lowering.neuron.proto import TYPE_NAMES, Message
 from lowering.trees import Tree, flatten, unflatten
 
 # No public name compiles HLO or runs what it gives (jax 0.11).
-from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  # isort: skip
+from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
+
+xla_client: Any = _client
 
 Device = Any
 
