@@ -130,7 +130,7 @@ def timed(
 
 
 def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target) -> bytes:
-    """Compile a normalised module to a NEFF. What the compiler prints goes to standard output.
+    """Compile a normalised module to a NEFF. What the compiler says goes to standard error.
 
     Raises:
         OutOfMemory: the program does not fit the device.
@@ -142,12 +142,12 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         (directory / HLO_FILE).write_bytes(hlo)
         (directory / FLAGS_FILE).write_text(json.dumps(chosen))
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
-        print("$", shlex.join(words), flush=True)
+        print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
             words, cwd=directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=_environment(),
         )  # fmt: skip
-        print(ended.stdout, flush=True)
+        print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
             raise failure(ended.returncode, ended.stdout, graph=graph, target=target)
         made = directory / NEFF_FILE
