@@ -51,13 +51,24 @@ def _targets() -> list[Finding]:
         f"compiles and runs: {processor['name']}, {processor['architecture']}",
         True,
     )
-    return [cpu, _accelerator("cuda", "jax_cuda13_plugin"), _accelerator("tpu", "libtpu")]
+    return [
+        cpu,
+        _accelerator("cuda", "jax_cuda13_plugin"),
+        _accelerator("tpu", "libtpu"),
+        _neuron(),
+    ]
 
 
 def _accelerator(name: str, module: str) -> Finding:
     installed = importlib.util.find_spec(module) is not None
     state = "plans only in this version" + ("" if installed else f"; {module} is not installed")
     return Finding(f"target {name}", state, True)
+
+
+def _neuron() -> Finding:
+    compiler = shutil.which("neuronx-cc")
+    state = f"compiles: {compiler}" if compiler else "writes bundles; neuronx-cc is not installed"
+    return Finding("target neuron", f"{state}; neuron-sim compiles and runs", True)
 
 
 def _memory() -> Finding:

@@ -3,10 +3,11 @@
 Source: AWS Neuron documentation, error codes, SDK 2.32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lowering.neuron.proto import TYPES, Message
+from lowering.errors import LoweringError
+from lowering.neuron.proto import TYPES, Message, read_module
 
 _LARGEST_ID = 2**31 - 1
 _COMPLEX = (TYPES["c64"], TYPES["c128"])
@@ -24,6 +25,22 @@ class Violation:
 
     def __str__(self) -> str:
         return f"[NCC_{self.code}] {self.what}; {self.remedy}"
+
+
+def check(hlo: bytes, sources: Mapping[int, str], graph: str) -> None:
+    """Refuse a normalised module that the compiler would refuse, with the lines it comes from.
+
+    Raises:
+        LoweringError: with every distinct violation.
+    """
+    found = [
+        f"{violation} (from {sources[violation.instruction]})"
+        if violation.instruction in sources
+        else str(violation)
+        for violation in violations(read_module(hlo))
+    ]
+    if found:
+        raise LoweringError(f"neuronx-cc would refuse {graph}: " + "; ".join(dict.fromkeys(found)))
 
 
 def violations(module: Message) -> Iterator[Violation]:

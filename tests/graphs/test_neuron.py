@@ -16,7 +16,7 @@ from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.groups import groups_of
 from lowering.hlo import parse
-from lowering.neuron import backend, simulation
+from lowering.neuron import backend, checks, neff, simulation, simulator
 from lowering.neuron.normalise import entry_of, normalise
 from lowering.neuron.proto import read_module, write_module
 from lowering.partitioned import partitioned
@@ -190,3 +190,71 @@ def test_arrays_in_the_hosts_memory_are_refused():
     of = program(target="trn1:1", optimizer=Optimizer(offload=True))
     with pytest.raises(LoweringError, match=r"rests in the host's memory.*offload = false"):
         lower(of, "train")
+
+
+def simulate(tmp_path, hlo: bytes, *flags: str) -> int:
+    (tmp_path / "model.hlo_module.pb").write_bytes(hlo)
+    words = ["compile", "--framework=XLA", str(tmp_path / "model.hlo_module.pb"), "--output"]
+    return simulator.main([*words, str(tmp_path / "model.neff"), "--target=trn1", *flags])
+
+
+def module_of(step, *shapes: tuple[int, ...]) -> bytes:
+    described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    return partitioned(jax.jit(step).lower(*described))
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        (lambda x: jax.lax.cond(x[0] > 0, jax.numpy.sin, jax.numpy.cos, x), "EVRF001"),
+        (lambda x: jax.numpy.fft.fft(x).real, "EVRF004"),
+        (lambda x: jax.scipy.linalg.cholesky(x[:, None] * x), "EHCA005"),
+    ],
+    ids=["cond", "complex", "custom-call"],
+)
+def test_the_simulator_refuses_what_the_compiler_would_with_its_code(tmp_path, capfd, step, code):
+    hlo = normalise(module_of(step, (8,)), name="train", ranks=1).hlo
+    assert simulate(tmp_path, hlo) == 70
+    assert f"[NCC_{code}]" in capfd.readouterr().err
+    assert not (tmp_path / "model.neff").exists()
+
+
+def test_the_simulator_refuses_a_module_that_is_not_normalised(tmp_path, capfd, raw):
+    assert simulate(tmp_path, raw) == 70
+    assert "give the compiler a normalised module" in capfd.readouterr().err
+
+
+def test_the_simulator_refuses_a_file_that_is_no_module(tmp_path, capfd):
+    assert simulate(tmp_path, b"module @jit_train {}") == 1
+    assert "should be an HloModuleProto are not one" in capfd.readouterr().err
+
+
+def test_what_the_simulator_writes_says_what_it_is(tmp_path):
+    hlo = normalise(module_of(lambda x: x + 1, (8,)), name="train", ranks=1).hlo
+    assert simulate(tmp_path, hlo, "--auto-cast=none", "--simulated-ranks=1") == 0
+    written = (tmp_path / "model.neff").read_bytes()
+    assert neff.is_simulated(written)
+    assert neff.unpack(written)[0]["version"] == "0.0.0.0+simulator"
+
+
+def test_the_rank_cannot_be_asked_for_in_a_conditional():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    split = jax.sharding.PartitionSpec("data")
+
+    def step(x):
+        rank = jax.lax.axis_index("data")
+        return jax.lax.cond(x[0] > 0, lambda: x + jax.lax.axis_index("data"), lambda: x + rank)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
+    binary = partitioned(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32)))
+    with pytest.raises(LoweringError, match="conditional asks for the rank"):
+        normalise(binary, name="train", ranks=4)
+
+
+def test_a_program_that_would_be_refused_is_told_with_the_line_of_the_model():
+    binary = module_of(lambda x: jax.lax.cond(x[0] > 0, jax.numpy.sin, jax.numpy.cos, x), (8,))
+    normalised = normalise(binary, name="train", ranks=1)
+    with pytest.raises(
+        LoweringError, match=r"refuse train: \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
+    ):
+        checks.check(normalised.hlo, normalised.sources, "train")
