@@ -5,7 +5,7 @@ devices, with its own replica groups: a wrong group or donation shows as a wrong
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.hlo import item_bits
-from lowering.neuron.proto import TYPE_NAMES, Message
+from lowering.neuron.proto import TYPE_NAMES, Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
 
 # No public name compiles HLO or runs what it gives (jax 0.11).
@@ -26,13 +26,49 @@ Device = Any
 
 def compile_module(hlo: bytes, devices: Sequence[Device], *, quickly: bool) -> Any:
     """Compile a normalised module for CPU devices, one replica on each."""
-    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(hlo)
+    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_with_whole_broadcasts(hlo))
     options = _options(len(devices))
     if quickly:  # LLVM takes most of the time
         options.env_option_overrides = [("xla_backend_optimization_level", "1")]
     return devices[0].client.compile_and_load(
         stablehlo, xla_client.DeviceList(tuple(devices)), options
     )
+
+
+def _with_whole_broadcasts(hlo: bytes) -> bytes:
+    """Put together again what XLA takes a broadcast along sizes of 1 apart into.
+
+    Taken apart it is a broadcast that changes nothing, a reshape, and a broadcast. On the way to
+    StableHLO and back two of them would be lost, and XLA then divides in a softmax where it would
+    have multiplied: in bfloat16 the losses would differ from those of a CPU.
+    """
+    module = read_module(hlo)
+    for computation in module.computations:
+        by_id = {each.id: each for each in computation.instructions}
+        for each in computation.instructions:
+            source = _source_of_broadcast(each, by_id)
+            if source is not None:
+                each.operand_ids[:] = [source.id]
+                each.dimensions[:] = range(len(source.shape.dimensions))
+    return write_module(module)
+
+
+def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message | None:
+    """What the three instructions that end with one broadcast; None if it is not their last."""
+    chain = [last]
+    for opcode in ("broadcast", "reshape", "broadcast"):
+        if chain[-1].opcode != opcode or len(chain[-1].operand_ids) != 1:
+            return None
+        chain.append(by_id[chain[-1].operand_ids[0]])
+    _, reshaped, same, source = chain
+    sizes, kept = list(source.shape.dimensions), list(last.dimensions)
+    changes_nothing = list(same.dimensions) == list(range(len(sizes)))
+    others = [size for axis, size in enumerate(sizes) if axis not in kept]
+    fits = len(sizes) == len(last.shape.dimensions) and set(others) <= {1}
+    if not (fits and changes_nothing and list(same.shape.dimensions) == sizes):
+        return None
+    left = [sizes[axis] for axis in kept]
+    return source if list(reshaped.shape.dimensions) == left else None
 
 
 def load_module(executable: bytes, devices: Sequence[Device]) -> Any:

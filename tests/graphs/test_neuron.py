@@ -1,8 +1,11 @@
 """The road to Trainium: normalised HLO, and the simulator that runs it."""
 
 import hashlib
+import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -140,18 +143,12 @@ def test_processes_agree_on_every_byte():
     here = lower(program(**CUBE | {"target": "neuron-sim:8"}), "train").handle.hlo
     paths = [path for path in sys.path if path]
     printed = subprocess.run(
-        [sys.executable, "-c", _PRINT_DIGEST, *paths, *_here()],
+        [sys.executable, "-c", _PRINT_DIGEST, *paths, str(Path(__file__).parent)],
         capture_output=True,
         text=True,
         check=True,
     )
     assert printed.stdout.split()[-1] == hashlib.sha256(here).hexdigest()
-
-
-def _here() -> list[str]:
-    from pathlib import Path
-
-    return [str(Path(__file__).parent)]
 
 
 @pytest.mark.slow
@@ -176,6 +173,16 @@ def test_the_simulator_computes_what_xla_computes(settings):
         states = [result["state"] for result in results]
     for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+
+
+@pytest.mark.slow
+def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
+    handle = lower(program(), "train", jax_xla).handle
+    devices = jax_xla.devices(Target.parse("cpu:1"))
+    simulated = simulation.compile_module(partitioned(handle), devices, quickly=False)
+    texts = handle.compile().as_text(), simulated.hlo_modules()[0].to_string()
+    ours, theirs = (Counter(re.findall(r" = (\S+) ([a-z][\w-]*)\(", text)) for text in texts)
+    assert ours == theirs and len(ours) > 50
 
 
 def test_devices_draw_random_bits_as_neuron_can():
