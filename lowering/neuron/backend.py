@@ -24,7 +24,7 @@ from lowering.lowered import Lowered
 from lowering.neuron import bundle, checks, compiler, neff, simulation
 from lowering.neuron.device import DeviceArray, Program
 from lowering.neuron.normalise import Normalised, normalise
-from lowering.neuron.proto import read_module
+from lowering.neuron.proto import array_bytes, read_module
 from lowering.overheard import overhear
 from lowering.partitioned import partitioned
 from lowering.target import Target
@@ -152,8 +152,8 @@ def _memory(lowered: Lowered) -> dict[str, int]:
     """Bytes on a device, of what the program takes and gives. neuronx-cc does not say what else a
     NEFF holds while it runs, so its temporaries are 0."""
     shape = read_module(lowered.handle.hlo).host_program_shape
-    inputs = [simulation.nbytes(each) for each in shape.parameters]
-    outputs = [simulation.nbytes(each) for each in shape.result.tuple_shapes]
+    inputs = [array_bytes(each) for each in shape.parameters]
+    outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
     aliased = sum(outputs[output] for output, _ in lowered.facts["neuron"]["aliases"])
     return {
         "arguments": sum(inputs),

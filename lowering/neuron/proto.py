@@ -6,6 +6,7 @@ as their numbers. What the table lacks stays in a message as an unknown field.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as AnyMessage
 
 from lowering.errors import LoweringError
+from lowering.hlo import item_bits
 from lowering.neuron.schema import MESSAGES
 
 Message = Any  # a message of one of the classes below; protobuf makes them when they are asked for
@@ -66,6 +68,11 @@ def read_dump(binary: bytes) -> Message:
 def write_module(module: Message) -> bytes:
     """The bytes of a module; equal modules give equal bytes in every process."""
     return module.SerializeToString(deterministic=True)
+
+
+def array_bytes(shape: Message) -> int:
+    """Bytes of an array, without the padding of a device's layout."""
+    return (math.prod(shape.dimensions) * item_bits(TYPE_NAMES[shape.element_type]) + 7) // 8
 
 
 def unknown(module: Message) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,6 @@ What runs is the module that neuronx-cc would be given, on as many replicas as t
 devices, with its own replica groups: a wrong group or donation shows as a wrong loss.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering.hlo import item_bits
-from lowering.neuron.proto import TYPE_NAMES, Message, read_module, write_module
+from lowering.neuron.proto import Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
 
 # No public name compiles HLO or runs what it gives (jax 0.11).
@@ -83,12 +81,6 @@ def text_of(hlo: bytes) -> str:
     options = xla_client.hlo.HloPrintOptions()
     options.print_large_constants = True
     return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)
-
-
-def nbytes(shape: Message) -> int:
-    """Bytes of an array."""
-    bits = item_bits(TYPE_NAMES[shape.element_type])
-    return (math.prod(shape.dimensions) * bits + 7) // 8
 
 
 def _options(ranks: int) -> Any:

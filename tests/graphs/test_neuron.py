@@ -17,12 +17,12 @@ from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, OutOfMemory
 from lowering.groups import groups_of
 from lowering.hlo import parse
-from lowering.neuron import backend, checks, neff, simulation, simulator
+from lowering.neuron import backend, checks, compiler, neff, simulation, simulator
 from lowering.neuron.normalise import entry_of, normalise
-from lowering.neuron.proto import read_module, write_module
+from lowering.neuron.proto import array_bytes, read_module, write_module
 from lowering.partitioned import partitioned
 from lowering.target import Target
 from sharding_rules.rules import Rules
@@ -108,7 +108,7 @@ def test_the_whole_state_is_updated_in_place(module):
 def test_the_rank_is_an_input_and_nothing_else_asks_for_it(module):
     assert not [each for each in instructions(module) if each.opcode == "partition-id"]
     rank = entry_of(module).program_shape.parameters[-1]
-    assert simulation.nbytes(rank) == 4 and not rank.dimensions
+    assert array_bytes(rank) == 4 and not rank.dimensions
 
 
 def test_lines_of_the_model_are_kept_beside_the_module(raw):
@@ -227,6 +227,15 @@ def test_the_simulator_refuses_what_the_compiler_would_with_its_code(tmp_path, c
     assert simulate(tmp_path, hlo) == 70
     assert f"[NCC_{code}]" in capfd.readouterr().err
     assert not (tmp_path / "model.neff").exists()
+
+
+def test_the_simulator_refuses_what_no_device_can_hold(tmp_path, capfd):
+    hlo = normalise(module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1).hlo
+    assert simulate(tmp_path, hlo) == 70
+    log = capfd.readouterr().err
+    assert "[NCC_EOOM001] inputs of 17.2 GB do not fit the 17.2 GB of a trn1 device" in log
+    told = compiler.failure(70, log, graph="train", target=Target.parse("neuron-sim:1"))
+    assert isinstance(told, OutOfMemory)
 
 
 def test_the_simulator_refuses_a_module_that_is_not_normalised(tmp_path, capfd, raw):
