@@ -26,7 +26,7 @@ from lowering.neuron.device import DeviceArray, Program
 from lowering.neuron.normalise import Normalised, normalise
 from lowering.neuron.proto import array_bytes, read_module
 from lowering.overheard import overhear
-from lowering.partitioned import partitioned
+from lowering.partitioned import partition
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
@@ -77,8 +77,8 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
             )
     whole = jax_xla.lower(graph, rules, mesh_shape, _host(target))
     with overhear() as replicated:
-        binary = partitioned(whole.handle)
-    normalised = normalise(binary, name=graph.name, ranks=target.devices)
+        one_device = partition(whole.handle)
+    normalised = normalise(one_device.hlo, name=graph.name, ranks=target.devices)
     _check_inputs(whole, normalised, target)
     found = compiler.find(target)
     version = found.version if found else compiler.NEWEST
@@ -87,11 +87,12 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         "flags": compiler.flags(target, version, quickly=graph.runs_once),
         "compiler": found.version if found else None,
     }
+    facts = {"replicated": replicated, "neuron": _facts(normalised, one_device.temporaries)}
     return replace(
         whole,
         text=simulation.text_of(normalised.hlo),
         target=target,
-        facts=whole.facts | {"replicated": replicated, "neuron": _facts(normalised)},
+        facts=whole.facts | facts,
         options=options,
         handle=normalised,
     )
@@ -107,11 +108,12 @@ def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> Non
         )
 
 
-def _facts(normalised: Normalised) -> dict[str, Any]:
-    """What a loader has to know of the module."""
+def _facts(normalised: Normalised, temporaries: int) -> dict[str, Any]:
+    """What a loader has to know of the module, and what its record could not say later."""
     aliases = read_module(normalised.hlo).input_output_alias.entries
     return {
         "rank_input": normalised.rank_input,
+        "temporaries_on_cpu": temporaries,
         "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
     }
 
@@ -149,20 +151,22 @@ def _record(lowered: Lowered) -> dict[str, Any]:
 
 
 def _memory(lowered: Lowered) -> dict[str, int]:
-    """Bytes on a device, of what the program takes and gives. neuronx-cc does not say what else a
-    NEFF holds while it runs, so its temporaries are 0."""
+    """Bytes on a device. neuronx-cc does not say what a NEFF holds beside its inputs and outputs:
+    the temporaries are those of XLA on a CPU."""
     shape = read_module(lowered.handle.hlo).host_program_shape
     inputs = [array_bytes(each) for each in shape.parameters]
     outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
-    aliased = sum(outputs[output] for output, _ in lowered.facts["neuron"]["aliases"])
+    facts = lowered.facts["neuron"]
+    aliased = sum(outputs[output] for output, _ in facts["aliases"])
+    temporaries = facts["temporaries_on_cpu"]
     return {
         "arguments": sum(inputs),
         "outputs": sum(outputs),
         "aliased": aliased,
-        "temporaries": 0,
+        "temporaries": temporaries,
         "code": 0,
         "host": 0,
-        "peak": sum(inputs) + sum(outputs) - aliased,
+        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
     }
 
 

@@ -87,8 +87,9 @@ def completed(
     """The record of a program, with what only its compilation tells."""
     memory = dict(record["memory"])
     if neff.is_simulated(payload):
-        memory["temporaries"] = neff.unpack(payload)[0]["temporaries"]
-        memory["peak"] += memory["temporaries"]
+        known = neff.unpack(payload)[0]["temporaries"]
+        memory["peak"] += known - memory["temporaries"]
+        memory["temporaries"] = known
     else:
         memory["code"] = len(payload)
     about = {"compiler": version, "flags": flags}
