@@ -33,20 +33,20 @@ def runtime() -> Runtime:
 class DeviceArray:
     """A global array whose shards are tensors on Neuron cores, one for each rank."""
 
-    def __init__(self, tensors: list[Tensor], kind: Kind) -> None:
-        self.tensors, self.kind = tensors, kind
-        self.shape, self.dtype, self.sharding = kind.shape, kind.dtype, kind.sharding
+    def __init__(self, tensors: list[Tensor], layout: ArrayLayout) -> None:
+        self.tensors, self.layout = tensors, layout
+        self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
 
     def to_host(self) -> jax.Array:
         """A copy in the host's memory, split in the same way."""
         self._check()
         shards = [
-            np.frombuffer(tensor.read(), self.dtype).reshape(self.kind.shard)
+            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard)
             for tensor in self.tensors
         ]
         placed = [
             jax.device_put(shard, device)
-            for shard, device in zip(shards, self.kind.devices, strict=True)
+            for shard, device in zip(shards, self.layout.devices, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
@@ -66,7 +66,7 @@ class DeviceArray:
             raise RuntimeError("this array was donated to a step; use what the step returned")
 
 
-class Kind:
+class ArrayLayout:
     """Shape, dtype and layout of an array, as a program's record tells them."""
 
     def __init__(self, fact: Mapping[str, Any], mesh: Mesh) -> None:
@@ -105,11 +105,11 @@ class Program:
                 f"the compiled {record['graph']} step is for {ranks} Neuron cores; this process "
                 f"sees {self._runtime.cores()} (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG)"
             )
-        self._threads = ThreadPoolExecutor(ranks)
+        self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
         load = functools.partial(self._runtime.load, neff, ranks=ranks)
         self._models: list[Model] = self._on_each(lambda rank: load(core=rank, rank=rank))
-        self._inputs = {path: Kind(fact, mesh) for path, fact in record["inputs"].items()}
-        self._outputs = {path: Kind(fact, mesh) for path, fact in record["outputs"].items()}
+        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._in_place = dict(record["neuron"]["aliases"])  # output to input, by number
         self._ranks = self._numbered(ranks) if record["neuron"]["rank_input"] else []
 
@@ -120,7 +120,8 @@ class Program:
             for path, leaf in flatten(tree, name).items()
         ]
         made = [
-            self._result(taken, index, kind) for index, kind in enumerate(self._outputs.values())
+            self._result(taken, index, layout)
+            for index, layout in enumerate(self._outputs.values())
         ]
         inputs = [each.tensors for each in taken] + ([self._ranks] if self._ranks else [])
 
@@ -135,23 +136,28 @@ class Program:
             taken[number].tensors = []
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
-    def _placed(self, leaf: Any, kind: Kind) -> DeviceArray:
+    def _placed(self, leaf: Any, layout: ArrayLayout) -> DeviceArray:
         """An argument on the devices: where it is already, or copied there."""
         if isinstance(leaf, DeviceArray):
             leaf._check()
+            if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
+                raise LoweringError(
+                    f"an array split as {leaf.sharding.spec} is given to the compiled "
+                    f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+                )
             return leaf
         tensors = []
-        for core, shard in enumerate(kind.shards(leaf)):
-            tensors.append(self._runtime.tensor(kind.nbytes, core=core))
+        for core, shard in enumerate(layout.shards(leaf)):
+            tensors.append(self._runtime.tensor(layout.nbytes, core=core))
             tensors[-1].write(shard.tobytes())
-        return DeviceArray(tensors, kind)
+        return DeviceArray(tensors, layout)
 
-    def _result(self, taken: list[DeviceArray], index: int, kind: Kind) -> DeviceArray:
+    def _result(self, taken: list[DeviceArray], index: int, layout: ArrayLayout) -> DeviceArray:
         """Where an output goes: over the input it replaces, or into new memory."""
         if index in self._in_place:
-            return DeviceArray(taken[self._in_place[index]].tensors, kind)
-        cores = range(len(self._models))
-        return DeviceArray([self._runtime.tensor(kind.nbytes, core=c) for c in cores], kind)
+            return DeviceArray(taken[self._in_place[index]].tensors, layout)
+        cores = range(self._size)
+        return DeviceArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
 
     def _numbered(self, ranks: int) -> list[Tensor]:
         """The rank of each core, on the core."""
@@ -162,4 +168,4 @@ class Program:
 
     def _on_each(self, work: Any) -> list[Any]:
         """Do something for every rank at the same time, since collectives wait for all."""
-        return list(self._threads.map(work, range(self._threads._max_workers)))
+        return list(self._threads.map(work, range(self._size)))

@@ -63,16 +63,16 @@ class Runtime:
         Raises:
             LoweringError: it is not installed, or finds no device.
         """
-        self._library = _load(library)
+        self.library = _load(library)
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(self.library, name)
             function.restype, function.argtypes = result, arguments
-        self._call("nrt_init", _NO_FRAMEWORK, b"", b"")
+        self.call("nrt_init", _NO_FRAMEWORK, b"", b"")
 
     def cores(self) -> int:
         """(Logical) Neuron cores that this process may use."""
         count = c_uint32()
-        self._call("nrt_get_visible_vnc_count", byref(count))
+        self.call("nrt_get_visible_vnc_count", byref(count))
         return count.value
 
     def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> Model:
@@ -80,22 +80,27 @@ class Runtime:
         handle = c_void_p()
         where = neff, len(neff), core, _ALL_CORES_OF_ONE
         if ranks == 1:
-            self._call("nrt_load", *where, byref(handle))
+            self.call("nrt_load", *where, byref(handle))
         else:
-            self._call("nrt_load_collectives", *where, rank, ranks, byref(handle))
+            self.call("nrt_load_collectives", *where, rank, ranks, byref(handle))
         return Model(self, handle, core)
 
     def tensor(self, nbytes: int, *, core: int) -> Tensor:
         """New memory on the device of a core."""
         handle = c_void_p()
-        self._call("nrt_tensor_allocate", _ON_DEVICE, core, nbytes, None, byref(handle))
+        self.call("nrt_tensor_allocate", _ON_DEVICE, core, nbytes, None, byref(handle))
         return Tensor(self, handle, nbytes)
 
     def close(self) -> None:
-        self._library.nrt_close()
+        self.library.nrt_close()
 
-    def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the library that returns a status.
+
+        Raises:
+            LoweringError: the status is not success.
+        """
+        status = getattr(self.library, name)(*arguments)
         if status:
             meaning = _MEANINGS.get(status, "see nrt_status.h")
             raise LoweringError(f"{name} of the Neuron runtime returned {status}: {meaning}")
@@ -123,15 +128,15 @@ class Tensor:
 
     def write(self, data: bytes | memoryview) -> None:
         buffer = (ctypes.c_char * self.nbytes).from_buffer_copy(data)
-        self._runtime._call("nrt_tensor_write", self.handle, buffer, 0, self.nbytes)
+        self._runtime.call("nrt_tensor_write", self.handle, buffer, 0, self.nbytes)
 
     def read(self) -> bytes:
         buffer = ctypes.create_string_buffer(self.nbytes)
-        self._runtime._call("nrt_tensor_read", self.handle, buffer, 0, self.nbytes)
+        self._runtime.call("nrt_tensor_read", self.handle, buffer, 0, self.nbytes)
         return buffer.raw
 
     def __del__(self) -> None:
-        self._runtime._library.nrt_tensor_free(byref(self.handle))
+        self._runtime.library.nrt_tensor_free(byref(self.handle))
 
 
 class Model:
@@ -144,17 +149,17 @@ class Model:
         """Run once, from and into tensors by name; returns when the outputs are written."""
         sets = [self._set(inputs), self._set(outputs)]
         try:
-            self._runtime._call("nrt_execute", self._handle, *sets)
+            self._runtime.call("nrt_execute", self._handle, *sets)
         finally:
             for each in sets:
-                self._runtime._library.nrt_destroy_tensor_set(byref(each))
+                self._runtime.library.nrt_destroy_tensor_set(byref(each))
 
     def unload(self) -> None:
-        self._runtime._call("nrt_unload", self._handle)
+        self._runtime.call("nrt_unload", self._handle)
 
     def _set(self, tensors: dict[str, Tensor]) -> c_void_p:
         made = c_void_p()
-        self._runtime._call("nrt_allocate_tensor_set", byref(made))
+        self._runtime.call("nrt_allocate_tensor_set", byref(made))
         for name, tensor in tensors.items():
-            self._runtime._call("nrt_add_tensor_to_tensor_set", made, name.encode(), tensor.handle)
+            self._runtime.call("nrt_add_tensor_to_tensor_set", made, name.encode(), tensor.handle)
         return made

@@ -112,6 +112,14 @@ def test_state_stays_on_the_cores_and_is_updated_in_place(runtime, log):
     np.testing.assert_array_equal(np.asarray(stored), head)
 
 
+def test_an_array_on_the_cores_that_is_split_otherwise_is_refused(runtime):
+    whole = {"state/head": fact([8, 2], "bfloat16", [[], []])}
+    other = RECORD | {"inputs": RECORD["inputs"] | whole}
+    state = Program(NEFF, RECORD, mesh(4))({"head": np.zeros((8, 2))}, 0.5)["state"]
+    with pytest.raises(LoweringError, match="split as .*tensor.* is given to the compiled train"):
+        Program(NEFF, other, mesh(4))(state, 0.5)
+
+
 def test_every_rank_is_told_its_number(runtime):
     record = RECORD | {"neuron": {"rank_input": True, "aliases": []}}
     record["outputs"] = {"rank": fact([], "uint32", [])}
