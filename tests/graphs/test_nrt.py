@@ -116,7 +116,7 @@ def test_an_array_on_the_cores_that_is_split_otherwise_is_refused(runtime):
     whole = {"state/head": fact([8, 2], "bfloat16", [[], []])}
     other = RECORD | {"inputs": RECORD["inputs"] | whole}
     state = Program(NEFF, RECORD, mesh(4))({"head": np.zeros((8, 2))}, 0.5)["state"]
-    with pytest.raises(LoweringError, match="split as .*tensor.* is given to the compiled train"):
+    with pytest.raises(LoweringError, match=r"split as .*tensor.* is given to the compiled train"):
         Program(NEFF, other, mesh(4))(state, 0.5)
 
 
