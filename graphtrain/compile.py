@@ -113,7 +113,7 @@ def compile_tasks(
 
 def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
     """A program that its device cannot hold stays stored, for plans, but is a failure here."""
-    if outcome.digest is None or Target.parse(task.program.target).platform == "cpu":
+    if outcome.digest is None or not Target.parse(task.program.target).is_gpu:
         return outcome
     from graphtrain.fitting import check_fits
 

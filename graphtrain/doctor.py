@@ -55,6 +55,7 @@ def _targets() -> list[Finding]:
         cpu,
         _accelerator("cuda", "jax_cuda13_plugin", "gpu"),
         _accelerator("tpu", "libtpu", "tpu"),
+        _neuron(),
     ]
 
 
@@ -64,6 +65,12 @@ def _accelerator(name: str, module: str, extra: str) -> Finding:
     return Finding(
         f"target {name}", f"estimates only; pip install 'graphtrain[{extra}]' compiles", True
     )
+
+
+def _neuron() -> Finding:
+    compiler = shutil.which("neuronx-cc")
+    state = f"compiles: {compiler}" if compiler else "writes bundles; neuronx-cc is not installed"
+    return Finding("target neuron", f"{state}; neuron-sim compiles and runs", True)
 
 
 def _memory() -> Finding:

@@ -15,13 +15,13 @@ from sharding_rules.rules import Rules
 
 
 def check_fits(program: Program, record: Mapping[str, Any]) -> None:
-    """Refuse what a compiler let pass; XLA only warns of a GPU's memory.
+    """Refuse what a compiler let pass: XLA only warns of a GPU's memory.
 
     Raises:
         OutOfMemory: the peak that the compiler reports is above the memory of a device.
     """
     target, peak = Target.parse(program.target), record["memory"]["peak"]
-    if target.platform == "cpu" or peak <= target.memory_bytes:
+    if not target.is_gpu or peak <= target.memory_bytes:
         return
     said = f"its peak is {peak / 1e9:.1f} GB of {target.memory_bytes / 1e9:.1f} GB"
     raise explained(OutOfMemory(record["graph"], target, said), program)

@@ -135,7 +135,7 @@ def _add_to_ledger(
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
     # Devices of a CPU share the process, which held something before it trained.
-    each = (peak - began) / target.devices if target.platform == "cpu" else peak
+    each = (peak - began) / target.devices if target.on_host else peak
     try:
         add_run(cache.root, config.program, programs["train"].record, steps, each)
     except (OSError, ShardingError) as error:
@@ -195,7 +195,8 @@ class _Loop:
             stopping = stop.is_due(done)
             if last or done % run.save_every == 0 or stopping:
                 self._settle()  # never save a state whose loss is not known to be finite
-                self.checkpoints.save(done, state, self.loader.state())
+                storable = lowering.backend(self._target).storable(state)
+                self.checkpoints.save(done, storable, self.loader.state())
             if stopping:
                 break
         self._settle()

@@ -21,6 +21,7 @@ from graphtrain.pipelined import pipelined_gradients, pipelined_loss
 from graphtrain.requests import stages_of
 from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
+from lowering.target import Target
 from lowering.trees import Tree, flatten
 from sharding_rules.arrays import ArraySpec, Role
 
@@ -36,7 +37,7 @@ def _init(program: Program) -> Graph:
     stages = stages_of(program)
 
     def init(seed: jax.Array) -> Tree:
-        weights_key, dropout_key = jax.random.split(jax.random.key(seed))
+        weights_key, dropout_key = jax.random.split(jax.random.key(seed, impl=_bits(program)))
         parameters = initialise(program.model, weights_key)
         if stages is not None:
             parameters = arrange(parameters, stages)
@@ -102,7 +103,9 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
     if (stages := stages_of(program)) is not None:
-        gradients, loss = pipelined_gradients(program, stages, state, batch, _step_key(state))
+        gradients, loss = pipelined_gradients(
+            program, stages, state, batch, _step_key(program, state)
+        )
         return constrain_tree(gradients, specs, "optimizer"), loss
     objective = _objective(program, state, jnp.maximum(batch["weights"].sum(), 1.0))
     if program.batch.reduce == "last" and can_defer():
@@ -128,7 +131,7 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
 
 def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
     """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
-    key = _step_key(state)
+    key = _step_key(program, state)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
         dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
@@ -142,8 +145,14 @@ def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
     return objective
 
 
-def _step_key(state: Tree) -> jax.Array:
-    return jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+def _step_key(program: Program, state: Tree) -> jax.Array:
+    key = jax.random.wrap_key_data(state["key"], impl=_bits(program))
+    return jax.random.fold_in(key, state["step"])
+
+
+def _bits(program: Program) -> str | None:
+    """How random bits are made: as JAX is set, unless the target cannot make them so."""
+    return Target.parse(program.target).random_bits
 
 
 def _evaluate(program: Program) -> Graph:
@@ -182,8 +191,13 @@ def state_specs_of(program: Program) -> Tree:
         "parameters": parameters,
         "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload),
         "step": ArraySpec((), (), "int32", "optimizer"),
-        "key": ArraySpec((2,), (None,), "uint32", "optimizer"),
+        "key": ArraySpec(_key_shape(program), (None,), "uint32", "optimizer"),
     }
+
+
+def _key_shape(program: Program) -> tuple[int, ...]:
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_bits(program))))
+    return key.shape
 
 
 def _optimizer(program: Program) -> optax.GradientTransformation:

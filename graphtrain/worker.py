@@ -24,7 +24,7 @@ from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from lowering.artifact import RECORD_VERSION, Artifact
-from lowering.errors import LoweringError, OutOfMemory
+from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
@@ -80,11 +80,30 @@ def produce(
             if new:
                 say("compiling")
                 began = time.perf_counter()
-                artifact = compile_for(program, lowered)
+                artifact = _compile(program, lowered, key, request, cache)
                 say(f"storing after {time.perf_counter() - began:.1f} s")
                 cache.put(key, artifact)
             cache.link(request, key)
         return key.digest, new
+
+
+def _compile(
+    program: Program, lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache
+) -> Artifact:
+    """Compile; where the compiler is not here, store what it would be given as a bundle.
+
+    Raises:
+        OutOfMemory: the compiler finds no way to fit it; with what takes most.
+        CompilerMissing: says where the bundle is.
+    """
+    try:
+        return lowering.backend(lowered.target).compile(lowered)
+    except OutOfMemory as error:
+        raise explained(error, program) from None
+    except CompilerMissing as error:
+        path = cache.store_bundle(key, request, lowered.name, error.files)
+        message = f"{error}: graphtrain neuron-finish {path}"
+        raise CompilerMissing(message, error.files) from None
 
 
 def lower(program: Program, name: str) -> Lowered:
@@ -96,18 +115,6 @@ def lower(program: Program, name: str) -> Lowered:
     if name == "train":  # the graph that holds every array
         rules.check_patterns(graph.arrays())
     return backend.lower(graph, rules, mesh_shape(program), target)
-
-
-def compile_for(program: Program, lowered: Lowered) -> Artifact:
-    """Compile one graph.
-
-    Raises:
-        OutOfMemory: the compiler finds no way to fit it; with what takes most.
-    """
-    try:
-        return lowering.backend(lowered.target).compile(lowered)
-    except OutOfMemory as error:
-        raise explained(error, program) from None
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

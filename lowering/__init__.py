@@ -8,7 +8,8 @@ from types import ModuleType
 
 from lowering.target import Target
 
-_BACKENDS: dict[str, str] = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
+_XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
+_BACKENDS: dict[str, str] = _XLA | {"neuron": "lowering.neuron.backend"}
 
 
 def backend(target: Target) -> ModuleType:

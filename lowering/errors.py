@@ -1,5 +1,7 @@
 """What a user can fix about lowering, compiling and loading."""
 
+from collections.abc import Mapping
+
 
 class LoweringError(RuntimeError):
     """A graph cannot be lowered, compiled or loaded; the message says what to change."""
@@ -16,3 +18,11 @@ class OutOfMemory(LoweringError):
             f"{graph} does not fit {target}: {first}{held}; "
             "graphtrain plan finds the cheapest changes that would fit"
         )
+
+
+class CompilerMissing(LoweringError):
+    """The target's compiler is not on this machine; what it would be given is."""
+
+    def __init__(self, message: str, files: Mapping[str, bytes]) -> None:
+        super().__init__(message)
+        self.files = files  # by name: whoever catches this puts them into a directory

@@ -10,13 +10,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from sharding_rules.mesh import MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
+Span = tuple[str, int, int]  # axis, product of the sizes before the part, size of the part
 
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -69,22 +70,29 @@ def _of_lists(lists: str, devices: int) -> Groups:
 
 @functools.lru_cache(maxsize=4096)
 def _of_iota(shape: str, sizes: str, order: str | None) -> Groups:
-    return _rows(_iota(sizes, order).reshape(_ints(shape)))
+    return of_iota(_ints(shape), _ints(sizes), _ints(order or ""))
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_mesh(
     axes: str, sizes: str | None, order: str | None, listed: str | None, used: str
 ) -> Groups:
-    """A mesh of the compiler's own, and the axes, or parts of axes, that a group spans.
-
-    'a':(2)4 is the part of axis a with 4 devices that lies inside 2 others: its axis is cut in
-    (before, 4, 2) with the largest steps first.
-    """
     mesh = {name: int(size) for name, size in _AXIS_SIZE.findall(axes)}
-    ids = _iota(sizes, order) if sizes else np.arange(math.prod(mesh.values()))
+    ids = _iota(_ints(sizes), _ints(order or "")) if sizes else np.arange(math.prod(mesh.values()))
     ids = np.array(_ints(listed)) if listed else ids.reshape(-1)
     spans = [(name, int(p or 1), int(n or mesh[name])) for name, p, n in _AXIS_USED.findall(used)]
+    return along_axes(mesh, ids, spans)
+
+
+def along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[Span]) -> Groups:
+    """Groups along axes, or parts of axes, of a mesh of the compiler's own.
+
+    Args:
+        ids: of the mesh's devices, the last axis fastest.
+        spans: axis, the product of the sizes before the part, the part's size. In HLO text,
+            'a':(2)4 is the part of axis a with 4 devices that lies inside 2 others: its axis is cut
+            in (before, 4, 2) with the largest steps first.
+    """
     dimensions = [piece for name, size in mesh.items() for piece in _cut(name, size, spans)]
     grid = ids.reshape([size for _, _, size in dimensions])
     inside = [
@@ -98,7 +106,12 @@ def _of_mesh(
     return _rows(grid.transpose(outside + inside).reshape(-1, width))
 
 
-def _cut(name: str, size: int, spans: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def of_iota(shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Groups:
+    """Groups cut, as rows of a shape, from the devices in order, reshaped and transposed."""
+    return _rows(_iota(sizes, order).reshape(shape))
+
+
+def _cut(name: str, size: int, spans: Sequence[Span]) -> list[Span]:
     """An axis as pieces (axis, product of the sizes before it, its size)."""
     mine = [(before, piece) for axis, before, piece in spans if axis == name]
     points = sorted({1, size} | {p for before, piece in mine for p in (before, before * piece)})
@@ -106,10 +119,9 @@ def _cut(name: str, size: int, spans: list[tuple[str, int, int]]) -> list[tuple[
     return cut or [(name, 1, size)]
 
 
-def _iota(sizes: str, order: str | None) -> np.ndarray:
-    shape = _ints(sizes)
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return ids.transpose(_ints(order)) if order else ids
+def _iota(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(order) if order else ids
 
 
 def _rows(groups: np.ndarray) -> Groups:

@@ -204,7 +204,7 @@ def compile(lowered: Lowered) -> Artifact:
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
         "stablehlo_bytes": len(lowered.text),
-        "fingerprint": _fingerprint(described_devices(lowered.target)),
+        "fingerprint": fingerprint(described_devices(lowered.target)),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -282,12 +282,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
     """
     record = artifact.record
     placed_on = devices(target)
-    here = _fingerprint(placed_on)
-    if record["fingerprint"] != here:
-        raise LoweringError(
-            f"the compiled {record['graph']} step was made for another processor "
-            f"({record['fingerprint']}, here {here}); compile for the machine that runs it"
-        )
+    check_fingerprint(record, placed_on)
     arguments = unflatten(dict.fromkeys(record["inputs"], 0))
     inputs = tuple(arguments[name] for name in record["arguments"]), {}
     outputs = unflatten(dict.fromkeys(record["outputs"], 0))
@@ -301,7 +296,17 @@ def load(artifact: Artifact, target: Target) -> Executable:
     return Executable(compiled, record, make_mesh(MeshShape(record["mesh"]), placed_on))
 
 
-def _fingerprint(placed_on: list[Device]) -> str:
+def check_fingerprint(record: Mapping[str, Any], placed_on: list[Device]) -> None:
+    """Refuse a program that was compiled for devices other than these."""
+    here = fingerprint(placed_on)
+    if record["fingerprint"] != here:
+        raise LoweringError(
+            f"the compiled {record['graph']} step was made for another processor "
+            f"({record['fingerprint']}, here {here}); compile for the machine that runs it"
+        )
+
+
+def fingerprint(placed_on: list[Device]) -> str:
     """XLA's own digest of the devices and a CPU's instruction set; of an accelerator what its
     description and the device itself both tell, and code depends on."""
     kind = placed_on[0]
@@ -340,6 +345,11 @@ def put(tree: Tree, described: Tree) -> Tree:
         )
 
     return jax.tree.map(placed, tree, described)
+
+
+def storable(tree: Tree) -> Tree:
+    """What a checkpoint can write: arrays of JAX, as they are."""
+    return tree
 
 
 def memory_in_use() -> int:

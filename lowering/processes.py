@@ -84,7 +84,7 @@ def join(member: Membership, target: Target) -> None:
     given: dict[str, Any] = {}
     if member.coordinator:
         given["coordinator_address"] = member.coordinator
-    if target.platform in ("cuda", "rocm") and target.processes:
+    if target.is_gpu and target.processes:
         # All cards of the host; JAX would take one, as for a process each.
         given["local_device_ids"] = list(range(target.devices // target.processes))
     try:

@@ -43,13 +43,32 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """What the compiler calls the machine: cpu, cuda, rocm or tpu."""
+        """What the compiler calls the machine: cpu, cuda, rocm, tpu or neuron."""
         return self.about.get("platform", "cpu")
 
     @property
     def about(self) -> dict[str, Any]:
         """The machine's table in topologies.toml; empty for a CPU, which is asked instead."""
         return {} if self.machine == "cpu" else _topologies()[self.machine]
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are cards."""
+        return self.platform in ("cuda", "rocm")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its devices are made of this machine's processor and share its memory."""
+        return self.machine == "cpu" or "simulates" in self.about
+
+    @property
+    def random_bits(self) -> str | None:
+        """JAX's name of the only generator that the machine has in full; None: it has all.
+
+        Neuron devices have XLA's own. A simulation of one draws as a CPU does, so that its losses
+        can be held against a CPU's.
+        """
+        return "rbg" if self.platform == "neuron" and not self.on_host else None
 
     @property
     def devices(self) -> int:
@@ -79,7 +98,7 @@ class Target:
     def ingredients(self) -> dict[str, Any]:
         """What of the machine a compiled program depends on, for its key."""
         about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
-        return about | ({"processor": host.processor()} if self.machine == "cpu" else {})
+        return about | ({"processor": host.processor()} if self.on_host else {})
 
     def __str__(self) -> str:
         return f"{self.machine}:{'x'.join(map(str, self.topology))}"

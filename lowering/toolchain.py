@@ -9,7 +9,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 _PLATFORM_PACKAGES = {
     "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
     "tpu": ("libtpu",),
+    "neuron": ("neuronx-cc",),
 }
+_PLATFORM_FLAGS = {"neuron": ("NEURON_CC_FLAGS",)}
 # Where JAX finds devices and keeps its own cache, and what it prints, is not in the code it makes.
 _HARMLESS = (
     "JAX_PLATFORMS",
@@ -36,7 +38,8 @@ class Toolchain:
     def here(cls, platform: str) -> "Toolchain":
         """The toolchain of this process for one platform; imports nothing it names."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
-        return cls({name: v for name in names if (v := _version(name))}, _environment())
+        flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
+        return cls({name: v for name in names if (v := _version(name))}, _environment(flags))
 
 
 def _version(package: str) -> str | None:
@@ -46,14 +49,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _environment() -> dict[str, str]:
+def _environment(flag_variables: tuple[str, ...]) -> dict[str, str]:
     """Variables that XLA and JAX read; unknown ones count, since a needless miss costs least."""
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith("JAX_") and not name.startswith(_HARMLESS)
     }
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+    for name in flag_variables:
         flags = [f for f in os.environ.get(name, "").split() if not f.startswith(_HARMLESS_FLAGS)]
         if flags:
             settings[name] = " ".join(flags)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from graphtrain.cache.layout import Layout, checked
@@ -17,9 +18,18 @@ def store_failure(layout: Layout, digest: str, name: str, text: str, log: str) -
     Raises:
         CacheError: the disk is full, or the store cannot be written.
     """
-    readable_name = re.sub(r"[^A-Za-z0-9_-]+", "-", name)
-    path = layout.failures / f"{readable_name}-{checked(digest)}"
+    path = layout.failures / directory_name(name, digest)
     files = {"program.mlir": text.encode(), "log.txt": log.encode(errors="replace")}
+    return store_files(layout, path, files)
+
+
+def directory_name(name: str, digest: str) -> str:
+    """A name that people and programs can tell from others."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{checked(digest)}"
+
+
+def store_files(layout: Layout, path: Path, files: Mapping[str, bytes]) -> Path:
+    """Put files into a directory, all at once, in place of what is there; return the directory."""
     with writing(path, sum(map(len, files.values()))):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_directory(layout) as temporary:

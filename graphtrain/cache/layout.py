@@ -45,6 +45,10 @@ class Layout:
         return self.base / "failures"
 
     @cached_property
+    def bundles(self) -> Path:
+        return self.base / "bundles"
+
+    @cached_property
     def temporary(self) -> Path:
         return self.base / "tmp"
 

@@ -3,12 +3,22 @@
 import errno
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from graphtrain.cache import collect, entries, explain, failures, locks, programs, requests, verify
+from graphtrain.cache import (
+    bundles,
+    collect,
+    entries,
+    explain,
+    failures,
+    locks,
+    programs,
+    requests,
+    verify,
+)
 from graphtrain.cache.layout import Layout, digest_of
 from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
 from graphtrain.cache.writing import (
@@ -204,6 +214,16 @@ class Cache:
             CacheError: the disk is full, or the store cannot be written.
         """
         return failures.store_failure(self._layout, digest_of(key), name, text, log)
+
+    def store_bundle(
+        self, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
+    ) -> Path:
+        """Keep what a compiler that is not here would be given; return the directory.
+
+        Raises:
+            CacheError: the disk is full, or the store cannot be written.
+        """
+        return bundles.store(self._layout, key, request, name, files)
 
     def _answer(self, request: CacheKey) -> str | None:
         path = self._layout.request(request.digest)

@@ -20,13 +20,15 @@ _COMMANDS = {
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
     "launch": "compile and run on a cluster with Slurm or Kubernetes",
+    "neuron-finish": "compile bundles where neuronx-cc is, into the cache",
     "plan": "show where every array lives and what each device holds",
     "run": "train from compiled programs; never traces or compiles",
 }
 
 
 class _Lazy(click.Group):
-    """A group whose commands are the function `command` of the module of the same name."""
+    """A group whose commands are the function `command` of the module of the same name; a module's
+    name has _ for a command's -."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -34,7 +36,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        return importlib.import_module(f"graphtrain.cli.{cmd_name}").command
+        return importlib.import_module(f"graphtrain.cli.{cmd_name.replace('-', '_')}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -39,13 +39,12 @@ def job(config: Config, arguments: Sequence[str], workers: int) -> Job:
             f"{target}: the hosts of a TPU slice are what its scheduler says; start graphtrain run "
             "on each of them, and JAX finds the others"
         )
-    on_cards = target.platform in ("cuda", "rocm")
     directory = Path(config.run.directory)
     return Job(
         name=directory.name or "run",
         directory=directory / "launch",
         arguments=tuple(arguments),
         hosts=target.processes,
-        cards=target.devices // target.processes if on_cards else 0,
+        cards=target.devices // target.processes if target.is_gpu else 0,
         workers=workers,
     )

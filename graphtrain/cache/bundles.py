@@ -1,0 +1,37 @@
+"""Programs whose compiler was not here: kept with their keys, to be finished elsewhere."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from graphtrain.cache.failures import directory_name, store_files
+from graphtrain.cache.layout import Layout
+from graphtrain.errors import CacheError
+from graphtrain.key import CacheKey
+
+KEYS_FILE = "keys.json"
+
+
+def store(
+    layout: Layout, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
+) -> Path:
+    """Write a bundle, in place of an older one of the same program; return its directory."""
+    keys = {"program": key.to_json(), "request": request.to_json()}
+    path = layout.bundles / directory_name(name, key.digest)
+    written = {**files, KEYS_FILE: (json.dumps(keys) + "\n").encode()}
+    return store_files(layout, path, written)
+
+
+def read(directory: Path) -> tuple[CacheKey, CacheKey, dict[str, bytes]]:
+    """The keys of a bundle's program and request, and its files by name.
+
+    Raises:
+        CacheError: the directory holds no bundle.
+    """
+    try:
+        files = {each.name: each.read_bytes() for each in directory.glob("*") if each.is_file()}
+        keys = json.loads(files.pop(KEYS_FILE))
+        program, request = (CacheKey.from_json(keys[name]) for name in ("program", "request"))
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise CacheError(f"{directory} holds no bundle: {KEYS_FILE}: {error!r}") from None
+    return program, request, files

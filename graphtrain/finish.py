@@ -1,0 +1,45 @@
+"""Bundles into programs, on a machine that has the compiler they lacked."""
+
+import dataclasses
+from pathlib import Path
+
+from graphtrain.cache import Cache
+from graphtrain.cache.bundles import read
+from graphtrain.key import CacheKey
+from lowering.artifact import Artifact
+from lowering.neuron import bundle
+from lowering.toolchain import Toolchain
+
+
+def finish(directory: Path, cache: Cache) -> str:
+    """Compile a bundle into the store, for the run that asked for it; return the program's digest.
+
+    Its keys are those of the machine that wrote it, with the compiler of this one: a run here finds
+    the program if all else of its toolchain is the same.
+
+    Raises:
+        CacheError: the directory holds no bundle, or the store cannot be written.
+        LoweringError: there is no compiler here either, or it refused the program.
+    """
+    program, request, files = read(directory)
+    payload, record, flags, version = bundle.finish(files)
+    options = program.part("options") | {"flags": flags, "compiler": version}
+    toolchain = _with_compiler(request)
+    key = _replace(program, options=options, toolchain=toolchain)
+    cache.put(key, Artifact(payload, record))
+    cache.link(_replace(request, toolchain=toolchain), key)
+    return key.digest
+
+
+def _with_compiler(request: CacheKey) -> dict:
+    """The toolchain of a request with the compiler, and its flags, that are here."""
+    here, written = Toolchain.here("neuron"), request.part("toolchain")
+    versions = {k: v for k, v in written["versions"].items() if k != "neuronx-cc"}
+    environment = {k: v for k, v in written["environment"].items() if k != "NEURON_CC_FLAGS"}
+    versions |= {k: v for k, v in here.versions.items() if k == "neuronx-cc"}
+    environment |= {k: v for k, v in here.environment.items() if k == "NEURON_CC_FLAGS"}
+    return dataclasses.asdict(Toolchain(versions, environment))
+
+
+def _replace(key: CacheKey, **parts: object) -> CacheKey:
+    return CacheKey.of(**key.to_json() | parts)

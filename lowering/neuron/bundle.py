@@ -1,0 +1,101 @@
+"""A program whose compiler is not here: the files that one command finishes where it is."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from lowering.errors import CompilerMissing
+from lowering.neuron import compiler, neff
+from lowering.target import Target
+
+ABOUT_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
+
+_INSTALL = (
+    "pip install neuronx-cc --extra-index-url https://pip.repos.neuron.amazonaws.com"  # not on PyPI
+)
+
+
+def unfinished(
+    hlo: bytes, flags: list[str], record: Mapping[str, Any], target: Target
+) -> CompilerMissing:
+    """What to raise where a program cannot be compiled, with all that compiling it takes."""
+    graph = record["graph"]
+    about = {
+        "format": 1,
+        "graph": graph,
+        "target": str(target),
+        "runs_once": "--optlevel=1" in flags,
+        "record": record,
+    }
+    files = {
+        compiler.HLO_FILE: hlo,
+        compiler.FLAGS_FILE: json.dumps(flags).encode(),
+        ABOUT_FILE: (json.dumps(about, indent=1) + "\n").encode(),
+        SCRIPT_FILE: _script(graph, target, flags).encode(),
+    }
+    return CompilerMissing(
+        f"{target}: neuronx-cc is not installed here; install it ({_INSTALL}; it needs no device) "
+        f"and compile again, or finish the {graph} step where it is",
+        files,
+    )
+
+
+def _script(graph: str, target: Target, flags: list[str]) -> str:
+    """The compiler's command, for a machine that has neuronx-cc and not graphtrain."""
+    command = ["neuronx-cc", *compiler.arguments(compiler.HLO_FILE, compiler.NEFF_FILE, flags)]
+    return f"""#!/bin/sh
+# Compiles the {graph} step for {target}. The flags are for neuronx-cc {compiler.NEWEST}.
+# Afterwards, with graphtrain: graphtrain neuron-finish DIRECTORY
+# If neuronx-cc is missing: {_INSTALL}
+set -e
+cd "$(dirname "$0")"
+neuronx-cc --version > {VERSION_FILE}
+{shlex.join(command)}
+"""
+
+
+def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str], str]:
+    """Compile a bundle, or take the NEFF that its script has made.
+
+    Returns:
+        The NEFF, the record of the program, the flags, and the compiler's version.
+
+    Raises:
+        CompilerMissing: there is neither a compiler nor a NEFF.
+        LoweringError: the compiler refused the program.
+    """
+    about = json.loads(files[ABOUT_FILE])
+    target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
+    hlo, flags = files[compiler.HLO_FILE], json.loads(files[compiler.FLAGS_FILE])
+    if compiler.NEFF_FILE in files:
+        payload = files[compiler.NEFF_FILE]
+        neff.check(payload, simulated=target.on_host, what=f"{compiler.NEFF_FILE} of the bundle")
+        version = compiler.version_in(files[VERSION_FILE].decode(), VERSION_FILE)
+        return payload, completed(record, payload, 0.0, flags, version), flags, version
+    found = compiler.find(target)
+    if found is None:
+        raise unfinished(hlo, flags, record, target)
+    flags = compiler.flags(target, found.version, quickly=about["runs_once"])
+    payload, seconds = compiler.timed(found, hlo, flags, graph=graph, target=target)
+    return payload, completed(record, payload, seconds, flags, found.version), flags, found.version
+
+
+def completed(
+    record: Mapping[str, Any], payload: bytes, seconds: float, flags: list[str], version: str
+) -> dict[str, Any]:
+    """The record of a program, with what only its compilation tells."""
+    memory = dict(record["memory"])
+    if neff.is_simulated(payload):
+        known = neff.unpack(payload)[0]["temporaries"]
+        memory["peak"] += known - memory["temporaries"]
+        memory["temporaries"] = known
+    else:
+        memory["code"] = len(payload)
+    about = {"compiler": version, "flags": flags}
+    return {
+        **record,
+        "compile_seconds": round(seconds, 3),
+        "memory": memory,
+        "neuron": record["neuron"] | about,
+    }

@@ -1,0 +1,171 @@
+"""A NEFF on the Neuron cores of this machine, as a function of trees of arrays.
+
+State stays on the devices: what a program returns are handles, which the next call takes as they
+are. Only what is read, such as a loss or a checkpoint, comes to the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowering.errors import LoweringError
+from lowering.neuron.nrt import Model, Runtime, Tensor
+from lowering.trees import Tree, flatten, unflatten
+
+
+@functools.cache
+def runtime() -> Runtime:
+    """The runtime of this process, initialised when it is first asked for.
+
+    Raises:
+        LoweringError: libnrt is not installed, or finds no device.
+    """
+    return Runtime()
+
+
+class DeviceArray:
+    """A global array whose shards are tensors on Neuron cores, one for each rank."""
+
+    def __init__(self, tensors: list[Tensor], layout: ArrayLayout) -> None:
+        self.tensors, self.layout = tensors, layout
+        self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
+
+    def to_host(self) -> jax.Array:
+        """A copy in the host's memory, split in the same way."""
+        self._check()
+        shards = [
+            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard)
+            for tensor in self.tensors
+        ]
+        placed = [
+            jax.device_put(shard, device)
+            for shard, device in zip(shards, self.layout.devices, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+
+    def is_deleted(self) -> bool:
+        """Whether a program has taken the memory for what it returned."""
+        return not self.tensors
+
+    def __float__(self) -> float:
+        self._check()
+        return float(np.frombuffer(self.tensors[0].read(), self.dtype)[0])
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def _check(self) -> None:
+        if self.is_deleted():
+            raise RuntimeError("this array was donated to a step; use what the step returned")
+
+
+class ArrayLayout:
+    """Shape, dtype and layout of an array, as a program's record tells them."""
+
+    def __init__(self, fact: Mapping[str, Any], mesh: Mesh) -> None:
+        self.shape, self.dtype = tuple(fact["shape"]), jax.numpy.dtype(fact["dtype"])
+        split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
+        self.sharding = NamedSharding(mesh, split)
+        self.shard = self.sharding.shard_shape(self.shape)
+        self.devices = list(mesh.devices.reshape(-1))  # by rank
+
+    @property
+    def nbytes(self) -> int:
+        """Of one shard."""
+        return int(np.prod(self.shard, dtype=int)) * self.dtype.itemsize
+
+    def shards(self, array: Any) -> Iterator[np.ndarray]:
+        """The shards of an array that is in the host's memory, by rank."""
+        placed = jax.device_put(array, self.sharding)
+        by_device = {each.device: each.data for each in placed.addressable_shards}
+        for device in self.devices:
+            yield np.ascontiguousarray(by_device[device])
+
+
+class Program:
+    """A NEFF loaded for every rank; call it with the trees its graph names, in order."""
+
+    def __init__(self, neff: bytes, record: Mapping[str, Any], mesh: Mesh) -> None:
+        """Load onto the first cores of this machine, all at once: they meet while they load.
+
+        Raises:
+            LoweringError: there is no runtime, or it has fewer cores than the mesh has devices.
+        """
+        self._runtime, self._record = runtime(), record
+        ranks = mesh.devices.size
+        if self._runtime.cores() < ranks:
+            raise LoweringError(
+                f"the compiled {record['graph']} step is for {ranks} Neuron cores; this process "
+                f"sees {self._runtime.cores()} (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG)"
+            )
+        self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
+        load = functools.partial(self._runtime.load, neff, ranks=ranks)
+        self._models: list[Model] = self._on_each(lambda rank: load(core=rank, rank=rank))
+        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._in_place = dict(record["neuron"]["aliases"])  # output to input, by number
+        self._ranks = self._numbered(ranks) if record["neuron"]["rank_input"] else []
+
+    def __call__(self, *trees: Tree) -> Tree:
+        taken = [
+            self._placed(leaf, self._inputs[path])
+            for name, tree in zip(self._record["arguments"], trees, strict=True)
+            for path, leaf in flatten(tree, name).items()
+        ]
+        made = [
+            self._result(taken, index, layout)
+            for index, layout in enumerate(self._outputs.values())
+        ]
+        inputs = [each.tensors for each in taken] + ([self._ranks] if self._ranks else [])
+
+        def execute(rank: int) -> None:
+            self._models[rank].execute(
+                {f"input{index}": tensors[rank] for index, tensors in enumerate(inputs)},
+                {f"output{index}": each.tensors[rank] for index, each in enumerate(made)},
+            )
+
+        self._on_each(execute)
+        for number in self._in_place.values():
+            taken[number].tensors = []
+        return unflatten(dict(zip(self._outputs, made, strict=True)))
+
+    def _placed(self, leaf: Any, layout: ArrayLayout) -> DeviceArray:
+        """An argument on the devices: where it is already, or copied there."""
+        if isinstance(leaf, DeviceArray):
+            leaf._check()
+            if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
+                raise LoweringError(
+                    f"an array split as {leaf.sharding.spec} is given to the compiled "
+                    f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+                )
+            return leaf
+        tensors = []
+        for core, shard in enumerate(layout.shards(leaf)):
+            tensors.append(self._runtime.tensor(layout.nbytes, core=core))
+            tensors[-1].write(shard.tobytes())
+        return DeviceArray(tensors, layout)
+
+    def _result(self, taken: list[DeviceArray], index: int, layout: ArrayLayout) -> DeviceArray:
+        """Where an output goes: over the input it replaces, or into new memory."""
+        if index in self._in_place:
+            return DeviceArray(taken[self._in_place[index]].tensors, layout)
+        cores = range(self._size)
+        return DeviceArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
+
+    def _numbered(self, ranks: int) -> list[Tensor]:
+        """The rank of each core, on the core."""
+        tensors = [self._runtime.tensor(4, core=rank) for rank in range(ranks)]
+        for rank, tensor in enumerate(tensors):
+            tensor.write(np.uint32(rank).tobytes())
+        return tensors
+
+    def _on_each(self, work: Any) -> list[Any]:
+        """Do something for every rank at the same time, since collectives wait for all."""
+        return list(self._threads.map(work, range(self._size)))

@@ -1,0 +1,204 @@
+"""One device's HLO in the one form that neuronx-cc reads right, the same bytes in every process.
+
+What XLA writes today is newer than what Neuron's tools read (jaxlib 0.10, 0.11): ids beyond 32 bits
+crash them, newer forms of replica groups and donations they skip in silence. Names, sources and
+shardings say nothing to them, and would make equal programs differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowering.errors import LoweringError
+from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
+from lowering.neuron.rank import rank_as_input
+from lowering.neuron.replica_groups import write_explicitly
+from lowering.sources import line_of
+
+_OF_MODULE = (
+    "schedule",
+    "device_assignment",
+    "stack_frame_index",
+    "spmd_output_sharding",
+    "spmd_parameters_shardings",
+    "buffer_donor",
+    "frontend_attributes",
+)
+_OF_INSTRUCTION = (
+    "metadata",
+    "sharding",
+    "statistics_viz",
+    "original_value",
+    "frontend_attributes",
+    "parameter_replication",
+)
+_MAY_ALIAS = 1
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """What neuronx-cc is given, and what a reader wants to know of it."""
+
+    hlo: bytes  # an HloModuleProto
+    inputs: tuple[str, ...]  # of the NEFF, in order; the rank is the last where rank_input is true
+    outputs: tuple[str, ...]
+    rank_input: bool
+    sources: dict[int, str]  # line of the model's code by instruction id
+
+
+def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
+    """Rewrite the module of one device, as lowering.partitioned.partitioned gives it.
+
+    Args:
+        name: of the module; XLA's own is that of a Python function.
+        ranks: devices that run the module.
+
+    Raises:
+        LoweringError: the module holds what no reader of Neuron's would see.
+    """
+    module = read_module(binary)
+    _refuse_unknown(module)
+    sources = _sources(module)
+    _alias_donors(module)
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            write_explicitly(instruction, ranks)
+            _settle_order(instruction)
+            for field in _OF_INSTRUCTION:
+                instruction.ClearField(field)
+    rank_input = rank_as_input(module)
+    _drop_unused_tuples(module)
+    for field in _OF_MODULE:
+        module.ClearField(field)
+    numbers = _number(module, name)
+    inputs, outputs = _name_arrays(module)
+    kept = {numbers[old]: line for old, line in sources.items() if old in numbers}
+    return Normalised(write_module(module), inputs, outputs, rank_input, kept)
+
+
+def entry_of(module: Message) -> Message:
+    """The computation that a module begins with."""
+    return next(each for each in module.computations if each.id == module.entry_computation_id)
+
+
+def _sources(module: Message) -> dict[int, str]:
+    """The line of the model's code that each instruction comes from, where one is known."""
+    lines = [line_of(_stack(module, frame + 1)) for frame in range(_frames(module))]
+    return {
+        each.id: lines[each.metadata.stack_frame_id - 1]
+        for computation in module.computations
+        for each in computation.instructions
+        if 0 < each.metadata.stack_frame_id <= len(lines)
+        and lines[each.metadata.stack_frame_id - 1]
+    }
+
+
+def _frames(module: Message) -> int:
+    return len(module.stack_frame_index.stack_frames)
+
+
+def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
+    """Files and lines, innermost first; all numbers of the table count from 1."""
+    index, found = module.stack_frame_index, []
+    while 0 < frame <= _frames(module):
+        one = index.stack_frames[frame - 1]
+        where = index.file_locations[one.file_location_id - 1]
+        found.append((index.file_names[where.file_name_id - 1], where.line))
+        frame = one.parent_frame_id
+    return found
+
+
+def _settle_order(comparison: Message) -> None:
+    """Say by its older type how a comparison orders; jaxlib 0.11 says it in a field of its own."""
+    if comparison.comparison_type == "FLOAT" and comparison.comparison_order == "TOTAL":
+        comparison.comparison_type = "TOTALORDER"
+    comparison.ClearField("comparison_order")
+
+
+def _alias_donors(module: Message) -> None:
+    """Pair each donated input with an output, as XLA would when it compiles.
+
+    That is the first output of its shape that has no input yet; a state's arrays are outputs in the
+    order in which they are inputs, so each meets its own.
+    """
+    entries = module.input_output_alias.entries
+    parameters = module.host_program_shape.parameters
+    outputs = _results(module)  # a train step's are many; a tuple of one is never made
+    taken = {next(iter(entry.output_shape_index), 0) for entry in entries}
+    for donor in module.buffer_donor.entries:
+        wanted = parameters[donor.parameter_number].SerializeToString(deterministic=True)
+        for index, shape in enumerate(outputs):
+            if index not in taken and shape.SerializeToString(deterministic=True) == wanted:
+                taken.add(index)
+                entries.add(
+                    output_shape_index=[index] if len(outputs) > 1 else [],
+                    parameter_number=donor.parameter_number,
+                    kind=_MAY_ALIAS,
+                )
+                break
+    ordered = sorted(entries, key=lambda entry: tuple(entry.output_shape_index))
+    del entries[:]
+    entries.extend(ordered)
+
+
+def _drop_unused_tuples(module: Message) -> None:
+    """Take out the tuples that passing the rank on has left behind."""
+    for computation in module.computations:
+        used = {i for each in computation.instructions for i in each.operand_ids}
+        used.add(computation.root_id)
+        kept = [e for e in computation.instructions if e.opcode != "tuple" or e.id in used]
+        del computation.instructions[:]
+        computation.instructions.extend(kept)
+
+
+def _number(module: Message, name: str) -> dict[int, int]:
+    """Number computations and instructions from 1 in their order, and name them by number."""
+    computations = {each.id: new for new, each in enumerate(module.computations, 1)}
+    instructions = [each for one in module.computations for each in one.instructions]
+    numbers = {each.id: new for new, each in enumerate(instructions, 1)}
+    for computation in module.computations:
+        computation.root_id = numbers[computation.root_id]
+        is_entry = computation.id == module.entry_computation_id
+        computation.id = computations[computation.id]
+        computation.name = "entry" if is_entry else f"computation.{computation.id}"
+        computation.program_shape.ClearField("parameter_names")
+    for each in instructions:
+        each.id = numbers[each.id]
+        each.name = f"{each.opcode}.{each.id}"
+        each.operand_ids[:] = [numbers[old] for old in each.operand_ids]
+        before = [numbers[old] for old in each.control_predecessor_ids if old in numbers]
+        each.control_predecessor_ids[:] = sorted(before)
+        each.called_computation_ids[:] = [computations[old] for old in each.called_computation_ids]
+    module.entry_computation_id = computations[module.entry_computation_id]
+    module.entry_computation_name = "entry"
+    module.name, module.id = name, 0
+    return numbers
+
+
+def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name inputs and outputs for the NEFF: its loader finds tensors by name."""
+    entry = entry_of(module)
+    inputs = tuple(f"input{index}" for index in range(len(entry.program_shape.parameters)))
+    outputs = tuple(f"output{index}" for index in range(len(_results(module))))
+    for each in entry.instructions:
+        if each.opcode == "parameter":
+            each.frontend_attributes.map["neff_input_names"] = inputs[each.parameter_number]
+        if each.id == entry.root_id:
+            each.frontend_attributes.map["neff_output_names"] = ",".join(outputs)
+    entry.program_shape.parameter_names[:] = inputs
+    module.host_program_shape.parameter_names[:] = inputs
+    return inputs, outputs
+
+
+def _results(module: Message) -> Sequence[Message]:
+    """Shapes of the outputs; a single one is no tuple."""
+    result = module.host_program_shape.result
+    return result.tuple_shapes if result.element_type == TYPES["tuple"] else [result]
+
+
+def _refuse_unknown(module: Message) -> None:
+    found = sorted({f"field {number} of {where}" for where, number in unknown(module)})
+    if found:
+        raise LoweringError(
+            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would skip in "
+            "silence; this jaxlib is newer than those graphtrain was tested with (0.10 and 0.11)"
+        )

@@ -1,0 +1,165 @@
+"""The Neuron runtime, libnrt, by its C interface.
+
+Source: nrt/nrt.h and nrt/nrt_status.h of the AWS Neuron SDK, version 2 of the interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_void_p
+
+from lowering.errors import LoweringError
+
+_LIBRARY = "libnrt.so.1"
+_PLACES = (_LIBRARY, f"/opt/aws/neuron/lib/{_LIBRARY}")
+_NO_FRAMEWORK, _ON_DEVICE = 1, 0
+_ALL_CORES_OF_ONE = -1  # nrt.h: "DEPRECATED: always use -1"
+
+_MEANINGS = {
+    1: "it failed",
+    2: "invalid: a bad NEFF, or a tensor whose name or size the NEFF does not have",
+    3: "invalid handle",
+    4: "a resource could not be allocated; the device's memory may be full",
+    5: "timeout",
+    6: "hardware error",
+    7: "the execution queue is full",
+    9: "not enough Neuron cores; another process may hold them",
+    10: "this runtime does not read NEFFs of that version; update the runtime",
+    13: "the runtime is not initialised",
+    14: "the runtime is closed",
+    1002: "invalid input",
+    1003: "numerical errors: NaN was produced",
+    1004: "execution errors",
+    1005: "the Neuron core is held by another process",
+}
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "nrt_init": (c_int, [c_int, c_char_p, c_char_p]),
+    "nrt_close": (None, []),
+    "nrt_get_visible_vnc_count": (c_int, [POINTER(c_uint32)]),
+    "nrt_load": (c_int, [c_char_p, c_size_t, c_int32, c_int32, POINTER(c_void_p)]),
+    "nrt_load_collectives": (
+        c_int,
+        [c_char_p, c_size_t, c_int32, c_int32, c_uint32, c_uint32, POINTER(c_void_p)],
+    ),
+    "nrt_unload": (c_int, [c_void_p]),
+    "nrt_tensor_allocate": (c_int, [c_int, c_int, c_size_t, c_char_p, POINTER(c_void_p)]),
+    "nrt_tensor_free": (None, [POINTER(c_void_p)]),
+    "nrt_tensor_read": (c_int, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "nrt_tensor_write": (c_int, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "nrt_allocate_tensor_set": (c_int, [POINTER(c_void_p)]),
+    "nrt_destroy_tensor_set": (None, [POINTER(c_void_p)]),
+    "nrt_add_tensor_to_tensor_set": (c_int, [c_void_p, c_char_p, c_void_p]),
+    "nrt_execute": (c_int, [c_void_p, c_void_p, c_void_p]),
+}
+
+
+class Runtime:
+    """libnrt, initialised; a process has one, from open() until close()."""
+
+    def __init__(self, library: str | None = None) -> None:
+        """Load and initialise the library.
+
+        Raises:
+            LoweringError: it is not installed, or finds no device.
+        """
+        self.library = _load(library)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self.library, name)
+            function.restype, function.argtypes = result, arguments
+        self.call("nrt_init", _NO_FRAMEWORK, b"", b"")
+
+    def cores(self) -> int:
+        """(Logical) Neuron cores that this process may use."""
+        count = c_uint32()
+        self.call("nrt_get_visible_vnc_count", byref(count))
+        return count.value
+
+    def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> Model:
+        """Load a program onto a core. With several ranks, all must be loading at the same time."""
+        handle = c_void_p()
+        where = neff, len(neff), core, _ALL_CORES_OF_ONE
+        if ranks == 1:
+            self.call("nrt_load", *where, byref(handle))
+        else:
+            self.call("nrt_load_collectives", *where, rank, ranks, byref(handle))
+        return Model(self, handle, core)
+
+    def tensor(self, nbytes: int, *, core: int) -> Tensor:
+        """New memory on the device of a core."""
+        handle = c_void_p()
+        self.call("nrt_tensor_allocate", _ON_DEVICE, core, nbytes, None, byref(handle))
+        return Tensor(self, handle, nbytes)
+
+    def close(self) -> None:
+        self.library.nrt_close()
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the library that returns a status.
+
+        Raises:
+            LoweringError: the status is not success.
+        """
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            meaning = _MEANINGS.get(status, "see nrt_status.h")
+            raise LoweringError(f"{name} of the Neuron runtime returned {status}: {meaning}")
+
+
+def _load(library: str | None) -> ctypes.CDLL:
+    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_PLACES)
+    errors = []
+    for place in filter(None, places):
+        try:
+            return ctypes.CDLL(place)
+        except OSError as error:
+            errors.append(str(error))
+    raise LoweringError(
+        f"the Neuron runtime is not on this machine ({'; '.join(errors)}); on a trn instance, "
+        "install aws-neuronx-runtime-lib, or name the library in GRAPHTRAIN_LIBNRT"
+    )
+
+
+class Tensor:
+    """Memory on a device; freed when nothing refers to it."""
+
+    def __init__(self, runtime: Runtime, handle: c_void_p, nbytes: int) -> None:
+        self._runtime, self.handle, self.nbytes = runtime, handle, nbytes
+
+    def write(self, data: bytes | memoryview) -> None:
+        buffer = (ctypes.c_char * self.nbytes).from_buffer_copy(data)
+        self._runtime.call("nrt_tensor_write", self.handle, buffer, 0, self.nbytes)
+
+    def read(self) -> bytes:
+        buffer = ctypes.create_string_buffer(self.nbytes)
+        self._runtime.call("nrt_tensor_read", self.handle, buffer, 0, self.nbytes)
+        return buffer.raw
+
+    def __del__(self) -> None:
+        self._runtime.library.nrt_tensor_free(byref(self.handle))
+
+
+class Model:
+    """A program on one core."""
+
+    def __init__(self, runtime: Runtime, handle: c_void_p, core: int) -> None:
+        self._runtime, self._handle, self.core = runtime, handle, core
+
+    def execute(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        """Run once, from and into tensors by name; returns when the outputs are written."""
+        sets = [self._set(inputs), self._set(outputs)]
+        try:
+            self._runtime.call("nrt_execute", self._handle, *sets)
+        finally:
+            for each in sets:
+                self._runtime.library.nrt_destroy_tensor_set(byref(each))
+
+    def unload(self) -> None:
+        self._runtime.call("nrt_unload", self._handle)
+
+    def _set(self, tensors: dict[str, Tensor]) -> c_void_p:
+        made = c_void_p()
+        self._runtime.call("nrt_allocate_tensor_set", byref(made))
+        for name, tensor in tensors.items():
+            self._runtime.call("nrt_add_tensor_to_tensor_set", made, name.encode(), tensor.handle)
+        return made

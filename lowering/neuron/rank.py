@@ -1,0 +1,159 @@
+"""The rank of a device as an input of its program.
+
+One NEFF serves all ranks, so a program asks for its rank: XLA's partitioner does by partition-id.
+Here the rank becomes a scalar input, which the loader gives to each rank: no public text says that
+neuronx-cc takes partition-id, and vLLM's and NxD's programs for Neuron take their rank this way.
+"""
+
+from collections.abc import Iterable
+
+from lowering.errors import LoweringError
+from lowering.neuron.proto import TYPES, Message, message
+
+_ASKS = ("partition-id", "replica-id")
+
+
+def rank_as_input(module: Message) -> bool:
+    """Replace the instructions that ask for the rank by a last parameter; whether there were any.
+
+    Raises:
+        LoweringError: the rank is asked for inside a conditional.
+    """
+    rewriter = _Rewriter(module)
+    entry = rewriter.computations[module.entry_computation_id]
+    if entry.id not in rewriter.asking:
+        return False
+    rank = rewriter.add_parameter(entry)
+    module.host_program_shape.parameters.append(_scalar())
+    rewriter.rewrite(entry, rank)
+    return True
+
+
+class _Rewriter:
+    """Passes the rank from the entry down to the computations that ask for it."""
+
+    def __init__(self, module: Message) -> None:
+        self.computations = {each.id: each for each in module.computations}
+        self._next = 1 + max(i.id for c in module.computations for i in c.instructions)
+        self.asking: set[int] = set()
+        for computation in module.computations:  # callees come before their callers
+            for each in computation.instructions:
+                if each.opcode in _ASKS or self.asking.intersection(each.called_computation_ids):
+                    self.asking.add(computation.id)
+
+    def add_parameter(self, computation: Message) -> int:
+        """Give a computation the rank as its last parameter; return the instruction's id."""
+        count = len(computation.program_shape.parameters)
+        computation.program_shape.parameters.append(_scalar())
+        parameter = self._new("parameter", _scalar(), parameter_number=count)
+        _set(computation, [parameter, *computation.instructions])
+        return parameter.id
+
+    def rewrite(self, computation: Message, rank: int) -> None:
+        """Make everything in a computation that asks for the rank use a value of it."""
+        asked = {each.id for each in computation.instructions if each.opcode in _ASKS}
+
+        def rewritten(each: Message) -> Iterable[Message]:
+            if each.opcode in _ASKS:
+                return []
+            operands = [rank if operand in asked else operand for operand in each.operand_ids]
+            each.operand_ids[:] = operands
+            if not self.asking.intersection(each.called_computation_ids):
+                return [each]
+            if each.opcode == "while":
+                return self._loop(computation, each, rank)
+            if each.opcode == "call":
+                each.operand_ids.append(rank)
+                callee = self.computations[each.called_computation_ids[0]]
+                self.rewrite(callee, self.add_parameter(callee))
+                return [each]
+            raise LoweringError(
+                f"a {each.opcode} asks for the rank of its device, which the program of a Neuron "
+                "core can do in its body and in loops; take axis_index outside"
+            )
+
+        _set(computation, [new for each in computation.instructions for new in rewritten(each)])
+        if computation.root_id in asked:
+            computation.root_id = rank
+
+    def _loop(self, computation: Message, loop: Message, rank: int) -> list[Message]:
+        """Carry the rank through a loop as the last element of its state."""
+        by_id = {each.id: each for each in computation.instructions}
+        count = len(loop.shape.tuple_shapes)
+        before = self._extended(by_id[loop.operand_ids[0]], rank)
+        loop.operand_ids[:] = [before[-1].id]
+        loop.shape.tuple_shapes.append(_scalar())
+        for called in loop.called_computation_ids:
+            callee = self.computations[called]
+            callee.program_shape.parameters[0].tuple_shapes.append(_scalar())
+            state = next(each for each in callee.instructions if each.opcode == "parameter")
+            state.shape.tuple_shapes.append(_scalar())
+            if len(callee.program_shape.result.tuple_shapes) == count:
+                self._body(callee, state, count)
+        return [*before, loop, *self._narrowed(computation, loop, count)]
+
+    def _body(self, body: Message, state: Message, index: int) -> None:
+        taken = self._new("get-tuple-element", _scalar(), operand_ids=[state.id], tuple_index=index)
+        others = [each for each in body.instructions if each.id != state.id]
+        _set(body, [state, taken, *others])
+        self.rewrite(body, taken.id)
+        root = next(each for each in body.instructions if each.id == body.root_id)
+        extended = self._extended(root, taken.id)
+        body.instructions.extend(extended)
+        body.root_id = extended[-1].id
+        body.program_shape.result.tuple_shapes.append(_scalar())
+
+    def _extended(self, value: Message, rank: int) -> list[Message]:
+        """Instructions that make a tuple with the rank at its end; the tuple is the last."""
+        shape = message("ShapeProto")
+        shape.CopyFrom(value.shape)
+        shape.tuple_shapes.append(_scalar())
+        if value.opcode == "tuple":
+            parts, operands = [], list(value.operand_ids)
+        else:
+            parts = self._elements(value)
+            operands = [part.id for part in parts]
+        return [*parts, self._new("tuple", shape, operand_ids=[*operands, rank])]
+
+    def _narrowed(self, computation: Message, loop: Message, count: int) -> list[Message]:
+        """The state as it was, for whoever takes it whole."""
+        users = [
+            each
+            for each in computation.instructions
+            if loop.id in each.operand_ids and each.opcode != "get-tuple-element"
+        ]
+        if not users and computation.root_id != loop.id:
+            return []
+        parts = self._elements(loop)[:count]
+        shape = message("ShapeProto")
+        shape.CopyFrom(loop.shape)
+        del shape.tuple_shapes[count:]
+        whole = self._new("tuple", shape, operand_ids=[part.id for part in parts])
+        for user in users:
+            user.operand_ids[:] = [whole.id if i == loop.id else i for i in user.operand_ids]
+        if computation.root_id == loop.id:
+            computation.root_id = whole.id
+        return [*parts, whole]
+
+    def _elements(self, value: Message) -> list[Message]:
+        return [
+            self._new("get-tuple-element", shape, operand_ids=[value.id], tuple_index=index)
+            for index, shape in enumerate(value.shape.tuple_shapes)
+        ]
+
+    def _new(self, opcode: str, shape: Message, **fields: object) -> Message:
+        self._next += 1
+        made = message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
+        made.shape.CopyFrom(shape)
+        return made
+
+
+def _set(computation: Message, instructions: list[Message]) -> None:
+    del computation.instructions[:]
+    computation.instructions.extend(instructions)
+
+
+def _scalar() -> Message:
+    shape = message("ShapeProto", element_type=TYPES["u32"])
+    shape.layout.SetInParent()
+    return shape

@@ -1,0 +1,76 @@
+"""Who takes part in a collective, in the one form that neuronx-cc reads: lists of ranks.
+
+XLA writes three newer forms that older readers skip without a word (jaxlib 0.10): a collective
+would then be one of all ranks, and train to a wrong loss.
+"""
+
+import math
+
+import numpy as np
+
+from lowering.groups import Groups, along_axes, of_iota
+from lowering.neuron.proto import Message, message
+
+_COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "ragged-all-to-all",
+    "reduce-scatter",
+}
+_NEWER_FORMS = (
+    "collective_device_list",
+    "iota_collective_device_list",
+    "mesh_axes_replica_group_list",
+)
+
+
+def write_explicitly(instruction: Message, ranks: int) -> None:
+    """Rewrite a collective so that it names its ranks, and counts them as replicas."""
+    if instruction.opcode in _COLLECTIVES:
+        groups = _groups(instruction, ranks)
+        del instruction.replica_groups[:]
+        for group in groups:
+            instruction.replica_groups.append(message("ReplicaGroup", replica_ids=group))
+    for form in _NEWER_FORMS:
+        instruction.ClearField(form)
+    # Without a channel, numbers are those of replicas. XLA's partitioner counts partitions, of
+    # which a module loaded once for each rank has one.
+    instruction.ClearField("channel_id")
+    instruction.ClearField("use_global_device_ids")
+
+
+def _groups(instruction: Message, ranks: int) -> Groups:
+    if instruction.HasField("mesh_axes_replica_group_list"):
+        return _of_mesh(instruction.mesh_axes_replica_group_list)
+    if instruction.HasField("iota_collective_device_list"):
+        return _of_iota(instruction.iota_collective_device_list)
+    listed = instruction.collective_device_list
+    if listed.HasField("iota_replica_group_list"):
+        return _of_iota(listed.iota_replica_group_list)
+    lists = listed.replica_groups or instruction.replica_groups
+    groups = tuple(tuple(group.replica_ids) for group in lists if group.replica_ids)
+    return groups or (tuple(range(ranks)),)
+
+
+def _of_iota(groups: Message) -> Groups:
+    shape = groups.num_replica_groups, groups.num_devices_per_group
+    return of_iota(shape, groups.iota_reshape_dims, groups.iota_transpose_perm)
+
+
+def _of_mesh(groups: Message) -> Groups:
+    mesh = groups.mesh
+    sizes = {str(index): axis.size for index, axis in enumerate(mesh.axes)}
+    order = mesh.iota_device_ids
+    ids = np.arange(math.prod(sizes.values()))
+    if mesh.device_ids:
+        ids = np.array(mesh.device_ids)
+    elif order.reshape_dims:
+        ids = ids.reshape(order.reshape_dims).transpose(order.transpose_perm).reshape(-1)
+    spans = []
+    for axis in groups.axes:
+        name, part = str(axis.mesh_axis_index), axis.sub_axis_info
+        whole = not axis.HasField("sub_axis_info")
+        spans.append((name, 1, sizes[name]) if whole else (name, part.pre_size, part.size))
+    return along_axes(sizes, ids, spans)

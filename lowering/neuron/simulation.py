@@ -1,0 +1,137 @@
+"""A Neuron machine made of this one's processor: a normalised module, rank by rank, through XLA.
+
+What runs is the module that neuronx-cc would be given, on as many replicas as the target has
+devices, with its own replica groups: a wrong group or donation shows as a wrong loss.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowering.neuron.proto import Message, read_module, write_module
+from lowering.trees import Tree, flatten, unflatten
+
+# No public name compiles HLO or runs what it gives (jax 0.11).
+from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
+
+xla_client: Any = _client
+
+Device = Any
+
+
+def compile_module(hlo: bytes, devices: Sequence[Device], *, quickly: bool) -> Any:
+    """Compile a normalised module for CPU devices, one replica on each."""
+    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_with_whole_broadcasts(hlo))
+    options = _options(len(devices))
+    if quickly:  # LLVM takes most of the time
+        options.env_option_overrides = [("xla_backend_optimization_level", "1")]
+    return devices[0].client.compile_and_load(
+        stablehlo, xla_client.DeviceList(tuple(devices)), options
+    )
+
+
+def _with_whole_broadcasts(hlo: bytes) -> bytes:
+    """Put together again what XLA takes a broadcast along sizes of 1 apart into.
+
+    Taken apart it is a broadcast that changes nothing, a reshape, and a broadcast. On the way to
+    StableHLO and back two of them would be lost, and XLA then divides in a softmax where it would
+    have multiplied: in bfloat16 the losses would differ from those of a CPU.
+    """
+    module = read_module(hlo)
+    for computation in module.computations:
+        by_id = {each.id: each for each in computation.instructions}
+        for each in computation.instructions:
+            source = _source_of_broadcast(each, by_id)
+            if source is not None:
+                each.operand_ids[:] = [source.id]
+                each.dimensions[:] = range(len(source.shape.dimensions))
+    return write_module(module)
+
+
+def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message | None:
+    """What the three instructions that end with one broadcast; None if it is not their last."""
+    chain = [last]
+    for opcode in ("broadcast", "reshape", "broadcast"):
+        if chain[-1].opcode != opcode or len(chain[-1].operand_ids) != 1:
+            return None
+        chain.append(by_id[chain[-1].operand_ids[0]])
+    _, reshaped, same, source = chain
+    sizes, kept = list(source.shape.dimensions), list(last.dimensions)
+    changes_nothing = list(same.dimensions) == list(range(len(sizes)))
+    others = [size for axis, size in enumerate(sizes) if axis not in kept]
+    fits = len(sizes) == len(last.shape.dimensions) and set(others) <= {1}
+    if not (fits and changes_nothing and list(same.shape.dimensions) == sizes):
+        return None
+    left = [sizes[axis] for axis in kept]
+    return source if list(reshaped.shape.dimensions) == left else None
+
+
+def load_module(executable: bytes, devices: Sequence[Device]) -> Any:
+    """Load what `compile_module(...)` was serialized to."""
+    return devices[0].client.deserialize_executable(
+        executable, xla_client.DeviceList(tuple(devices)), _options(len(devices))
+    )
+
+
+def text_of(hlo: bytes) -> str:
+    """A module as HLO text, with its constants."""
+    options = xla_client.hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)
+
+
+def _options(ranks: int) -> Any:
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    options.num_replicas = build.num_replicas = ranks
+    options.num_partitions = build.num_partitions = 1
+    ids = np.arange(ranks).reshape(ranks, 1)
+    options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    return options
+
+
+class Program:
+    """A loaded module as a function of trees of global arrays.
+
+    Arrays stay where they are, each shard with its rank; donated ones are used up.
+    """
+
+    def __init__(self, executable: Any, record: Any, mesh: Mesh) -> None:
+        self._executable = executable
+        self._arguments = record["arguments"]
+        self._inputs = {path: _placed(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = [
+            (path, tuple(fact["shape"]), _placed(fact, mesh))
+            for path, fact in record["outputs"].items()  # in the order of flatten, as compiled
+        ]
+        self._rank = _ranks(mesh) if record["neuron"]["rank_input"] else None
+
+    def __call__(self, *trees: Tree) -> Tree:
+        arrays = [
+            jax.device_put(leaf, self._inputs[path])
+            for name, tree in zip(self._arguments, trees, strict=True)
+            for path, leaf in flatten(tree, name).items()
+        ]
+        if self._rank is not None:
+            arrays.append(self._rank)
+        shards = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        return unflatten(
+            {
+                path: jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+                for (path, shape, sharding), parts in zip(self._outputs, shards, strict=True)
+            }
+        )
+
+
+def _placed(fact: Any, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in fact["split"])))
+
+
+def _ranks(mesh: Mesh) -> jax.Array:
+    """A scalar that differs: the rank of each device, on the device."""
+    devices = mesh.devices.reshape(-1)
+    parts = [jax.device_put(np.uint32(rank), device) for rank, device in enumerate(devices)]
+    return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, PartitionSpec()), parts)

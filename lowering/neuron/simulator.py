@@ -1,0 +1,93 @@
+"""A stand-in for neuronx-cc, with its command line: python -m lowering.neuron.simulator compile ...
+
+Reads the module as the compiler would, refuses what it would with the same codes, and writes a file
+that only the target neuron-sim runs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowering.errors import LoweringError
+from lowering.neuron import neff
+from lowering.neuron.checks import violations
+from lowering.neuron.proto import Message, array_bytes, read_module
+from lowering.target import Target
+
+_REFUSED = 70  # the status of neuronx-cc
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Compile one file; return the exit status."""
+    asked = _parser().parse_args(words)
+    try:
+        hlo = asked.program.read_bytes()
+        module = read_module(hlo)
+    except (OSError, LoweringError) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return 1
+    refusals = [str(each) for each in violations(module)] or _too_large(module, asked.target)
+    for refusal in refusals:
+        print(f"ERROR: {refusal}", file=sys.stderr)
+    if refusals:
+        return _REFUSED
+    asked.output.write_bytes(_compile(hlo, asked))
+    print("Compiler status PASS")
+    return 0
+
+
+def _too_large(module: Message, machine: str) -> list[str]:
+    """Refuse what a device cannot hold even without temporaries."""
+    known = Target.parse("trn1" if machine in ("trn1n", "inf2") else machine)
+    shape = module.host_program_shape
+    held = sum(array_bytes(each) for each in shape.parameters)
+    if held <= known.memory_bytes:
+        return []
+    return [
+        f"[NCC_EOOM001] inputs of {held / 1e9:.1f} GB do not fit the "
+        f"{known.memory_bytes / 1e9:.1f} GB of a {known.machine} device"
+    ]
+
+
+def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
+    from lowering import jax_xla
+    from lowering.neuron.simulation import compile_module
+
+    ranks = asked.simulated_ranks
+    devices = jax_xla.devices(Target("cpu", (ranks,)))
+    executable = compile_module(hlo, devices, quickly=asked.optlevel == 1)
+    memory = executable.get_compiled_memory_stats()
+    header = {
+        "version": neff.SIMULATOR_VERSION,
+        "target": asked.target,
+        "ranks": ranks,
+        "temporaries": memory.temp_size_in_bytes,
+    }
+    return neff.pack(header, executable.serialize())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="neuronx-cc (simulator)", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=neff.SIMULATOR_VERSION)
+    compile = parser.add_subparsers(required=True).add_parser("compile", allow_abbrev=False)
+    compile.add_argument("program", type=Path)
+    compile.add_argument("--framework", choices=["XLA"], required=True)
+    compile.add_argument(
+        "--target", choices=["trn1", "trn1n", "inf2", "trn2", "trn3"], required=True
+    )
+    compile.add_argument("--output", type=Path, default=Path("file.neff"))
+    compile.add_argument("--model-type", choices=["generic", "transformer", "unet-inference"])
+    compile.add_argument("--auto-cast", choices=["none", "matmult", "all"])
+    compile.add_argument("--optlevel", "-O", type=int, choices=[1, 2, 3], default=2)
+    compile.add_argument("--logical-nc-config", "-lnc", type=int, choices=[1, 2])
+    compile.add_argument("--enable-mixed-precision-accumulation", action="store_true")
+    compile.add_argument("--native-int64", choices=["default", "enabled", "disabled"])
+    compile.add_argument("--implicit-integer-downcast")
+    compile.add_argument("--verbose")
+    compile.add_argument("--simulated-ranks", type=int, default=1)  # no option of the compiler's
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""One device's program, with its collectives: a lowered computation after XLA's SPMD partitioner.
+
+For compilers other than XLA's own, which take the program of one device.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowering.errors import LoweringError
+from lowering.neuron.proto import read_dump, write_module
+
+# The pass after which a module is that of one device; the second name is for a single device.
+_PASSES = ("spmd-partitioning", "sharding-remover")
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """One device's program, and what XLA would hold beside its inputs and outputs."""
+
+    hlo: bytes  # an HloModuleProto
+    temporaries: int  # bytes on a CPU; other compilers differ, in the same order of magnitude
+
+
+def partitioned(lowered: Any) -> bytes:
+    """The HloModuleProto of one device's program, as `partition(...)` finds it."""
+    return partition(lowered).hlo
+
+
+def partition(lowered: Any) -> Partitioned:
+    """One device's program; processes differ in its module's id only.
+
+    The partitioner has no entrance of its own (jaxlib 0.11), so the computation is compiled for a
+    CPU, quickly, and the module is written down on its way. Several processes may do so at once.
+
+    Args:
+        lowered: A jax.stages.Lowered for devices of a CPU, as many as the target has.
+
+    Raises:
+        LoweringError: XLA wrote no such module.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphtrain-partitioned-") as directory:
+        compiled = lowered.compile(
+            compiler_options={
+                "xla_dump_to": directory,
+                "xla_dump_hlo_pass_re": "|".join(_PASSES),
+                "xla_dump_hlo_as_proto": True,
+                "xla_backend_optimization_level": 0,  # its code is thrown away
+                "xla_llvm_disable_expensive_passes": True,
+            }
+        )
+        for name in _PASSES:
+            for found in sorted(Path(directory).glob(f"*.after_{name}.*.hlo.pb")):
+                hlo = write_module(read_dump(found.read_bytes()))
+                return Partitioned(hlo, compiled.memory_analysis().temp_size_in_bytes)
+    raise LoweringError(
+        f"XLA wrote no module after any of its passes {', '.join(_PASSES)}; this jax is newer than "
+        "those that graphtrain was tested with (0.10 and 0.11)"
+    )
