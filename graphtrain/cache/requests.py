@@ -50,11 +50,20 @@ def read(path: Path) -> Request:
         Unusable: it is missing, damaged, or of another version.
         CacheError: it cannot be read.
     """
-    body = parse(read_bytes(path), "request")
+    return decode(read_bytes(path), path.stem)
+
+
+def decode(text: bytes, digest: str) -> Request:
+    """The request of a file's text.
+
+    Raises:
+        Unusable: it is damaged, or of another version.
+    """
+    body = parse(text, "request")
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
         raise Damaged("request lacks its graph, program, time or parts")
-    return Request(path.stem, body["graph"], body["program"], body["created"], body["parts"])
+    return Request(digest, body["graph"], body["program"], body["created"], body["parts"])
 
 
 def read_all(layout: Layout, chosen: Iterable[str] | None = None) -> Iterator[Request]:

@@ -3,7 +3,7 @@
 import errno
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,78 @@ class Cache:
             CacheError: prefix means no program or several, or the record cannot be used.
         """
         return entries.describe(self._layout, self.resolve(prefix))
+
+    def answers(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
+        """The program of every request, or of chosen ones, by digest, where it is here."""
+        found = requests.read_all(self._layout, chosen)
+        return {one.digest: one.program for one in found if self.holds(one.program)}
+
+    def holds(self, digest: str) -> bool:
+        """Whether a program is here, as has says it."""
+        try:
+            programs.check(self._layout.program(digest), digest, contents=False)
+        except Unusable:
+            return False
+        return True
+
+    def files(self, digest: str) -> tuple[bytes, bytes]:
+        """Record and payload of a program as they are stored, checked.
+
+        Raises:
+            CacheError: they cannot be used.
+        """
+        directory = self._layout.program(digest)
+        try:
+            programs.check(directory, digest, contents=True)
+            return (
+                programs.read_bytes(directory / programs.RECORD),
+                programs.read_bytes(directory / programs.PAYLOAD),
+            )
+        except Unusable as error:
+            raise CacheError(f"{directory} cannot be used: {error}") from error
+
+    def adopt(self, digest: str, record: bytes, payload: bytes) -> None:
+        """Store a program that was made elsewhere, once somebody has said that it may be trusted.
+
+        Raises:
+            CacheError: record and payload do not belong together; the disk is full.
+        """
+        path = self._layout.program(digest)
+        with writing(path, len(record) + len(payload)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary_directory(self._layout) as temporary:
+                write_file(temporary / programs.RECORD, record)
+                write_file(temporary / programs.PAYLOAD, payload)
+                sync_directory(temporary)
+                try:
+                    programs.check(temporary, digest, contents=True)
+                except Unusable as error:
+                    raise CacheError(f"program {digest} from elsewhere: {error}") from error
+                self._install(temporary, digest)
+
+    def request_file(self, digest: str) -> bytes:
+        """A request as it is stored."""
+        return programs.read_bytes(self._layout.request(digest))
+
+    def program_in(self, text: bytes, digest: str) -> str:
+        """The program that the file of a request from elsewhere names.
+
+        Raises:
+            CacheError: it is no request, or another one.
+        """
+        try:
+            stored = requests.decode(text, digest)
+            if stored.key.digest != digest:
+                raise Damaged("request is of another digest")
+        except (Unusable, TypeError) as error:
+            raise CacheError(f"request {digest} from elsewhere: {error}") from error
+        return stored.program
+
+    def adopt_request(self, digest: str, text: bytes) -> None:
+        """Store the file of a request from elsewhere; its program first."""
+        path = self._layout.request(digest)
+        with writing(path, len(text)):
+            replace_file(self._layout, path, text)
 
     def verify(self, *, repair: bool = False) -> verify.Report:
         """Read every byte stored and say what is wrong.

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from graphtrain.cache import Cache, Entry, Explanation, default_root
 from graphtrain.cache.sizes import parse, readable
+from graphtrain.cli.cache_sharing import exchange, exchange_options, key
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # of a digest in a table
@@ -172,3 +173,33 @@ def _print_explanation(explanation: Explanation) -> None:
 
 def _print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1))
+
+
+@command.command("push")
+@exchange_options
+@_store
+def push(cache: Cache, **about: Any) -> None:
+    """Send programs, signed with your key, to STORE: a directory or a URL.
+
+    Of all programs, or of those that CONFIGS need; what is there already is not sent again.
+    """
+    exchange(["push"], cache, **about)
+
+
+@command.command("pull")
+@exchange_options
+@_store
+def pull(cache: Cache, **about: Any) -> None:
+    """Fetch programs from STORE that a key you trust has signed; others are refused (status 2)."""
+    exchange(["pull"], cache, **about)
+
+
+@command.command("sync")
+@exchange_options
+@_store
+def sync(cache: Cache, **about: Any) -> None:
+    """Pull, then push."""
+    exchange(["pull", "push"], cache, **about)
+
+
+command.add_command(key)

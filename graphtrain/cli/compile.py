@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.cli.options import cache_option, overrides_option, target_option
+from graphtrain.cli.options import cache_option, overrides_option, pull_shared, target_option
 
 if TYPE_CHECKING:
     from graphtrain.compile import Observer, Report
@@ -49,9 +49,11 @@ def command(
     from graphtrain.config import load_config
 
     programs = {str(path): load_config(path, overrides, target).program for path in configs}
+    store = Cache(cache)
+    pull_shared(store, programs.values())
     with progress() as observe:
         result = compile_tasks(
-            tasks_of(programs), Cache(cache), jobs=jobs, retries=retries, observe=observe
+            tasks_of(programs), store, jobs=jobs, retries=retries, observe=observe
         )
     if report is not None:
         report.write_text(json.dumps(result.as_json(), indent=2) + "\n")

@@ -1,8 +1,10 @@
 """Arguments and options that commands share."""
 
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -69,6 +71,17 @@ def join_others(target: str, coordinator: str | None, count: int | None, rank: i
     processes.check_target(machine, member)
     if member is not None and member.count > 1:
         processes.join(member, machine)
+
+
+def pull_shared(store: Any, programs: Iterable[Any]) -> None:
+    """Fetch what programs need and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
+    if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
+        return
+    from graphtrain.cache.exchange import pull_shared
+    from graphtrain.requests import request_keys
+
+    digests = [key.digest for program in programs for key in request_keys(program).values()]
+    pull_shared(store, digests, lambda line: click.echo(line, err=True))
 
 
 def is_first() -> bool:

@@ -15,6 +15,7 @@ from graphtrain.cli.options import (
     join_others,
     overrides_option,
     process_options,
+    pull_shared,
     target_option,
 )
 
@@ -48,6 +49,7 @@ def command(
 
     settings = load_config(config, overrides, target)
     store = Cache(cache)
+    pull_shared(store, [settings.program])
     if compile_missing:
         _compile_missing(config, settings.program, store)
     join_others(settings.program.target, coordinator, count, rank)

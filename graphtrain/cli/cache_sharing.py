@@ -1,0 +1,146 @@
+"""`graphtrain cache push | pull | sync | key`: programs to and from other people's stores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cache import Cache
+from graphtrain.cache.sizes import readable
+
+if TYPE_CHECKING:
+    from graphtrain.cache.exchange import Exchanged
+
+_REFUSED = 2  # exit status
+
+
+def exchange_options(function: Callable) -> Callable:
+    """A store, and the configurations to whose programs the exchange is limited."""
+    for option in (
+        click.argument("configs", nargs=-1, type=click.Path(path_type=Path)),
+        click.argument("store", metavar="STORE"),
+        click.option("--target", metavar="NAME", help="Of the configurations."),
+        click.option("--set", "overrides", metavar="SECTION.NAME=VALUE", multiple=True),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
+    ):
+        function = option(function)
+    return function
+
+
+def exchange(
+    verbs: Sequence[str],
+    cache: Cache,
+    store: str,
+    configs: Sequence[Path],
+    target: str | None,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Do the verbs, one after the other, and say what went and came."""
+    from graphtrain.cache import exchange
+    from graphtrain.cache.remote import Remote
+    from graphtrain.cache.trust import Keys, default_directory
+
+    chosen = _requests(configs, target, overrides)
+    remote, keys = Remote(store), Keys(default_directory())
+    done = {}
+    for verb in verbs:
+        with _progress(verb) as observe:
+            done[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe)
+    if as_json:
+        click.echo(json.dumps({verb: vars(one) for verb, one in done.items()}))
+    else:
+        for verb, one in done.items():
+            _print(verb, store, one)
+    if any(one.refused for one in done.values()):
+        sys.exit(_REFUSED)
+
+
+def _requests(
+    configs: Sequence[Path], target: str | None, overrides: Sequence[str]
+) -> list[str] | None:
+    """Digests of what configurations need; None for everything."""
+    if not configs:
+        return None
+    from graphtrain.config import load_config
+    from graphtrain.requests import request_keys
+
+    programs = [load_config(path, overrides, target).program for path in configs]
+    return [key.digest for program in programs for key in request_keys(program).values()]
+
+
+def _print(verb: str, store: str, done: Exchanged) -> None:
+    for reason in done.refused:
+        click.echo(f"refused: {reason}", err=True)
+    click.echo(
+        f"{verb} {store}: {len(done.programs)} programs, {readable(done.nbytes)}, "
+        f"{len(done.requests)} requests"
+    )
+    if done.absent:
+        click.echo(f"{len(done.absent)} of the requests are not there", err=True)
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
+    if not sys.stderr.isatty():
+        yield lambda done, whole: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as display:
+        row = display.add_task(verb)
+        yield lambda done, whole: display.update(row, completed=done, total=whole)
+
+
+@click.group("key")
+def key() -> None:
+    """Whose programs may run here, and the key that signs yours."""
+
+
+@key.command("new")
+def new() -> None:
+    """Make a key to sign with, and print its public half for others to trust."""
+    click.echo(json.dumps(_keys().new(), indent=1))
+
+
+@key.command("show")
+def show() -> None:
+    """Print the public half of your key."""
+    click.echo(json.dumps(_keys().own(), indent=1))
+
+
+@key.command("trust")
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path))
+def trust(name: str, file: Path) -> None:
+    """Let programs run here that the owner of a public key signed."""
+    _keys().trust(name, file)
+    click.echo(f"programs signed by {name} may run here")
+
+
+@key.command("untrust")
+@click.argument("name")
+def untrust(name: str) -> None:
+    """Take no more programs from them; what was pulled before stays."""
+    _keys().untrust(name)
+    click.echo(f"no more programs are taken from {name}")
+
+
+@key.command("ls")
+def ls() -> None:
+    """List the keys whose programs may run here."""
+    for name, public in _keys().trusted().items():
+        click.echo(f"{name}  {public['keyid']}")
+
+
+def _keys():
+    from graphtrain.cache.trust import Keys, default_directory
+
+    return Keys(default_directory())

@@ -1,0 +1,288 @@
+"""Programs that go to a store elsewhere and come back, and those that must not."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from graphtrain.cache import Cache
+from graphtrain.cache.exchange import pull, push
+from graphtrain.cache.remote import Remote
+from graphtrain.cache.trust import Keys
+from graphtrain.errors import CacheError
+from graphtrain.key import CacheKey
+from lowering.artifact import Artifact
+
+obstore = pytest.importorskip("obstore")
+pytest.importorskip("securesystemslib")
+
+
+def fill(cache: Cache, count: int, size: int = 1000) -> list[str]:
+    """Programs of as many requests; digests of the requests."""
+    digests = []
+    for number in range(count):
+        key = CacheKey.of(graph="train", text=f"program {number}", target="cpu:1")
+        cache.put(key, Artifact(random.Random(number).randbytes(size), {"graph": "train"}))
+        request = CacheKey.of(graph="train", program=number, target="cpu:1")
+        cache.link(request, key)
+        digests.append(request.digest)
+    return digests
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "mine")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "theirs")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Remote:
+    return Remote(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    made = Keys(tmp_path / "keys")
+    made.new()
+    return made
+
+
+def friend(tmp_path: Path, keys: Keys) -> Keys:
+    """Somebody else, who trusts us."""
+    public = tmp_path / "public.json"
+    public.write_text(json.dumps(keys.own()))
+    other = Keys(tmp_path / "friend")
+    other.trust("maker", public)
+    return other
+
+
+def test_what_is_pushed_is_pulled_whole_and_only_once(tmp_path, mine, theirs, store, keys):
+    digests = fill(mine, 20)
+    sent = push(mine, store, keys)
+    assert len(sent.programs) == 20 and sorted(sent.requests) == sorted(digests)
+    assert not push(mine, store, keys).programs
+    came = pull(theirs, store, friend(tmp_path, keys))
+    assert len(came.programs) == 20 and came.nbytes == sent.nbytes and not came.refused
+    assert theirs.answers() == mine.answers()
+    for program in mine.answers().values():
+        assert theirs.get(program) == mine.get(program)
+    assert not pull(theirs, store, keys).programs
+
+
+def test_only_what_is_chosen_goes_and_what_is_not_there_is_told(mine, theirs, store, keys):
+    first, second, third = fill(mine, 3)
+    push(mine, store, keys, [first, second])
+    came = pull(theirs, store, keys, [second, third])
+    assert came.requests == [second] and came.absent == [third]
+
+
+def test_a_program_of_several_requests_comes_once(mine, theirs, store, keys):
+    (digest,) = fill(mine, 1)
+    program = mine.answers()[digest]
+    for number in range(10):
+        mine.link(CacheKey.of(graph="train", again=number), program)
+    push(mine, store, keys)
+    came = pull(theirs, store, keys)
+    assert came.programs == [program] and len(came.requests) == 11
+
+
+def test_without_a_key_nothing_is_sent(tmp_path, mine, store):
+    fill(mine, 1)
+    with pytest.raises(
+        CacheError, match=r"no key to sign with; make one: graphtrain cache key new"
+    ):
+        push(mine, store, Keys(tmp_path / "nobody"))
+    assert not list(store.names("v1/"))
+
+
+def test_a_stranger_is_refused_and_nothing_is_kept(tmp_path, mine, theirs, store, keys):
+    fill(mine, 2)
+    push(mine, store, keys)
+    stranger = Keys(tmp_path / "stranger")
+    stranger.new()
+    came = pull(theirs, store, stranger)
+    assert len(came.refused) == 2 and "whom you do not trust" in came.refused[0]
+    assert not theirs.list() and not theirs.answers()
+
+
+def test_who_is_trusted_no_longer_is_refused(tmp_path, mine, theirs, store, keys):
+    fill(mine, 1)
+    push(mine, store, keys)
+    other = friend(tmp_path, keys)
+    other.untrust("maker")
+    assert pull(theirs, store, other).refused
+
+
+TAMPERED = {
+    "payload": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "record.json": lambda data: data.replace(b'"graph"', b'"Graph"', 1),
+    "signature.json": lambda data: data.replace(b'"sig": "', b'"sig": "AAAA', 1),
+}
+
+
+@pytest.mark.parametrize("part", TAMPERED)
+def test_what_was_tampered_with_is_refused(mine, theirs, store, keys, part):
+    (digest,) = fill(mine, 1)
+    push(mine, store, keys)
+    name = f"v1/programs/{mine.answers()[digest]}/{part}"
+    before = store.get(name)
+    assert before is not None
+    after = TAMPERED[part](before)
+    assert after != before
+    store.put(name, after)
+    (reason,) = pull(theirs, store, keys).refused
+    assert "tampered with" in reason or "do not trust" in reason or "no DSSE" in reason
+    assert not theirs.list() and not theirs.answers()
+
+
+def test_a_request_cannot_be_led_to_another_program(mine, theirs, store, keys):
+    """Both are signed, but not together."""
+    first, second = fill(mine, 2)
+    push(mine, store, keys)
+    other = store.get(f"v1/requests/{second}.json")
+    assert other is not None
+    store.put(f"v1/requests/{first}.json", other)
+    store.put(f"v1/requests/{first}.sig", store.get(f"v1/requests/{second}.sig") or b"")
+    (reason,) = pull(theirs, store, keys, [first]).refused
+    assert "tampered with" in reason and not theirs.answers()
+
+
+def test_programs_cannot_change_places(mine, theirs, store, keys):
+    first, second = (mine.answers()[digest] for digest in fill(mine, 2))
+    push(mine, store, keys)
+    for part in ("payload", "record.json", "signature.json"):
+        store.put(f"v1/programs/{first}/{part}", store.get(f"v1/programs/{second}/{part}") or b"")
+    reasons = pull(theirs, store, keys).refused
+    assert len(reasons) == 1 and "tampered with" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b'{"payload": 3}', b"[" * 100_000, b"x" * 10**6]
+)
+def test_a_signature_that_is_none_is_refused(mine, theirs, store, keys, text):
+    (digest,) = fill(mine, 1)
+    push(mine, store, keys)
+    store.put(f"v1/requests/{digest}.sig", text)
+    (reason,) = pull(theirs, store, keys).refused
+    assert "no DSSE envelope" in reason
+
+
+def test_half_a_program_is_refused_until_it_is_pushed_again(mine, theirs, store, keys):
+    (digest,) = fill(mine, 1)
+    push(mine, store, keys)
+    program = mine.answers()[digest]
+    os.unlink(Path(store.url) / f"v1/programs/{program}/record.json")
+    (reason,) = pull(theirs, store, keys).refused
+    assert "not there as a whole; push it again" in reason
+    push(mine, store, keys)
+    assert pull(theirs, store, keys).programs == [program]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from graphtrain.cache import Cache
+from graphtrain.cache.exchange import pull, push
+from graphtrain.cache.remote import Remote
+from graphtrain.cache.trust import Keys
+verb, cache, store, keys = sys.argv[1:]
+print("begun", flush=True)
+{"pull": pull, "push": push}[verb](Cache(Path(cache)), Remote(store), Keys(Path(keys)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["push", "pull"])
+def test_killed_at_any_moment_it_goes_on_and_loses_nothing(
+    tmp_path, mine, theirs, store, keys, verb
+):
+    fill(mine, 60, size=100_000)
+    if verb == "pull":
+        push(mine, store, keys)
+    begins = mine if verb == "push" else theirs
+    words = [
+        sys.executable,
+        "-c",
+        KILLED,
+        verb,
+        str(begins.root),
+        store.url,
+        str(tmp_path / "keys"),
+    ]
+    for round_ in range(6):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(0.02 * round_)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    if verb == "push":
+        push(mine, store, keys)
+    assert not pull(theirs, store, keys).refused
+    assert theirs.answers() == mine.answers()
+    assert theirs.verify().sound
+
+
+class _Unreliable(SimpleHTTPRequestHandler):
+    """Answers every second request."""
+
+    asked = itertools.count()
+
+    def do_GET(self) -> None:
+        if next(self.asked) % 2:
+            super().do_GET()
+        else:
+            self.send_error(503)
+
+    def log_message(self, *about) -> None:
+        pass
+
+
+def test_over_http_half_of_the_answers_are_enough(tmp_path, mine, theirs, store, keys):
+    digests = fill(mine, 4)
+    push(mine, store, keys)
+    serve = partial(_Unreliable, directory=store.url)
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        web = Remote(f"http://127.0.0.1:{server.server_port}")
+        came = pull(theirs, web, keys, digests)
+        with pytest.raises(CacheError, match="cannot list"):
+            pull(theirs, web, keys)
+        server.shutdown()
+    assert len(came.programs) == 4 and not came.refused
+    assert theirs.answers() == mine.answers()
+
+
+def test_a_key_is_made_once_and_is_private(tmp_path):
+    keys = Keys(tmp_path / "keys")
+    keys.new()
+    assert (tmp_path / "keys" / "private.pem").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CacheError, match="exists; remove it"):
+        keys.new()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
+def test_a_name_that_leads_elsewhere_is_none(tmp_path, keys, name):
+    public = tmp_path / "public.json"
+    public.write_text(json.dumps(keys.own()))
+    with pytest.raises(CacheError, match="cannot name a key"):
+        keys.trust(name, public)
+
+
+def test_a_store_of_no_known_kind_is_refused():
+    with pytest.raises(CacheError, match="cannot open ftp://somewhere/"):
+        Remote("ftp://somewhere")
