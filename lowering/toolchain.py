@@ -39,10 +39,11 @@ class Toolchain:
         """The toolchain of this process for one platform; imports nothing it names."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
         flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
-        return cls({name: v for name in names if (v := _version(name))}, _environment(flags))
+        return cls({name: v for name in names if (v := version(name))}, _environment(flags))
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of a package that is installed here."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -5,14 +5,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from graphtrain.cache.entries import Entry, list_entries
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.locks import hold_all_free
-from graphtrain.cache.programs import is_present
+from graphtrain.cache.programs import Unusable, is_present, read_record
 from graphtrain.cache.requests import read_all
 from graphtrain.cache.writing import discard, is_stale, writing
+from lowering.toolchain import version
 
 _DAY = 86_400  # seconds
 
@@ -32,7 +34,12 @@ class Collected:
 
 
 def collect(
-    layout: Layout, *, max_bytes: int | None, max_age_days: float | None, keep: Collection[str]
+    layout: Layout,
+    *,
+    max_bytes: int | None,
+    max_age_days: float | None,
+    other_toolchains: bool,
+    keep: Collection[str],
 ) -> Collected:
     """Remove programs, oldest use first, until the limits hold; then what is left over.
 
@@ -43,7 +50,8 @@ def collect(
     entries = list_entries(layout)
     oldest_use = 0.0 if max_age_days is None else now - max_age_days * _DAY
     removed, locked = [], []
-    for entry in _excess(entries, max_bytes, oldest_use, frozenset(keep)):
+    foreign = _foreign(layout, entries) if other_toolchains else frozenset()
+    for entry in _excess(entries, max_bytes, oldest_use, foreign, frozenset(keep)):
         (removed if _remove(layout, entry) else locked).append(entry)
     leftovers = _remove_dangling(layout) + _remove_temporary(layout, now)
     leftovers += _remove_children(layout.quarantine, made_before=now)
@@ -53,8 +61,25 @@ def collect(
     return Collected(tuple(removed), tuple(locked), kept_bytes, leftovers)
 
 
+def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
+    """Programs that some other version of a package made than is installed here."""
+    return frozenset(entry.program for entry in entries if not _is_of_here(layout, entry.program))
+
+
+def _is_of_here(layout: Layout, digest: str) -> bool:
+    try:
+        made_by = read_record(layout.program(digest), digest)["key"]["toolchain"]["versions"]
+    except (Unusable, KeyError, TypeError):
+        return True  # not ours to judge
+    return all(here(package) == made for package, made in made_by.items())
+
+
 def _excess(
-    entries: Sequence[Entry], max_bytes: int | None, oldest_use: float, keep: frozenset[str]
+    entries: Sequence[Entry],
+    max_bytes: int | None,
+    oldest_use: float,
+    foreign: frozenset[str],
+    keep: frozenset[str],
 ) -> list[Entry]:
     """The entries to remove; entries are sorted by last use, newest first."""
     total = sum(entry.nbytes for entry in entries)
@@ -62,7 +87,7 @@ def _excess(
     for entry in reversed(entries):
         too_many = max_bytes is not None and total > max_bytes
         if keep.isdisjoint((entry.program, *entry.requests)) and (
-            too_many or entry.last_used < oldest_use
+            too_many or entry.last_used < oldest_use or entry.program in foreign
         ):
             chosen.append(entry)
             total -= entry.nbytes

@@ -49,6 +49,10 @@ class Layout:
         return self.base / "bundles"
 
     @cached_property
+    def pins(self) -> Path:
+        return self.base / "pins"
+
+    @cached_property
     def temporary(self) -> Path:
         return self.base / "tmp"
 

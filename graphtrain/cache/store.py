@@ -15,6 +15,7 @@ from graphtrain.cache import (
     explain,
     failures,
     locks,
+    pins,
     programs,
     requests,
     verify,
@@ -258,6 +259,7 @@ class Cache:
         *,
         max_bytes: int | None = None,
         max_age_days: float | None = None,
+        other_toolchains: bool = False,
         keep: Collection[str] = (),
     ) -> collect.Collected:
         """Remove what is left over, then programs that are too old or too many.
@@ -268,11 +270,40 @@ class Cache:
         Args:
             max_bytes: how much may remain stored.
             max_age_days: since last used; failures older than that go too.
+            other_toolchains: those made by other versions than are installed here go too.
             keep: digests of programs or requests that stay in any case.
         """
         return collect.collect(
-            self._layout, max_bytes=max_bytes, max_age_days=max_age_days, keep=keep
+            self._layout,
+            max_bytes=max_bytes,
+            max_age_days=max_age_days,
+            other_toolchains=other_toolchains,
+            keep={*keep, *pins.pinned(self._layout)},
         )
+
+    def pin(self, prefix: str) -> str:
+        """Keep a program whatever limits gc is given; return its digest.
+
+        Raises:
+            CacheError: prefix means no program or several, or the store cannot be written.
+        """
+        digest = self.resolve(prefix)
+        pins.pin(self._layout, digest)
+        return digest
+
+    def unpin(self, prefix: str) -> str:
+        """Let it go again; return its digest.
+
+        Raises:
+            CacheError: prefix means no program or several, or the store cannot be written.
+        """
+        digest = self.resolve(prefix)
+        pins.unpin(self._layout, digest)
+        return digest
+
+    def pinned(self) -> frozenset[str]:
+        """Digests of the programs that gc leaves alone."""
+        return pins.pinned(self._layout)
 
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
         """Why find finds a program or none: the stored requests of that graph nearest to this."""

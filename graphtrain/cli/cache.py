@@ -57,13 +57,16 @@ def command() -> None:
 def ls(cache: Cache, as_json: bool) -> None:
     """List the stored programs, last used first; times are UTC."""
     entries = cache.list()
+    pinned = cache.pinned()
     if as_json:
-        _print_json([asdict(entry) for entry in entries])
+        listed = [asdict(entry) | {"pinned": entry.program in pinned} for entry in entries]
+        _print_json(listed)
         return
     table = Table("program", "graph", "target", "created", "last used", box=None, pad_edge=False)
     table.add_column("size", justify="right")
+    table.add_column("")
     for entry in entries:
-        table.add_row(*_row(entry))
+        table.add_row(*_row(entry), "pinned" if entry.program in pinned else "")
     if entries:
         Console().print(table)
     total = readable(sum(entry.nbytes for entry in entries))
@@ -138,13 +141,25 @@ def explain(
 @_store
 @click.option("--max-size", type=_Size(), help="Remove until no more is stored, as 20GB.")
 @click.option("--max-age-days", type=click.FloatRange(min=0), help="Remove what is unused longer.")
+@click.option(
+    "--other-toolchains", is_flag=True, help="Remove what other versions than these have made."
+)
 @click.option("--keep", multiple=True, metavar="DIGEST", help="A program that stays in any case.")
 def gc(
-    cache: Cache, max_size: int | None, max_age_days: float | None, keep: tuple[str, ...]
+    cache: Cache,
+    max_size: int | None,
+    max_age_days: float | None,
+    other_toolchains: bool,
+    keep: tuple[str, ...],
 ) -> None:
-    """Remove what is left over, and programs beyond a limit, oldest use first."""
+    """Remove what is left over, and programs beyond a limit, oldest use first; no pinned ones."""
     kept = [cache.resolve(prefix) for prefix in keep]
-    done = cache.gc(max_bytes=max_size, max_age_days=max_age_days, keep=kept)
+    done = cache.gc(
+        max_bytes=max_size,
+        max_age_days=max_age_days,
+        other_toolchains=other_toolchains,
+        keep=kept,
+    )
     for entry in done.removed:
         click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {readable(entry.nbytes)}")
     for entry in done.locked:
@@ -155,6 +170,22 @@ def gc(
         f"{remaining} remain in {cache.root}",
         err=True,
     )
+
+
+@command.command("pin")
+@click.argument("digest_prefix")
+@_store
+def pin(digest_prefix: str, cache: Cache) -> None:
+    """Keep a program, whatever limits gc is given."""
+    click.echo(f"pinned {cache.pin(digest_prefix)[:_DIGITS]}")
+
+
+@command.command("unpin")
+@click.argument("digest_prefix")
+@_store
+def unpin(digest_prefix: str, cache: Cache) -> None:
+    """Let gc remove a program again."""
+    click.echo(f"unpinned {cache.unpin(digest_prefix)[:_DIGITS]}")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 import os
 import time
+from importlib import metadata
 
 import pytest
 
@@ -57,6 +58,28 @@ def test_gc_removes_the_requests_of_what_it_removes(cache):
     assert list((cache.root / "v1" / "requests").iterdir()) == []
     assert list((cache.root / "v1" / "programs").iterdir()) == []
     assert list((cache.root / "v1" / "tmp").iterdir()) == []
+
+
+def test_what_is_pinned_stays_until_it_is_not(cache):
+    assert cache.pin(KEYS[2].digest[:10]) == KEYS[2].digest
+    cache.gc(max_bytes=0)
+    assert stored(cache) == [2] and cache.pinned() == {KEYS[2].digest}
+    cache.unpin(KEYS[2].digest)
+    cache.gc(max_bytes=0)
+    assert stored(cache) == []
+
+
+def test_gc_removes_what_other_versions_made(tmp_path):
+    cache = Cache(tmp_path)
+    made = {"here": metadata.version("jax"), "elsewhere": "0.0.1"}
+    keys = {
+        name: CacheKey.of(toolchain={"versions": {"jax": jax}, "environment": {}})
+        for name, jax in made.items()
+    }
+    for key in (*keys.values(), KEYS[0]):
+        cache.put(key, Artifact(b"payload", {}))
+    removed = cache.gc(other_toolchains=True).removed
+    assert [entry.program for entry in removed] == [keys["elsewhere"].digest]
 
 
 def test_use_saves_a_program_from_gc(cache):
