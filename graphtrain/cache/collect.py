@@ -63,10 +63,13 @@ def collect(
 
 def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
     """Programs that some other version of a package made than is installed here."""
-    return frozenset(entry.program for entry in entries if not _is_of_here(layout, entry.program))
+    here = cache(version)  # the same few packages, thousands of times
+    return frozenset(
+        entry.program for entry in entries if not _is_made_by(layout, entry.program, here)
+    )
 
 
-def _is_of_here(layout: Layout, digest: str) -> bool:
+def _is_made_by(layout: Layout, digest: str, here: Callable[[str], str | None]) -> bool:
     try:
         made_by = read_record(layout.program(digest), digest)["key"]["toolchain"]["versions"]
     except (Unusable, KeyError, TypeError):
