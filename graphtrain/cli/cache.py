@@ -2,14 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from graphtrain.cache import Cache, Entry, Explanation, default_root
 from graphtrain.cache.sizes import parse, readable
@@ -62,13 +61,9 @@ def ls(cache: Cache, as_json: bool) -> None:
         listed = [asdict(entry) | {"pinned": entry.program in pinned} for entry in entries]
         _print_json(listed)
         return
-    table = Table("program", "graph", "target", "created", "last used", box=None, pad_edge=False)
-    table.add_column("size", justify="right")
-    table.add_column("")
-    for entry in entries:
-        table.add_row(*_row(entry), "pinned" if entry.program in pinned else "")
-    if entries:
-        Console().print(table)
+    rows = [(*_row(entry), "pinned" if entry.program in pinned else "") for entry in entries]
+    if rows:
+        _print_columns([("program", "graph", "target", "created", "last used", "size", ""), *rows])
     total = readable(sum(entry.nbytes for entry in entries))
     click.echo(f"{len(entries)} programs, {total}, in {cache.root}", err=True)
 
@@ -200,6 +195,16 @@ def _print_explanation(explanation: Explanation) -> None:
         click.echo(f"  {line}")
     if len(explanation.lines) > _LINES:
         click.echo(f"  and {len(explanation.lines) - _LINES} more")
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Plain columns: a table of rich takes seconds for thousands of rows."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    click.echo("\n".join(lines))
 
 
 def _print_json(value: Any) -> None:
