@@ -11,9 +11,8 @@ from lowering.target import Target
 
 ABOUT_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
 
-_INSTALL = (
-    "pip install neuronx-cc --extra-index-url https://pip.repos.neuron.amazonaws.com"  # not on PyPI
-)
+# What PyPI has under this name is a placeholder.
+_INSTALL = "pip install neuronx-cc from AWS's index, which the AWS Neuron documentation names"
 
 
 def unfinished(
