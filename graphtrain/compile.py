@@ -25,6 +25,10 @@ from graphtrain.requests import request_keys
 from lowering.errors import OutOfMemory
 from lowering.target import Target
 
+# Of a compiler that would say the same again; not of a process that was killed or ran out of time.
+_FINAL = ("CompilerFailed", "JaxRuntimeError", "OutOfMemory", "ShardingError")
+_LONGEST_FIRST = ("train", "evaluate", "init")
+
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
 
 
@@ -49,7 +53,7 @@ class Outcome:
     error: str | None = None
     kind: str | None = None  # class of the error, as in "OutOfMemory"
     failure: str | None = None  # directory with the StableHLO and the log
-    attempts: int = 1
+    attempts: int = 1  # 0: known from before
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,30 @@ def compile_tasks(
     *,
     jobs: int | None = None,
     retries: int = 1,
+    timeout: float | None = None,
+    retry_failed: bool = False,
     observe: Observer = lambda label, stage: None,
 ) -> Report:
     """Have every graph in the cache; one that fails does not stop the others.
 
     Args:
-        jobs: worker processes at once; as many as there are cores if None.
+        jobs: worker processes at once; as many as there are cores if None. Fewer from when one is
+            killed, as the kernel does where memory is short.
         retries: further attempts for a worker that was killed. A compiler's error is final.
+        timeout: seconds after which a worker is stopped, and its graph has failed.
+        retry_failed: compile also what this compiler refused before.
     """
     began = time.perf_counter()
-    outcomes = {task.label: _cached(task, cache, observe) for task in tasks}
+    outcomes = {
+        task.label: _cached(task, cache, observe)
+        or (None if retry_failed else _refused(task, cache, observe))
+        for task in tasks
+    }
     missing = [task for task in tasks if outcomes[task.label] is None]
     if missing:
-        pool = _Pool(cache, min(jobs or os.cpu_count() or 1, len(missing)), retries, observe)
-        outcomes |= pool.run(missing)
+        at_once = min(jobs or os.cpu_count() or 1, len(missing))
+        pool = _Pool(cache, at_once, retries, timeout, observe)
+        outcomes |= pool.run(sorted(missing, key=_rank))
     by_label = {task.label: task for task in tasks}
     done = tuple(
         _fitting(outcome, by_label[outcome.label], cache)
@@ -136,6 +150,22 @@ def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
     return Outcome(task.label, "cached", round(time.perf_counter() - began, 3), digest)
 
 
+def _refused(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
+    """What the same compiler said of the same graph before."""
+    failure = cache.failure(task.request, task.label)
+    if failure is None:
+        return None
+    observe(task.label, "failed before")
+    kept = str(failure.directory)
+    return Outcome(task.label, "failed", 0.0, None, failure.error, failure.kind, kept, attempts=0)
+
+
+def _rank(task: Task) -> int:
+    """Longest first, so that none is left to compile alone at the end."""
+    known = task.graph in _LONGEST_FIRST
+    return _LONGEST_FIRST.index(task.graph) if known else len(_LONGEST_FIRST)
+
+
 @dataclass
 class _Worker:
     """A running process and the graph it has."""
@@ -147,15 +177,19 @@ class _Worker:
     began: float
     attempt: int
     message: tuple[Any, ...] | None = None  # its last word
+    is_late: bool = False
 
 
 class _Pool:
     """One process for each graph, a bounded number at once."""
 
-    def __init__(self, cache: Cache, jobs: int, retries: int, observe: Observer) -> None:
+    def __init__(
+        self, cache: Cache, jobs: int, retries: int, timeout: float | None, observe: Observer
+    ) -> None:
         self._cache = cache
         self._jobs = jobs
         self._retries = retries
+        self._timeout = timeout
         self._observe = observe
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["graphtrain.worker"])
@@ -193,7 +227,7 @@ class _Pool:
         """Wait for news, take it in, and return the workers that have ended."""
         by_pipe = {worker.pipe: worker for worker in running}
         ended = []
-        for ready in wait(list(by_pipe)):
+        for ready in wait(list(by_pipe), self._stop_late(running)):
             worker = by_pipe[ready]  # type: ignore[index]
             try:
                 message = worker.pipe.recv()
@@ -207,8 +241,24 @@ class _Pool:
                 worker.message = message
         return ended
 
+    def _stop_late(self, running: list[_Worker]) -> float | None:
+        """Kill workers whose time is over; seconds until the next one's is."""
+        if self._timeout is None:
+            return None
+        now = time.perf_counter()
+        for worker in running:
+            if now - worker.began > self._timeout and not worker.is_late:
+                worker.is_late = True
+                worker.process.kill()
+        left = [self._timeout - (now - one.began) for one in running if not one.is_late]
+        return max(0.0, min(left)) if left else None
+
     def _is_worth_another(self, worker: _Worker) -> bool:
-        return worker.message is None and worker.attempt <= self._retries
+        if worker.message is not None or worker.is_late or worker.attempt > self._retries:
+            return False
+        if worker.process.exitcode == -signal.SIGKILL:  # as the kernel ends what takes its memory
+            self._jobs = max(1, self._jobs // 2)
+        return True
 
     def _outcome(self, worker: _Worker) -> Outcome:
         seconds = round(time.perf_counter() - worker.began, 3)
@@ -218,16 +268,19 @@ class _Pool:
             self._observe(label, status)
             return Outcome(label, status, seconds, message[1], attempts=worker.attempt)
         error, kind = message[1:] if message else (_ended(worker.process.exitcode), None)
-        kept = self._keep(worker)
+        if worker.is_late:
+            error, kind = f"not compiled within {self._timeout:g} s (--timeout)", "Timeout"
+        kept = self._keep(worker, {"error": error, "kind": kind} if kind in _FINAL else {})
         self._observe(label, "failed")
         return Outcome(label, "failed", seconds, None, error, kind, kept, worker.attempt)
 
-    def _keep(self, worker: _Worker) -> str | None:
+    def _keep(self, worker: _Worker, reason: dict[str, str]) -> str | None:
         """Store the StableHLO and log of a failure; the store itself may be what failed."""
         text, log = (_read(worker.scratch / name) for name in ("program.mlir", "log.txt"))
         task = worker.task
         try:
-            return str(self._cache.store_failure(task.request, task.label, text, log))
+            kept = self._cache.store_failure(task.request, task.label, text, log, reason)
+            return str(kept)
         except CacheError:
             return None
 

@@ -1,26 +1,57 @@
 """What could not be compiled: kept, so that a failure can be looked into where it happened."""
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from graphtrain.cache.layout import Layout, checked
 from graphtrain.cache.writing import temporary_directory, write_file, writing
 
+_REASON = "failure.json"
 
-def store_failure(layout: Layout, digest: str, name: str, text: str, log: str) -> Path:
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a graph did not compile."""
+
+    error: str
+    kind: str  # class of the error
+    directory: Path
+
+
+def store_failure(
+    layout: Layout, digest: str, name: str, text: str, log: str, reason: Mapping[str, str]
+) -> Path:
     """Keep the program text and the compiler's log of a failure; return their directory.
 
-    A failure of the same digest and name replaces the last.
+    A failure of the same digest and name replaces the last. The digest is of a request, which
+    holds the toolchain: another compiler is another request.
+
+    Args:
+        reason: error and kind of a failure that would be the same again; empty for others.
 
     Raises:
         CacheError: the disk is full, or the store cannot be written.
     """
     path = layout.failures / directory_name(name, digest)
     files = {"program.mlir": text.encode(), "log.txt": log.encode(errors="replace")}
+    if reason:
+        files[_REASON] = (json.dumps(dict(reason)) + "\n").encode()
     return store_files(layout, path, files)
+
+
+def read_failure(layout: Layout, digest: str, name: str) -> Failure | None:
+    """The failure of a request that compiling it again would only repeat."""
+    directory = layout.failures / directory_name(name, digest)
+    try:
+        reason = json.loads((directory / _REASON).read_bytes())
+        return Failure(str(reason["error"]), str(reason["kind"]), directory)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def directory_name(name: str, digest: str) -> str:

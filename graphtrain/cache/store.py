@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from graphtrain.cache import (
@@ -310,13 +311,27 @@ class Cache:
         graph = graph or str(request.part("graph") or "")
         return explain.explain(self._layout, request, graph)
 
-    def store_failure(self, key: CacheKey | str, name: str, text: str, log: str) -> Path:
+    def store_failure(
+        self,
+        key: CacheKey | str,
+        name: str,
+        text: str,
+        log: str,
+        reason: Mapping[str, str] = MappingProxyType({}),
+    ) -> Path:
         """Keep the program text and log of a graph that did not compile; return their directory.
+
+        Args:
+            reason: error and kind of a failure that would be the same again; empty for others.
 
         Raises:
             CacheError: the disk is full, or the store cannot be written.
         """
-        return failures.store_failure(self._layout, digest_of(key), name, text, log)
+        return failures.store_failure(self._layout, digest_of(key), name, text, log, reason)
+
+    def failure(self, request: CacheKey, name: str) -> failures.Failure | None:
+        """Why a graph did not compile before, where it would not now either."""
+        return failures.read_failure(self._layout, request.digest, name)
 
     def store_bundle(
         self, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     help="Further attempts for a compiler that was killed.",
 )
 @click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for each graph."
+)
+@click.option(
+    "--retry-failed", is_flag=True, help="Also what this compiler is known to have refused."
+)
+@click.option(
     "--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the summary as JSON."
 )
 def command(
@@ -38,6 +44,8 @@ def command(
     cache: Path,
     jobs: int | None,
     retries: int,
+    timeout: float | None,
+    retry_failed: bool,
     report: Path | None,
 ) -> None:
     """Compile every graph of the runs CONFIGS describe, with no accelerator, into the cache.
@@ -53,7 +61,13 @@ def command(
     pull_shared(store, programs.values())
     with progress() as observe:
         result = compile_tasks(
-            tasks_of(programs), store, jobs=jobs, retries=retries, observe=observe
+            tasks_of(programs),
+            store,
+            jobs=jobs,
+            retries=retries,
+            timeout=timeout,
+            retry_failed=retry_failed,
+            observe=observe,
         )
     if report is not None:
         report.write_text(json.dumps(result.as_json(), indent=2) + "\n")
@@ -89,7 +103,10 @@ def print_report(report: "Report") -> None:
     """The summary that people who compile ahead of a run look for."""
     for outcome in report.outcomes:
         if outcome.status == "failed":
-            click.echo(f"{outcome.label} failed: {outcome.error}", err=True)
+            again = (
+                "" if outcome.attempts else " (as before; --retry-failed asks the compiler again)"
+            )
+            click.echo(f"{outcome.label} failed: {outcome.error}{again}", err=True)
             if outcome.failure:
                 click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
     click.echo(f"Total graphs:      {len(report.outcomes)}")

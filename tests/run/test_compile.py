@@ -47,6 +47,26 @@ def test_a_worker_that_is_killed_is_tried_again(cold):
     cold.command("cache", "verify")
 
 
+def test_a_refusal_is_remembered_until_it_is_asked_for_again(cold):
+    words = ["compile", "config.toml", "--target", "cpu:2"]
+    words += ["--set", "program.batch.microbatches=8", "--report", "r.json"]
+    cold.command(*words, status=2)
+    _, err = cold.command(*words, status=2)
+    graphs = {one["label"]: one for one in json.loads((cold.path / "r.json").read_text())["graphs"]}
+    assert graphs["train"]["attempts"] == 0 and "train: failed before" in err
+    assert "(as before; --retry-failed asks the compiler again)" in err
+    _, err = cold.command(*words, "--retry-failed", status=2)
+    assert "train: tracing" in err and "as before" not in err
+
+
+def test_a_graph_that_takes_too_long_is_stopped_and_not_remembered(cold):
+    words = ["compile", "config.toml", "--report", "r.json"]
+    _, err = cold.command(*words, "--timeout", "0.05", status=2)
+    assert err.count("not compiled within 0.05 s (--timeout)") == 3
+    cold.command(*words)
+    assert json.loads((cold.path / "r.json").read_text())["successful"] == 3
+
+
 def test_a_flipped_byte_is_set_aside_and_compiled_again(cold):
     cold.command("compile", "config.toml")
     for payload in cold.cache.glob("v1/programs/*/payload"):
