@@ -63,10 +63,7 @@ class Layout:
         return self.requests / f"{checked(digest)}.json"
 
     def lock(self, digest: str) -> Path:
-        return self.locks / f"{checked(digest)}.lock"
-
-    def owner(self, digest: str) -> Path:
-        return self.locks / f"{checked(digest)}.owner"
+        return self.locks / checked(digest)
 
 
 def digest_of(key: CacheKey | str) -> str:
