@@ -55,8 +55,6 @@ def collect(
         (removed if _remove(layout, entry) else locked).append(entry)
     leftovers = _remove_dangling(layout) + _remove_temporary(layout, now)
     leftovers += _remove_children(layout.quarantine, made_before=now)
-    # Of a lease that was taken over a marker remains, which late waiters may still ask for.
-    leftovers += _unlink(_children(layout.locks), lambda path: _is_let_go(path, now))
     if max_age_days is not None:
         leftovers += _remove_children(layout.failures, made_before=oldest_use)
     kept_bytes = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in removed)
@@ -115,10 +113,6 @@ def _remove_dangling(layout: Layout) -> int:
 
 def _remove_temporary(layout: Layout, now: float) -> int:
     return _unlink(_children(layout.temporary), lambda path: is_stale(path, now=now))
-
-
-def _is_let_go(lock: Path, now: float) -> bool:
-    return now - lock.lstat().st_mtime > _DAY and not (lock / "lease").exists()
 
 
 def _remove_children(directory: Path, made_before: float) -> int:

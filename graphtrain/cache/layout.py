@@ -63,7 +63,10 @@ class Layout:
         return self.requests / f"{checked(digest)}.json"
 
     def lock(self, digest: str) -> Path:
-        return self.locks / checked(digest)
+        return self.locks / f"{checked(digest)}.lock"
+
+    def owner(self, digest: str) -> Path:
+        return self.locks / f"{checked(digest)}.owner"
 
 
 def digest_of(key: CacheKey | str) -> str:

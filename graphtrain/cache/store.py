@@ -52,10 +52,9 @@ class Cache:
     nobody else can write.
     """
 
-    def __init__(self, root: Path, pace: locks.Pace = locks.Pace()) -> None:  # noqa: B008
+    def __init__(self, root: Path) -> None:
         """Open the store at root; nothing is made there before the first write."""
         self.root = root
-        self._pace = pace
         self._layout = Layout(root)
 
     def put(self, key: CacheKey, artifact: Artifact) -> None:
@@ -155,7 +154,7 @@ class Cache:
         Raises:
             CacheError: the store cannot be written.
         """
-        return locks.hold(self._layout, digest_of(key), on_wait, self._pace)
+        return locks.hold(self._layout, digest_of(key), on_wait)
 
     def list(self) -> tuple[entries.Entry, ...]:
         """Every stored program with the requests it answers, last used first."""

@@ -8,11 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 import graphtrain
 from graphtrain.cache import Cache
-from graphtrain.cache.locks import Pace
 from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
@@ -49,47 +46,10 @@ def die_before_rename(root):
     Cache(Path(root)).put(KEY, Artifact(bytes(1000), {}))
 
 
-QUICK = {"beat": 0.05, "expiry": 0.5}  # seconds, so that tests need not wait long
-
-
-def race(root, host, compiled, go):
-    """Compile a thousand keys, as another host does at the same time."""
-    cache = Cache(Path(root), Pace(host=host))
-    while not Path(go).exists():
-        time.sleep(0.001)
-    for number in range(1000):
-        key = CacheKey.of(number=number)
-        with cache.lock(key):
-            if cache.get(key) is None:
-                with open(compiled, "a") as file:
-                    file.write(f"{number}\n")
-                cache.put(key, Artifact(b"payload", {}))
-
-
-def hold_on_another_host(root):
-    with Cache(Path(root), Pace(host="elsewhere", **QUICK)).lock(KEY):
-        print("held", flush=True)
-        sys.stdin.readline()
-        Cache(Path(root)).put(KEY, Artifact(b"late", {}))
-    print("let go", flush=True)
-
-
-def compile_quickly(root, compiled):
-    cache = Cache(Path(root), Pace(**QUICK))
-    with cache.lock(KEY):
-        if cache.get(KEY) is None:
-            with open(compiled, "a") as file:
-                file.write(f"{os.getpid()}\n")
-            time.sleep(1.0)  # longer than a lease without a sign of life
-            cache.put(KEY, Artifact(b"in time", {}))
-
-
 def start(function, *arguments):
     command = [sys.executable, __file__, function.__name__, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(TREE)}
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def finish(processes):
@@ -106,41 +66,6 @@ def test_eight_processes_compile_once(tmp_path):
     processes = [start(compile_once, tmp_path, tmp_path / "compiled") for _ in range(8)]
     assert finish(processes) == [0] * 8
     assert len((tmp_path / "compiled").read_text().splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_two_hosts_that_race_a_thousand_times_compile_each_key_once(tmp_path):
-    compiled, go = tmp_path / "compiled", tmp_path / "go"
-    hosts = [start(race, tmp_path / "store", host, compiled, go) for host in ("one", "two")]
-    go.touch()
-    assert [host.communicate(timeout=200) and host.returncode for host in hosts] == [0, 0]
-    assert sorted(map(int, compiled.read_text().split())) == list(range(1000))
-    assert Cache(tmp_path / "store").verify().programs == 1000
-
-
-def test_the_lease_of_a_host_that_died_is_taken_over_once(tmp_path):
-    owner = start(hold_on_another_host, tmp_path)
-    assert owner.stdout and owner.stdout.readline() == "held\n"
-    owner.kill()
-    owner.communicate()
-    waiting = [start(compile_quickly, tmp_path, tmp_path / "compiled") for _ in range(4)]
-    assert finish(waiting) == [0] * 4
-    assert len((tmp_path / "compiled").read_text().splitlines()) == 1
-
-
-def test_an_owner_that_was_paused_and_wakes_up_does_no_harm(tmp_path):
-    owner = start(hold_on_another_host, tmp_path)
-    assert owner.stdout and owner.stdin and owner.stdout.readline() == "held\n"
-    owner.send_signal(signal.SIGSTOP)
-    other = start(compile_quickly, tmp_path, tmp_path / "compiled")
-    assert finish([other]) == [0]
-    owner.send_signal(signal.SIGCONT)
-    out, _ = owner.communicate("go on\n", timeout=30)
-    assert owner.returncode == 0 and out == "let go\n"
-    stored = Cache(tmp_path).get(KEY)
-    assert stored is not None and stored.payload == b"in time"
-    with Cache(tmp_path).lock(KEY):
-        pass
 
 
 def test_threads_exclude_each_other_too(tmp_path):
