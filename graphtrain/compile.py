@@ -25,8 +25,8 @@ from graphtrain.requests import request_keys
 from lowering.errors import OutOfMemory
 from lowering.target import Target
 
-# Of a compiler that would say the same again; not of a process that was killed or ran out of time.
-_FINAL = ("CompilerFailed", "JaxRuntimeError", "OutOfMemory", "ShardingError")
+# What would be said again, whatever else the machine is doing; full disks and kills are not that.
+_FINAL = ("OutOfMemory", "ShardingError")
 _LONGEST_FIRST = ("train", "evaluate", "init")
 
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
