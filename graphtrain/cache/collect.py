@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphtrain.cache.entries import Entry, list_entries
 from graphtrain.cache.layout import Layout
-from graphtrain.cache.locks import hold_all_free
+from graphtrain.cache.leases import PACE, hold_all_free
 from graphtrain.cache.programs import Unusable, is_present, read_record
 from graphtrain.cache.requests import read_all
 from graphtrain.cache.writing import discard, is_stale, writing
@@ -24,7 +24,7 @@ class Collected:
     """What one collection did."""
 
     removed: tuple[Entry, ...]
-    locked: tuple[Entry, ...]  # would have been removed, but a process holds their lock
+    locked: tuple[Entry, ...]  # would have been removed, but a process holds their lease
     kept_bytes: int  # of the programs that remain
     leftovers: int  # dangling requests, temporary files, quarantined entries and old failures
 
@@ -99,7 +99,7 @@ def _excess(
 
 def _remove(layout: Layout, entry: Entry) -> bool:
     path = layout.program(entry.program)
-    with hold_all_free(layout, (entry.program, *entry.requests)) as free:
+    with hold_all_free(layout, (entry.program, *entry.requests), PACE) as free:
         if free:
             with writing(path, 0):
                 discard(layout, path)

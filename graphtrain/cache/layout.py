@@ -33,8 +33,8 @@ class Layout:
         return self.base / "requests"
 
     @cached_property
-    def locks(self) -> Path:
-        return self.base / "locks"
+    def leases(self) -> Path:
+        return self.base / "leases"
 
     @cached_property
     def quarantine(self) -> Path:
@@ -62,11 +62,8 @@ class Layout:
     def request(self, digest: str) -> Path:
         return self.requests / f"{checked(digest)}.json"
 
-    def lock(self, digest: str) -> Path:
-        return self.locks / f"{checked(digest)}.lock"
-
-    def owner(self, digest: str) -> Path:
-        return self.locks / f"{checked(digest)}.owner"
+    def lease(self, digest: str) -> Path:
+        return self.leases / checked(digest)
 
 
 def digest_of(key: CacheKey | str) -> str:

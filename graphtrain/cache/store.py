@@ -15,7 +15,7 @@ from graphtrain.cache import (
     entries,
     explain,
     failures,
-    locks,
+    leases,
     pins,
     programs,
     requests,
@@ -52,9 +52,10 @@ class Cache:
     nobody else can write.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, pace: leases.Pace = leases.PACE) -> None:
         """Open the store at root; nothing is made there before the first write."""
         self.root = root
+        self._pace = pace
         self._layout = Layout(root)
 
     def put(self, key: CacheKey, artifact: Artifact) -> None:
@@ -142,10 +143,9 @@ class Cache:
     def lock(
         self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None
     ) -> AbstractContextManager[None]:
-        """Hold the lock of a key, so that only one process compiles it; free when its owner dies.
+        """Hold the lease of a key, so that only one process compiles it, after waiting for it.
 
-        Look in the store again once it is held: the last owner may have stored the program. Do
-        not fork while holding it, since the child would keep it.
+        Look in the store again once it is held: the last owner may have stored the program.
 
         Args:
             key: of a request or a program, or its digest.
@@ -154,7 +154,11 @@ class Cache:
         Raises:
             CacheError: the store cannot be written.
         """
-        return locks.hold(self._layout, digest_of(key), on_wait)
+        return leases.hold(self._layout, digest_of(key), on_wait, self._pace)
+
+    def lease(self, key: CacheKey | str) -> leases.Lease:
+        """The lease of a key, not yet acquired: lock for those who have other things to do."""
+        return leases.Lease(self._layout.lease(digest_of(key)), self._pace)
 
     def list(self) -> tuple[entries.Entry, ...]:
         """Every stored program with the requests it answers, last used first."""
@@ -266,7 +270,7 @@ class Cache:
         """Remove what is left over, then programs that are too old or too many.
 
         Left over are requests without a program, what killed processes left behind, and everything
-        in quarantine. Programs go in the order of their last use; locked ones never.
+        in quarantine. Programs go in the order of their last use; leased ones never.
 
         Args:
             max_bytes: how much may remain stored.

@@ -1,15 +1,20 @@
 """Processes that share a store. The functions without test_ are what the other processes run."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 import graphtrain
-from graphtrain.cache import Cache
+from graphtrain.cache import Cache, leases
+from graphtrain.cache.leases import Pace
 from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
@@ -46,10 +51,72 @@ def die_before_rename(root):
     Cache(Path(root)).put(KEY, Artifact(bytes(1000), {}))
 
 
+QUICK = {"beat": 0.05, "expiry": 0.5}  # seconds, so that tests need not wait long
+FEW = [CacheKey.of(number=number) for number in range(3)]
+
+
+def race(root, host, compiled, go):
+    """Compile a thousand keys, as another host does at the same time."""
+    cache = Cache(Path(root), Pace(host=host))
+    while not Path(go).exists():
+        time.sleep(0.001)
+    for number in range(1000):
+        key = CacheKey.of(number=number)
+        with cache.lock(key):
+            if cache.get(key) is None:
+                with open(compiled, "a") as file:
+                    file.write(f"{number}\n")
+                cache.put(key, Artifact(b"payload", {}))
+
+
+def claim_for_ever(root, host, witnesses):
+    """Claim one of a few keys, see that nobody else has it, let go, and again."""
+    cache = Cache(Path(root), Pace(host=host, **QUICK))
+    chance = random.Random(os.getpid())
+    print("claiming", flush=True)
+    while True:
+        key = chance.choice(FEW)
+        witness = Path(witnesses, key.digest)
+        with cache.lock(key):
+            with suppress(FileNotFoundError, ValueError):
+                other = int(witness.read_text())
+                assert other == os.getpid() or is_gone(other), f"{other} has it too"
+            witness.write_text(str(os.getpid()))
+            time.sleep(chance.choice((0, 0.01)))
+            witness.unlink()
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def hold_on_another_host(root):
+    with Cache(Path(root), Pace(host="elsewhere", **QUICK)).lock(KEY):
+        print("held", flush=True)
+        sys.stdin.readline()
+        Cache(Path(root)).put(KEY, Artifact(b"late", {}))
+    print("let go", flush=True)
+
+
+def compile_quickly(root, compiled):
+    cache = Cache(Path(root), Pace(**QUICK))
+    with cache.lock(KEY):
+        if cache.get(KEY) is None:
+            with open(compiled, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(1.0)  # longer than a lease without a sign of life
+            cache.put(KEY, Artifact(b"in time", {}))
+
+
 def start(function, *arguments):
     command = [sys.executable, __file__, function.__name__, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(TREE)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def finish(processes):
@@ -66,6 +133,101 @@ def test_eight_processes_compile_once(tmp_path):
     processes = [start(compile_once, tmp_path, tmp_path / "compiled") for _ in range(8)]
     assert finish(processes) == [0] * 8
     assert len((tmp_path / "compiled").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_two_hosts_that_race_a_thousand_times_compile_each_key_once(tmp_path):
+    compiled, go = tmp_path / "compiled", tmp_path / "go"
+    hosts = [start(race, tmp_path / "store", host, compiled, go) for host in ("one", "two")]
+    go.touch()
+    assert [host.communicate(timeout=200) and host.returncode for host in hosts] == [0, 0]
+    assert sorted(map(int, compiled.read_text().split())) == list(range(1000))
+    assert Cache(tmp_path / "store").verify().programs == 1000
+
+
+def test_the_lease_of_a_host_that_died_is_taken_over_once(tmp_path):
+    owner = start(hold_on_another_host, tmp_path)
+    assert owner.stdout and owner.stdout.readline() == "held\n"
+    owner.kill()
+    owner.communicate()
+    waiting = [start(compile_quickly, tmp_path, tmp_path / "compiled") for _ in range(4)]
+    assert finish(waiting) == [0] * 4
+    assert len((tmp_path / "compiled").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_owners_and_claimants_leave_every_lease_to_be_had(tmp_path):
+    chance = random.Random(0)
+    store, witnesses = tmp_path / "store", tmp_path / "witnesses"
+    witnesses.mkdir()
+    alive = []
+    for round_ in range(30):
+        while len(alive) < 3:
+            claimant = start(claim_for_ever, store, f"host {round_ % 2}", witnesses)
+            assert claimant.stdout and claimant.stdout.readline() == "claiming\n"
+            alive.append(claimant)
+        time.sleep(chance.uniform(0, 0.2))
+        victim = alive.pop(0)
+        assert victim.poll() is None, "a claimant saw two owners at once, or failed"
+        victim.kill()
+        victim.communicate()
+    for claimant in alive:
+        assert claimant.poll() is None
+        claimant.kill()
+        claimant.communicate()
+    for key in FEW:
+        lease, deadline = Cache(store, Pace(**QUICK)).lease(key), time.monotonic() + 10
+        while not lease.try_acquire():
+            assert time.monotonic() < deadline, f"{lease.owner()} has it for ever"
+            time.sleep(0.01)
+        assert len(list((store / "v1" / "leases" / key.digest).iterdir())) == 1
+        lease.release()
+
+
+def test_an_owner_killed_before_it_wrote_its_name_is_over_in_time(tmp_path):
+    cache = Cache(tmp_path, Pace(**QUICK))
+    with cache.lock(KEY):
+        pass
+    (tmp_path / "v1" / "leases" / KEY.digest / "2").touch()
+    lease = cache.lease(KEY)
+    assert not lease.try_acquire()
+    assert lease.owner() == "another process"
+    with cache.lock(KEY):
+        pass
+
+
+def test_a_claim_of_who_looked_long_ago_fails(tmp_path, monkeypatch):
+    cache, late = Cache(tmp_path), Cache(tmp_path).lease(KEY)
+    look = leases._highest
+    looks = []
+
+    def look_and_pause(directory):
+        seen = look(directory)
+        if not looks:
+            looks.append(seen)
+            for _ in range(2):  # others have it and let go
+                with cache.lock(KEY):
+                    pass
+        return seen
+
+    monkeypatch.setattr(leases, "_highest", look_and_pause)
+    assert not late.try_acquire()
+    assert late.try_acquire()
+
+
+def test_an_owner_that_was_paused_and_wakes_up_does_no_harm(tmp_path):
+    owner = start(hold_on_another_host, tmp_path)
+    assert owner.stdout and owner.stdin and owner.stdout.readline() == "held\n"
+    owner.send_signal(signal.SIGSTOP)
+    other = start(compile_quickly, tmp_path, tmp_path / "compiled")
+    assert finish([other]) == [0]
+    owner.send_signal(signal.SIGCONT)
+    out, _ = owner.communicate("go on\n", timeout=30)
+    assert owner.returncode == 0 and out == "let go\n"
+    stored = Cache(tmp_path).get(KEY)
+    assert stored is not None and stored.payload == b"in time"
+    with Cache(tmp_path).lock(KEY):
+        pass
 
 
 def test_threads_exclude_each_other_too(tmp_path):
