@@ -6,8 +6,12 @@ starts a backend at import: a backend does not survive a fork.
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
+import resource
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,22 +42,23 @@ def work(
 ) -> None:
     """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
 
-    Sends ("stage", text) any number of times, then ("done", program digest, compiled) or
-    ("failed", message, class of the error).
+    Sends ("stage", text) any number of times, then ("done", program digest, compiled, peak bytes)
+    or ("failed", message, class of the error, peak bytes).
     """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with _output_to(scratch / "log.txt"):
         try:
             digest, compiled = produce(
                 program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
             )
-            pipe.send(("done", digest, compiled))
+            pipe.send(("done", digest, compiled, _peak_bytes()))
         except USER_ERRORS as error:
             print(error, file=sys.stderr)
-            pipe.send(("failed", str(error), type(error).__name__))
+            pipe.send(("failed", str(error), type(error).__name__, _peak_bytes()))
         except Exception as error:
             traceback.print_exc()
             kind = type(error).__name__
-            pipe.send(("failed", f"{kind}: {error}".partition("\n")[0], kind))
+            pipe.send(("failed", f"{kind}: {error}".partition("\n")[0], kind, _peak_bytes()))
 
 
 def produce(
@@ -66,25 +71,37 @@ def produce(
 ) -> tuple[str, bool]:
     """Make sure the cache holds the program of a request; return its digest, and if it is new.
 
-    Whoever else is asked for the same request or program waits here and then finds it done.
+    The caller holds the request's lease. Who has another request that leads to the same program
+    waits here and then finds it done.
     """
-    with cache.lock(request, on_wait=lambda owner: say(f"waiting for {owner}")):
-        if (found := cache.program_of(request)) is not None:
-            return found, False
-        say("tracing")
-        lowered = lower(program, name)
-        (scratch / "program.mlir").write_text(lowered.text)
-        key = program_key(lowered, request)
-        with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
-            new = cache.get(key) is None
-            if new:
-                say("compiling")
-                began = time.perf_counter()
-                artifact = _compile(program, lowered, key, request, cache)
-                say(f"storing after {time.perf_counter() - began:.1f} s")
-                cache.put(key, artifact)
-            cache.link(request, key)
-        return key.digest, new
+    say("tracing")
+    lowered = lower(program, name)
+    (scratch / "program.mlir").write_text(lowered.text)
+    key = program_key(lowered, request)
+    with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
+        new = cache.get(key) is None
+        if new:
+            say("compiling")
+            began = time.perf_counter()
+            artifact = _compile(program, lowered, key, request, cache)
+            say(f"storing after {time.perf_counter() - began:.1f} s")
+            cache.put(key, artifact)
+        cache.link(request, key)
+    return key.digest, new
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent, which holds the lease, has died."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held, or a compiler it started, if that is more."""
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return 1024 * max(resource.getrusage(who).ru_maxrss for who in whose)
 
 
 def _compile(

@@ -11,22 +11,13 @@ import click
 from rich.console import Console
 
 from graphtrain.cache import Cache, Entry, Explanation, default_root
-from graphtrain.cache.sizes import parse, readable
+from graphtrain.cache.sizes import readable
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
+from graphtrain.cli.options import Size
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # of a digest in a table
 _LINES = 20  # differences of one explanation
-
-
-class _Size(click.ParamType):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def _store(function: Callable) -> Callable:
@@ -134,7 +125,7 @@ def explain(
 
 @command.command("gc")
 @_store
-@click.option("--max-size", type=_Size(), help="Remove until no more is stored, as 20GB.")
+@click.option("--max-size", type=Size(), help="Remove until no more is stored, as 20GB.")
 @click.option("--max-age-days", type=click.FloatRange(min=0), help="Remove what is unused longer.")
 @click.option(
     "--other-toolchains", is_flag=True, help="Remove what other versions than these have made."

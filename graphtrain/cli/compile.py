@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.cli.options import cache_option, overrides_option, pull_shared, target_option
+from graphtrain.cli.options import Size, cache_option, overrides_option, pull_shared, target_option
 
 if TYPE_CHECKING:
-    from graphtrain.compile import Observer, Report
+    from graphtrain.tasks import Observer, Report
 
 
 @click.command("compile")
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 @overrides_option
 @cache_option
 @click.option("--jobs", type=click.IntRange(1), help="Graphs at once; the number of cores.")
+@click.option(
+    "--memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Of this machine, for all graphs at once, as 64GB; what is free at the start.",
+)
 @click.option(
     "--retries",
     type=click.IntRange(0),
@@ -43,6 +49,7 @@ def command(
     overrides: Sequence[str],
     cache: Path,
     jobs: int | None,
+    memory: int | None,
     retries: int,
     timeout: float | None,
     retry_failed: bool,
@@ -53,8 +60,9 @@ def command(
     Exits with 2 if a graph failed; the others are stored all the same.
     """
     from graphtrain.cache import Cache
-    from graphtrain.compile import compile_tasks, tasks_of
+    from graphtrain.compile import compile_tasks
     from graphtrain.config import load_config
+    from graphtrain.tasks import Limits, tasks_of
 
     programs = {str(path): load_config(path, overrides, target).program for path in configs}
     store = Cache(cache)
@@ -63,9 +71,7 @@ def command(
         result = compile_tasks(
             tasks_of(programs),
             store,
-            jobs=jobs,
-            retries=retries,
-            timeout=timeout,
+            Limits(jobs, memory, timeout, retries),
             retry_failed=retry_failed,
             observe=observe,
         )
@@ -101,6 +107,8 @@ def progress() -> Iterator["Observer"]:
 
 def print_report(report: "Report") -> None:
     """The summary that people who compile ahead of a run look for."""
+    from graphtrain.cache.sizes import readable
+
     for outcome in report.outcomes:
         if outcome.status == "failed":
             again = (
@@ -114,3 +122,6 @@ def print_report(report: "Report") -> None:
     click.echo(f"  failed:          {report.count('failed')}")
     click.echo(f"  already cached:  {report.count('cached')}")
     click.echo(f"Seconds:           {report.seconds:.1f}")
+    peaks = [outcome.peak_bytes for outcome in report.outcomes if outcome.peak_bytes]
+    if peaks:
+        click.echo(f"Memory of one:     {readable(max(peaks))} at most")

@@ -8,6 +8,21 @@ from typing import Any
 
 import click
 
+
+class Size(click.ParamType):
+    """Bytes, as people write them."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from graphtrain.cache.sizes import parse
+
+        try:
+            return parse(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 
 overrides_option = click.option(

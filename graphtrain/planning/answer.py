@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphtrain.cache import Cache
-from graphtrain.compile import Observer
 from graphtrain.config.schema import Program
 from graphtrain.estimates.time import bandwidth_of
 from graphtrain.planning import ledger
@@ -16,6 +15,7 @@ from graphtrain.planning.blame import Cause, blame
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, Vary, find_remedies
 from graphtrain.requests import request_keys
+from graphtrain.tasks import Observer
 from lowering.target import Target
 from sharding_rules.rules import Rules
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.compile import Observer, Outcome, compile_tasks, tasks_of
+from graphtrain.compile import compile_tasks
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
 from graphtrain.estimates.filler import with_filler
@@ -20,6 +20,7 @@ from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.planning.assessment import Assessment, Memory
 from graphtrain.requests import mesh_shape
+from graphtrain.tasks import Limits, Observer, Outcome, tasks_of
 from lowering.collectives import Collective
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
@@ -76,7 +77,7 @@ def assess_all(
     if not compile:
         return {name: estimate(program, plans[name]) for name, program in programs.items()}
     tasks = {name: _train_task(name, program) for name, program in programs.items()}
-    report = compile_tasks(list(tasks.values()), cache, jobs=jobs, observe=observe)
+    report = compile_tasks(list(tasks.values()), cache, Limits(jobs=jobs), observe=observe)
     outcomes = {outcome.label: outcome for outcome in report.outcomes}
     return {
         name: _from_outcome(program, plans[name], outcomes[tasks[name].label], cache)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphtrain.cache import Cache
-from graphtrain.compile import Observer
 from graphtrain.config.render import toml
 from graphtrain.config.schema import Program
 from graphtrain.errors import GraphtrainError
@@ -17,6 +16,7 @@ from graphtrain.estimates.filler import with_filler
 from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
+from graphtrain.tasks import Observer
 from lowering.errors import LoweringError
 from lowering.target import Target
 from sharding_rules.errors import ShardingError

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphtrain.cache import Cache
-from graphtrain.compile import Observer
 from graphtrain.config.schema import Program
 from graphtrain.errors import GraphtrainError
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.remedies import Vary
+from graphtrain.tasks import Observer
 from lowering.errors import LoweringError
 from sharding_rules.errors import ShardingError
 

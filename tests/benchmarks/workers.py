@@ -22,8 +22,9 @@ from measuring import ENVIRONMENT, finish, summary
 def measure(jobs: int) -> None:
     """Compile the set into an empty cache and print the report."""
     from graphtrain.cache import Cache
-    from graphtrain.compile import compile_tasks, tasks_of
+    from graphtrain.compile import compile_tasks
     from graphtrain.config.schema import Batch, Mesh, Model, Program
+    from graphtrain.tasks import Limits, tasks_of
 
     programs = {
         name: Program(
@@ -35,7 +36,7 @@ def measure(jobs: int) -> None:
         for name, embed in (("narrow", 256), ("wide", 512))
     }
     with tempfile.TemporaryDirectory() as store:
-        report = compile_tasks(tasks_of(programs), Cache(Path(store)), jobs=jobs)
+        report = compile_tasks(tasks_of(programs), Cache(Path(store)), Limits(jobs))
     print(json.dumps(report.as_json()))
 
 

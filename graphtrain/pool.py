@@ -1,0 +1,291 @@
+"""Worker processes for the graphs that are missing, a bounded number at once.
+
+This process imports neither JAX nor the model. It holds the lease of every graph it has begun, so
+that any number of them, on any hosts that share the store, divide the graphs among them: one that
+another has is put off, and looked for in the store later.
+"""
+
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from graphtrain.cache import Cache
+from graphtrain.cache.leases import Lease
+from graphtrain.cache.sizes import readable
+from graphtrain.errors import CacheError
+from graphtrain.tasks import Limits, Observer, Outcome, Task
+
+# What would be said again, whatever else the machine is doing; full disks and kills are not that.
+_FINAL = ("OutOfMemory", "ShardingError")
+_WAITING = "waiting"  # how a stage begins in which a worker does nothing
+_LOOK_AGAIN = 0.5  # seconds between looks at graphs that other hosts have
+_TYPICAL = 1 << 30  # bytes of memory that a worker takes, where none of this run has shown it
+
+
+@dataclass
+class _Queued:
+    """A graph that nobody here works on."""
+
+    task: Task
+    lease: Lease
+    attempt: int = 1
+    is_put_off: bool = False
+
+
+@dataclass
+class _Worker:
+    """A running process and the graph it has."""
+
+    queued: _Queued
+    process: Any
+    pipe: Connection
+    scratch: Path
+    began: float
+    deadline: float
+    message: tuple[Any, ...] | None = None  # its last word
+    is_late: bool = False
+
+    @property
+    def task(self) -> Task:
+        return self.queued.task
+
+
+class Pool:
+    """One process for each graph, as many at once as the limits allow."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        limits: Limits,
+        known: Callable[[Task], Outcome | None],
+        observe: Observer,
+    ) -> None:
+        """known: what the store says of a graph now; asked when its lease is held."""
+        self._cache = cache
+        self._jobs = limits.jobs or os.cpu_count() or 1
+        self._memory = limits.memory or _available_memory()
+        self._timeout = limits.timeout or math.inf
+        self._retries = limits.retries
+        self._known = known
+        self._observe = observe
+        self._largest = _TYPICAL
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["graphtrain.worker"])
+
+    def run(self, tasks: Sequence[Task]) -> dict[str, Outcome]:
+        """Outcomes by label, when every graph has one."""
+        queue = [_Queued(task, self._cache.lease(task.request)) for task in tasks]
+        running: list[_Worker] = []
+        outcomes: dict[str, Outcome] = {}
+        with _scratch_directory() as scratch, _stopped_at_exit(running):
+            while queue or running:
+                self._begin(queue, running, outcomes, scratch)
+                for worker in self._finished(running, is_more=bool(queue)):
+                    running.remove(worker)
+                    if self._is_worth_another(worker):
+                        queue.append(_again(worker.queued))
+                    else:
+                        outcomes[worker.task.label] = self._outcome(worker)
+                    worker.queued.lease.release()
+        return outcomes
+
+    def _begin(
+        self,
+        queue: list[_Queued],
+        running: list[_Worker],
+        outcomes: dict[str, Outcome],
+        scratch: Path,
+    ) -> None:
+        """Start workers on the graphs that no other host has, while there is room."""
+        for queued in tuple(queue):
+            if len(running) >= self._jobs or not self._has_room(running):
+                return
+            label = queued.task.label
+            if not queued.lease.try_acquire():
+                if not queued.is_put_off:
+                    self._observe(label, f"{_WAITING} for {queued.lease.owner()}")
+                queued.is_put_off = True
+                continue
+            queue.remove(queued)
+            known = self._known(queued.task)
+            if known is None:
+                running.append(self._start(queued, scratch))
+            else:
+                outcomes[label] = known
+                queued.lease.release()
+
+    def _has_room(self, running: Sequence[_Worker]) -> bool:
+        """Whether the memory suffices for one worker more, as large as the largest so far."""
+        taken = sum(max(_resident(worker.process.pid), self._largest) for worker in running)
+        return not running or taken + self._largest <= self._memory
+
+    def _start(self, queued: _Queued, parent: Path) -> _Worker:
+        task = queued.task
+        scratch = Path(tempfile.mkdtemp(dir=parent))
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_work,
+            args=(task.program, task.graph, task.request, self._cache.root, scratch, theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self._observe(
+            task.label, "starting" if queued.attempt == 1 else f"attempt {queued.attempt}"
+        )
+        now = time.perf_counter()
+        return _Worker(queued, process, ours, scratch, now, now + self._timeout)
+
+    def _finished(self, running: list[_Worker], is_more: bool) -> list[_Worker]:
+        """Wait for news, take it in, and return the workers that have ended."""
+        by_pipe = {worker.pipe: worker for worker in running}
+        pause = min(self._stop_late(running), _LOOK_AGAIN if is_more else math.inf)
+        if not running:
+            time.sleep(pause if is_more else 0)
+            return []
+        ended = []
+        for ready in wait(list(by_pipe), None if pause == math.inf else pause):
+            worker = by_pipe[ready]  # type: ignore[index]
+            try:
+                message = worker.pipe.recv()
+            except EOFError:
+                worker.process.join()
+                ended.append(worker)
+                continue
+            if message[0] == "stage":
+                self._note_stage(worker, message[1])
+            else:
+                worker.message = message
+                self._largest = max(self._largest, message[-1])
+        return ended
+
+    def _note_stage(self, worker: _Worker, stage: str) -> None:
+        """Time spent waiting for another process does not count."""
+        self._observe(worker.task.label, stage)
+        if stage.startswith(_WAITING):
+            worker.deadline = math.inf
+        elif worker.deadline == math.inf:
+            worker.deadline = time.perf_counter() + self._timeout
+
+    def _stop_late(self, running: list[_Worker]) -> float:
+        """Kill workers whose time is over; seconds until the next one's is."""
+        now = time.perf_counter()
+        for worker in running:
+            if now > worker.deadline and not worker.is_late:
+                worker.is_late = True
+                worker.process.kill()
+        return max(0.0, min((w.deadline - now for w in running if not w.is_late), default=math.inf))
+
+    def _is_worth_another(self, worker: _Worker) -> bool:
+        attempts = worker.queued.attempt
+        if worker.message is not None or worker.is_late or attempts > self._retries:
+            return False
+        if worker.process.exitcode == -signal.SIGKILL:  # as the kernel ends what takes its memory
+            self._jobs = max(1, self._jobs // 2)
+        return True
+
+    def _outcome(self, worker: _Worker) -> Outcome:
+        seconds = round(time.perf_counter() - worker.began, 3)
+        label, message, attempt = worker.task.label, worker.message, worker.queued.attempt
+        peak = message[-1] if message else None
+        if message is not None and message[0] == "done":
+            status = "compiled" if message[2] else "cached"
+            self._observe(label, status)
+            return Outcome(label, status, seconds, message[1], attempts=attempt, peak_bytes=peak)
+        error, kind = message[1:3] if message else (self._ended(worker.process.exitcode), None)
+        if worker.is_late:
+            error, kind = f"not compiled within {self._timeout:g} s (--timeout)", "Timeout"
+        kept = self._keep(worker, {"error": error, "kind": kind} if kind in _FINAL else {})
+        self._observe(label, "failed")
+        return Outcome(label, "failed", seconds, None, error, kind, kept, attempt, peak)
+
+    def _ended(self, code: int | None) -> str:
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = (
+                f"; the machine may be out of memory ({readable(self._memory)} were there at the "
+                "start), try --jobs 1"
+            )
+            return f"the compiler's process was ended by {name}{hint if name == 'SIGKILL' else ''}"
+        return f"the compiler's process ended with status {code} and said nothing"
+
+    def _keep(self, worker: _Worker, reason: dict[str, str]) -> str | None:
+        """Store the StableHLO and log of a failure; the store itself may be what failed."""
+        text, log = (_read(worker.scratch / name) for name in ("program.mlir", "log.txt"))
+        task = worker.task
+        try:
+            kept = self._cache.store_failure(task.request, task.label, text, log, reason)
+            return str(kept)
+        except CacheError:
+            return None
+
+
+def _again(queued: _Queued) -> _Queued:
+    return _Queued(queued.task, queued.lease, queued.attempt + 1)
+
+
+def _work(*arguments: Any) -> None:
+    """Begin a worker; the name by which the forkserver's children find it."""
+    from graphtrain.worker import work
+
+    work(*arguments)
+
+
+def _available_memory() -> int:
+    """Bytes that new processes can take: the host's, or what is left to this container."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no version 2 groups, or "max"
+        return available
+    return min(available, max(0, limit - used))
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process and its children hold; 0 once it has ended."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return sum(one.memory_info().rss for one in family)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="graphtrain-compile-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
+    """On Ctrl-C or a defect, leave no worker behind and no lease held."""
+    try:
+        yield
+    finally:
+        for worker in running:
+            worker.process.terminate()
+            worker.process.join()
+            worker.queued.lease.release()
