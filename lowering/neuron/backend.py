@@ -21,7 +21,7 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
-from lowering.neuron import bundle, checks, compiler, neff, simulation
+from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
 from lowering.neuron.normalise import Normalised, normalise
 from lowering.neuron.proto import array_bytes, read_module
@@ -127,7 +127,7 @@ def compile(lowered: Lowered) -> Artifact:
         LoweringError: the compiler refused it.
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
-    checks.check(hlo, lowered.handle.sources, lowered.name)
+    preflight.check(hlo, lowered.handle.sources, lowered.name, target)
     record = _record(lowered)
     found = compiler.find(target)
     if found is None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 from lowering.neuron import neff
-from lowering.neuron.checks import violations
-from lowering.neuron.proto import Message, array_bytes, read_module
+from lowering.neuron.preflight import preflight
+from lowering.neuron.proto import read_module
 from lowering.target import Target
 
 _REFUSED = 70  # the status of neuronx-cc
@@ -23,11 +23,11 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(words)
     try:
         hlo = asked.program.read_bytes()
-        module = read_module(hlo)
+        read_module(hlo)
     except (OSError, LoweringError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    refusals = [str(each) for each in violations(module)] or _too_large(module, asked.target)
+    refusals = _refusals(hlo, asked.target)
     for refusal in refusals:
         print(f"ERROR: {refusal}", file=sys.stderr)
     if refusals:
@@ -37,17 +37,10 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _too_large(module: Message, machine: str) -> list[str]:
-    """Refuse what a device cannot hold even without temporaries."""
+def _refusals(hlo: bytes, machine: str) -> list[str]:
+    """What the compiler would say of a module that it does not take."""
     known = Target.parse("trn1" if machine in ("trn1n", "inf2") else machine)
-    shape = module.host_program_shape
-    held = sum(array_bytes(each) for each in shape.parameters)
-    if held <= known.memory_bytes:
-        return []
-    return [
-        f"[NCC_EOOM001] inputs of {held / 1e9:.1f} GB do not fit the "
-        f"{known.memory_bytes / 1e9:.1f} GB of a {known.machine} device"
-    ]
+    return [str(one) for one in preflight(hlo, known) if one.severity == "error"]
 
 
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:

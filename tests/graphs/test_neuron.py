@@ -20,7 +20,7 @@ from lowering import jax_xla
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.groups import groups_of
 from lowering.hlo import parse
-from lowering.neuron import backend, checks, compiler, neff, simulation, simulator
+from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.neuron.normalise import entry_of, normalise
 from lowering.neuron.proto import array_bytes, read_module, write_module
 from lowering.partitioned import partitioned
@@ -276,4 +276,4 @@ def test_a_program_that_would_be_refused_is_told_with_the_line_of_the_model():
     with pytest.raises(
         LoweringError, match=r"refuse train: \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
     ):
-        checks.check(normalised.hlo, normalised.sources, "train")
+        preflight.check(normalised.hlo, normalised.sources, "train", Target.parse("trn1:1"))
