@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
+from lowering.neuron.precision import drop_exact_roundings
 from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
 from lowering.neuron.rank import rank_as_input
 from lowering.neuron.replica_groups import write_explicitly
@@ -59,6 +60,7 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
     _refuse_unknown(module)
     sources = _sources(module)
     _alias_donors(module)
+    drop_exact_roundings(module)
     for computation in module.computations:
         for instruction in computation.instructions:
             write_explicitly(instruction, ranks)

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import CUBE, batch, placed_inputs, program, state_of
+from programs import CUBE, LLAMA, batch, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
@@ -33,6 +33,7 @@ STAGES = {
     "batch": Batch(sequences=8, length=16, microbatches=2),
 }
 RING = {"target": "cpu:8", "mesh": Mesh(data=4, context=2), "batch": Batch(sequences=4, length=16)}
+RECOMPUTED = CUBE | {"model": dataclasses.replace(LLAMA, dtype="bfloat16", remat="dots")}
 
 
 def lower(of, graph, of_backend=backend):
@@ -153,7 +154,11 @@ def test_processes_agree_on_every_byte():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [CUBE, STAGES, RING], ids=["cube", "stages", "ring"])
+@pytest.mark.parametrize(
+    "settings",
+    [CUBE, RECOMPUTED, STAGES, RING],
+    ids=["cube", "recomputed", "stages", "ring"],
+)
 def test_the_simulator_computes_what_xla_computes(settings):
     of = program(**settings)
     simulated = lower(program(**settings | {"target": "neuron-sim:8"}), "train")
