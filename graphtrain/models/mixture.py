@@ -194,7 +194,7 @@ def _sorted_experts(
     mine = (experts.reshape(-1) >= first) & (experts.reshape(-1) < first + len(down))
     key = jnp.where(mine, experts.reshape(-1) - first, len(down))  # others' choices go last
     order = jnp.argsort(key, stable=True)
-    # A sum of comparisons, where bincount would add up by index: no Neuron device does with integers.
+    # Comparisons summed: bincount would add integers up by index, which no Neuron device can.
     sizes = (key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)

@@ -127,8 +127,11 @@ def compile(lowered: Lowered) -> Artifact:
         LoweringError: the compiler refused it.
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
-    preflight.check(hlo, lowered.handle.sources, lowered.name, target)
-    record = _record(lowered)
+    memory = _memory(lowered)
+    checked = preflight.check(
+        hlo, lowered.handle.sources, lowered.name, target, flags, peak=memory["peak"]
+    )
+    record = _record(lowered, memory, checked)
     found = compiler.find(target)
     if found is None:
         raise bundle.unfinished(hlo, flags, record, target)
@@ -136,13 +139,14 @@ def compile(lowered: Lowered) -> Artifact:
     return Artifact(payload, bundle.completed(record, payload, seconds, flags, found.version))
 
 
-def _record(lowered: Lowered) -> dict[str, Any]:
+def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
     """What is known of a program before it is compiled."""
     target = lowered.target
     about = {
         "target": str(target),
         "stablehlo_bytes": len(lowered.text),
-        "memory": _memory(lowered),
+        "memory": memory,
+        "neuron": lowered.facts["neuron"] | {"preflight": checked},
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
     if target.on_host:

@@ -23,7 +23,7 @@ HLO_FILE, NEFF_FILE, FLAGS_FILE = "model.hlo_module.pb", "model.neff", "compile_
 # The version whose flags a bundle for a compiler that is not here is written for: SDK 2.32.
 NEWEST = "2.27.5334.0"
 _SIMULATOR = "lowering.neuron.simulator"
-_TOO_LITTLE_MEMORY = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
+TOO_LITTLE_MEMORY = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
 _ERROR_CODE = re.compile(r"\[?NCC_([A-Z]{4}\d{3})\]?:? *(.*)")
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*(?:\+[0-9a-f]+)?(?:\+simulator)?")
 # Options of the wrapper that torch-neuronx and JAX call; the compiler knows none of them.
@@ -172,7 +172,7 @@ def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringErr
         (found[1], found[2]) for line in log.splitlines() if (found := _ERROR_CODE.search(line))
     ]
     for code, said in errors:
-        if code in _TOO_LITTLE_MEMORY:
+        if code in TOO_LITTLE_MEMORY:
             return OutOfMemory(graph, target, f"NCC_{code} {said}")
     told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in errors[:5]))
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")

@@ -31,6 +31,8 @@ _OF_INSTRUCTION = (
     "original_value",
     "frontend_attributes",
     "parameter_replication",
+    "conv_kind",
+    "sparsity_config",
 )
 _MAY_ALIAS = 1
 
@@ -85,13 +87,19 @@ def entry_of(module: Message) -> Message:
 def _sources(module: Message) -> dict[int, str]:
     """The line of the model's code that each instruction comes from, where one is known."""
     lines = [line_of(_stack(module, frame + 1)) for frame in range(_frames(module))]
-    return {
+    found = {
         each.id: lines[each.metadata.stack_frame_id - 1]
         for computation in module.computations
         for each in computation.instructions
         if 0 < each.metadata.stack_frame_id <= len(lines)
         and lines[each.metadata.stack_frame_id - 1]
     }
+    for computation in module.computations:  # constants have none: that of their first user
+        for each in computation.instructions:
+            if each.id in found:
+                for operand in each.operand_ids:
+                    found.setdefault(operand, found[each.id])
+    return found
 
 
 def _frames(module: Message) -> int:

@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, LoweringError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    refusals = _refusals(hlo, asked.target)
+    refusals = _refusals(hlo, asked)
     for refusal in refusals:
         print(f"ERROR: {refusal}", file=sys.stderr)
     if refusals:
@@ -37,10 +37,12 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refusals(hlo: bytes, machine: str) -> list[str]:
+def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
     """What the compiler would say of a module that it does not take."""
-    known = Target.parse("trn1" if machine in ("trn1n", "inf2") else machine)
-    return [str(one) for one in preflight(hlo, known) if one.severity == "error"]
+    known = Target.parse("trn1" if asked.target in ("trn1n", "inf2") else asked.target)
+    limit = asked.internal_max_instruction_limit
+    flags = [f"--internal-max-instruction-limit={limit}"] if limit else []
+    return [str(one) for one in preflight(hlo, known, flags) if one.severity == "error"]
 
 
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
@@ -77,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     compile.add_argument("--enable-mixed-precision-accumulation", action="store_true")
     compile.add_argument("--native-int64", choices=["default", "enabled", "disabled"])
     compile.add_argument("--implicit-integer-downcast")
+    compile.add_argument("--internal-max-instruction-limit", type=int)
     compile.add_argument("--verbose")
     compile.add_argument("--simulated-ranks", type=int, default=1)  # no option of the compiler's
     return parser

@@ -1,0 +1,61 @@
+"""What preflight says of a module, and the module as its rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lowering.neuron.proto import TYPE_NAMES, Message
+from lowering.target import Target
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the compiler would refuse, or would not take as it stands."""
+
+    code: str  # as in "EVRF004", after NCC_; empty where AWS publishes none
+    instruction: int  # its id, which leads to a line of the model's code; 0 for the module
+    what: str
+    remedy: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return (f"[NCC_{self.code}] " if self.code else "") + f"{self.what}; {self.remedy}"
+
+
+class Module:
+    """A module and where to find its parts."""
+
+    def __init__(self, proto: Message, target: Target) -> None:
+        self.proto = proto
+        self.machine = str(target.about["neuron"]["target"])
+        self.memory = target.memory_bytes
+        self.computations = {each.id: each for each in proto.computations}
+        self.instructions = {
+            each.id: each for computation in proto.computations for each in computation.instructions
+        }
+
+    def operand(self, instruction: Message, index: int) -> Message:
+        return self.instructions[instruction.operand_ids[index]]
+
+    def called(self, instruction: Message) -> list[Message]:
+        return [self.computations[number] for number in instruction.called_computation_ids]
+
+    def root(self, computation: Message) -> Message:
+        return self.instructions[computation.root_id]
+
+
+def type_of(instruction: Message) -> str:
+    """The element type as HLO text has it; empty for one that no name is known for."""
+    return TYPE_NAMES.get(instruction.shape.element_type, "")
+
+
+def told(findings: Iterable[Finding], sources: Mapping[int, str]) -> list[str]:
+    """Findings with the lines of the model that they come from; one for each line and code."""
+    lines: dict[tuple[str, ...], str] = {}
+    for finding in findings:
+        source = sources.get(finding.instruction)
+        where = (finding.code, source) if source else (str(finding),)
+        lines.setdefault(where, f"{finding} (from {source})" if source else str(finding))
+    return list(lines.values())

@@ -1,0 +1,264 @@
+"""What neuronx-cc refuses of a single instruction, in AWS's codes: one function for each rule.
+
+Source: AWS Neuron documentation, SDK 2.32: compiler error codes, and known issues of JAX on Neuron;
+what only the latter says gets the code of unsupported operators. Rules of calls that only Neuron's
+own libraries make (EVRF036 to 058, 059, 065) are left to the compiler, and so are illegal shapes
+(EVRF064), of which XLA makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lowering.neuron.findings import Finding, Module, type_of
+from lowering.neuron.proto import Message
+
+Rule = Callable[[Message, Module], Iterator[Finding]]
+
+_LARGEST_ID = 2**31 - 1
+_RNG_DEFAULT = 0
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
+_UNSUPPORTED = {
+    "triangular-solve": "solve by products with an inverse that is computed outside",
+    "cholesky": "factorise outside of the step",
+    "fft": "write it as a product with the matrix of the transform",
+    "conditional": "compute both and select between them",
+    "infeed": "give the step its data as inputs",
+    "outfeed": "return the values as outputs",
+    "send": "take callbacks to the host out of the step",
+    "recv": "take callbacks to the host out of the step",
+    "reduce-precision": "convert to the smaller type and back",
+    "rng": "draw by rng-bit-generator, as jax_default_prng_impl=rbg does",
+}
+# Calls that the compiler knows (NCC_EHCA005 lists them).
+_KNOWN_CALLS = frozenset(
+    [
+        "AwsNeuronErf",
+        "AwsNeuronGelu",
+        "AwsNeuronGeluApprxTanh",
+        "AwsNeuronGeluBackward",
+        "AwsNeuronSilu",
+        "AwsNeuronSiluBackward",
+        "AwsNeuronRmsNorm",
+        "AwsNeuronSoftmax",
+        "AwsNeuronSoftmaxBackward",
+        "AwsNeuronCollectiveMatmul",
+        "AwsNeuronIntMatmult",
+        "AwsNeuronArgMax",
+        "AwsNeuronArgMin",
+        "AwsNeuronTopK",
+        "AwsNeuronDropoutMaskV1",
+        "AwsNeuronCustomNativeKernel",
+        "AwsNeuronCustomOp",
+        "AwsNeuronDevicePrint",
+        "AwsNeuronLNCShardingConstraint",
+        "AwsNeuronTransferWithStaticRing",
+        "AwsNeuronModuleMarkerStart-Forward",
+        "AwsNeuronModuleMarkerEnd-Forward",
+        "AwsNeuronModuleMarkerStart-Backward",
+        "AwsNeuronModuleMarkerEnd-Backward",
+        "NeuronBoundaryMarker-Start",
+        "NeuronBoundaryMarker-End",
+        "ResizeBilinear",
+        "ResizeNearest",
+        "ResizeNearestGrad",
+    ]
+)
+_NO_TYPES = ("f64", "s4", "u4", "opaque", "f8e3m4")
+_OTHER_FP8 = ("f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2fnuz")
+_INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64", "pred")
+_SAME_NUMBERS = ("reshape", "copy", "convert", "bitcast")
+
+
+def _identifier(each: Message, module: Module) -> Iterator[Finding]:
+    if each.id > _LARGEST_ID:
+        what = f"the id of {each.name} is beyond 32 bits"
+        yield Finding("EVRF001", each.id, what, "give the compiler a normalised module")
+
+
+def _dynamic(each: Message, module: Module) -> Iterator[Finding]:
+    if any(each.shape.is_dynamic_dimension):
+        what = f"{each.name} has a dynamic size"
+        yield Finding("EMOD025", each.id, what, "give every array a fixed size")
+
+
+def _custom_call(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "custom-call" and each.custom_call_target not in _KNOWN_CALLS:
+        what = f"{each.name} calls {each.custom_call_target!r}, which the compiler does not know"
+        yield Finding("EHCA005", each.id, what, "write it with ordinary operations")
+
+
+def _unsupported(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode in _UNSUPPORTED:
+        what = f"{each.name}: {each.opcode} is not supported"
+        yield Finding("EVRF001", each.id, what, _UNSUPPORTED[each.opcode])
+
+
+def _types(each: Message, module: Module) -> Iterator[Finding]:
+    name = type_of(each)
+    if name in ("c64", "c128"):
+        what = f"{each.name} is complex"
+        yield Finding("EVRF004", each.id, what, "compute with pairs of real numbers")
+    elif name in _OTHER_FP8:
+        yield Finding("EVRF005", each.id, f"{each.name} is {name}", "use f8e4m3 or f8e5m2")
+    elif name == "f8e4m3fn" and module.machine != "trn3":
+        what = f"{each.name} is {name}, which only trn3 has"
+        yield Finding("EVRF051", each.id, what, "use f8e4m3")
+    elif name in _NO_TYPES:
+        what = f"{each.name} is {name}, which the devices do not have"
+        yield Finding("ESPP004", each.id, what, "use float32 or bfloat16")
+
+
+def _random_bits(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "rng-bit-generator" and each.rng_algorithm != _RNG_DEFAULT:
+        what = f"{each.name} asks for an algorithm of its own"
+        yield Finding("EVRF006", each.id, what, "draw by the default algorithm")
+
+
+def _constants(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "constant" and any(number >= 2**32 for number in each.literal.u64s):
+        what = f"{each.name} is a 64-bit constant beyond 32 bits"
+        yield Finding("ESFH002", each.id, what, "compute with 32-bit numbers")
+
+
+def _integer_arithmetic(each: Message, module: Module) -> Iterator[Finding]:
+    """The flags let the compiler compute these in fewer bits, which may not be what was meant."""
+    name, wide = type_of(each), ("s32", "u32", "s64", "u64")
+    codes = {"dot": ("EVRF035", wide), "all-reduce": ("EVRF061", wide)}
+    codes |= {"reduce-scatter": ("EVRF063", wide), "power": ("EVRF062", ("s64", "u64"))}
+    code, types = codes.get(each.opcode, ("", ()))
+    if name in types:
+        what = f"{each.name} is a {each.opcode} of {name}, computed in fewer bits"
+        yield Finding(code, each.id, what, "convert to float32 if its numbers fit", "warning")
+
+
+def _top_k(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "topk" and type_of(module.operand(each, 0)) in _INTEGERS:
+        yield Finding(
+            "EVRF013", each.id, f"{each.name} is a top-k of integers", "convert to float32"
+        )
+
+
+def _scatter(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode != "scatter" or type_of(module.operand(each, 0)) not in _INTEGERS:
+        return
+    if module.root(*module.called(each)).opcode != "parameter":  # more than replacing
+        what = f"{each.name} combines integers in a scatter"
+        yield Finding(
+            "EVRF016", each.id, what, "scatter float32, or write it with one-hot products"
+        )
+
+
+def _sort(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode != "sort":
+        return
+    root = module.root(*module.called(each))
+    if root.opcode != "compare" or root.comparison_direction not in ("LT", "LE", "GT", "GE"):
+        what = f"{each.name} sorts by something other than <, <=, > or >="
+        yield Finding("EVRF001", each.id, what, "sort by one key that is not NaN")
+
+
+def _reduce(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "reduce" and len(each.operand_ids) > 2:
+        what = f"{each.name} reduces several arrays at once"
+        yield Finding(
+            "EVRF001", each.id, what, "reduce one array; take the maximum, then its index"
+        )
+
+
+def _reduced_windows(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode != "reduce-window":
+        return
+    if any(one.base_dilation > 1 for one in each.window.dimensions):
+        what = f"{each.name} dilates what it reduces"
+        yield Finding("EVRF017", each.id, what, "pad between the elements before")
+    if any(one.window_dilation > 1 for one in each.window.dimensions):
+        what = f"{each.name} has a dilated window"
+        yield Finding("EVRF018", each.id, what, "take strided slices instead")
+    if len(each.operand_ids) != 2:
+        what = f"{each.name} reduces several arrays at once"
+        yield Finding("EVRF019", each.id, what, "reduce one array at a time")
+
+
+def _convolutions(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode != "convolution":
+        return
+    sizes = each.window.dimensions
+    if not any(one.base_dilation > 1 for one in sizes):
+        return
+    if any(one.window_dilation > 1 for one in sizes):
+        what = f"{each.name} dilates both its input and its kernel"
+        yield Finding("EVRF010", each.id, what, "dilate one of them beforehand")
+    if any(one.stride > 1 for one in sizes):
+        what = f"{each.name} has a stride and dilates its input"
+        yield Finding("EVRF011", each.id, what, "take one after the other")
+
+
+def _indices(each: Message, module: Module) -> Iterator[Finding]:
+    """Rows by their number in turn, of which there are more than the array has."""
+    if each.opcode == "gather":
+        code, axes = "EVRF056", each.gather_dimension_numbers.start_index_map
+    elif each.opcode == "scatter":
+        code, axes = "EVRF031", each.scatter_dimension_numbers.scatter_dims_to_operand_dims
+    else:
+        return
+    index = module.operand(each, 1)
+    while index.opcode in _SAME_NUMBERS:
+        index = module.operand(index, 0)
+    if index.opcode != "iota" or len(axes) != 1:
+        return
+    count = index.shape.dimensions[index.dimensions[0]]
+    size = module.operand(each, 0).shape.dimensions[axes[0]]
+    if count > size:
+        what = f"{each.name} takes rows 0 to {count - 1} of an array that has {size}"
+        yield Finding(code, each.id, what, "give both the same size, as max_length the sequence's")
+
+
+def _shift(each: Message, module: Module) -> Iterator[Finding]:
+    if each.opcode == "shift-right-arithmetic" and type_of(each) not in ("s32", "u32"):
+        what = f"{each.name} shifts {type_of(each)}"
+        yield Finding("EVRF022", each.id, what, "convert to int32 before")
+
+
+def _groups(each: Message, module: Module) -> Iterator[Finding]:
+    explicit = each.replica_groups or each.source_target_pairs
+    if each.opcode in _COLLECTIVES and not explicit:
+        what = f"{each.name} names no replica groups"
+        yield Finding("EVRF001", each.id, what, "give the compiler a normalised module")
+
+
+def _loop(each: Message, module: Module) -> Iterator[Finding]:
+    """A loop whose condition is not a count against a constant runs as often as data says."""
+    if each.opcode != "while":
+        return
+    _, condition = module.called(each)
+    root = module.root(condition)
+    limits = [
+        module.instructions[number].opcode
+        for number in (root.operand_ids if root.opcode == "compare" else ())
+    ]
+    if "constant" not in limits:
+        what = f"{each.name} runs as often as its data says"
+        yield Finding("EUOC002", each.id, what, "loop a fixed number of times")
+
+
+RULES: tuple[Rule, ...] = (
+    _identifier,
+    _dynamic,
+    _custom_call,
+    _unsupported,
+    _types,
+    _random_bits,
+    _constants,
+    _integer_arithmetic,
+    _top_k,
+    _scatter,
+    _sort,
+    _reduce,
+    _reduced_windows,
+    _convolutions,
+    _indices,
+    _shift,
+    _groups,
+    _loop,
+)
