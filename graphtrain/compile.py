@@ -56,11 +56,14 @@ def compile_tasks(
 
 def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
     """A program that its device cannot hold stays stored, for plans, but is a failure here."""
-    if outcome.digest is None or not Target.parse(task.program.target).is_gpu:
+    target = Target.parse(task.program.target)
+    if outcome.digest is None or not (target.is_gpu or target.platform == "neuron"):
         return outcome
     from graphtrain.fitting import check_fits
 
     artifact = cache.get(outcome.digest)
+    if artifact is not None and target.platform == "neuron":
+        return replace(outcome, preflight=artifact.record["neuron"].get("preflight"))
     try:
         if artifact is not None:
             check_fits(task.program, artifact.record)

@@ -27,6 +27,7 @@ from graphtrain.tasks import Limits, Observer, Outcome, Task
 
 # What would be said again, whatever else the machine is doing; full disks and kills are not that.
 _FINAL = ("OutOfMemory", "ShardingError")
+_INTERRUPTED = "CompilerInterrupted"  # a compiler with a process of its own was killed
 _WAITING = "waiting"  # how a stage begins in which a worker does nothing
 _LOOK_AGAIN = 0.5  # seconds between looks at graphs that other hosts have
 _TYPICAL = 1 << 30  # bytes of memory that a worker takes, where none of this run has shown it
@@ -188,9 +189,12 @@ class Pool:
 
     def _is_worth_another(self, worker: _Worker) -> bool:
         attempts = worker.queued.attempt
-        if worker.message is not None or worker.is_late or attempts > self._retries:
+        compiler_killed = worker.message is not None and worker.message[2] == _INTERRUPTED
+        ended = worker.message is not None and not compiler_killed
+        if ended or worker.is_late or attempts > self._retries:
             return False
-        if worker.process.exitcode == -signal.SIGKILL:  # as the kernel ends what takes its memory
+        # As the kernel ends what takes its memory.
+        if compiler_killed or worker.process.exitcode == -signal.SIGKILL:
             self._jobs = max(1, self._jobs // 2)
         return True
 
@@ -202,6 +206,13 @@ class Pool:
             status = "compiled" if message[2] else "cached"
             self._observe(label, status)
             return Outcome(label, status, seconds, message[1], attempts=attempt, peak_bytes=peak)
+        if message is not None and message[0] == "bundled":
+            error, bundle, preflight = message[1:4]
+            self._observe(label, "bundled")
+            return Outcome(
+                label, "bundled", seconds, error=error, kind="CompilerMissing", attempts=attempt,
+                peak_bytes=peak, bundle=bundle, preflight=preflight,
+            )  # fmt: skip
         error, kind = message[1:3] if message else (self._ended(worker.process.exitcode), None)
         if worker.is_late:
             error, kind = f"not compiled within {self._timeout:g} s (--timeout)", "Timeout"

@@ -29,7 +29,7 @@ class Limits:
     jobs: int | None = None  # workers at once; as many as there are cores if None
     memory: int | None = None  # bytes for all workers; what is available at the start if None
     timeout: float | None = None  # seconds after which a worker is stopped
-    retries: int = 1  # further attempts for a worker that was killed
+    retries: int = 1  # further attempts for a worker, or its compiler, that was killed
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     """What became of one graph."""
 
     label: str
-    status: Literal["compiled", "cached", "failed"]
+    status: Literal["compiled", "cached", "bundled", "failed"]
     seconds: float
     digest: str | None = None  # of the stored program
     error: str | None = None
@@ -45,6 +45,8 @@ class Outcome:
     failure: str | None = None  # directory with the StableHLO and the log
     attempts: int = 1  # 0: known from before
     peak_bytes: int | None = None  # of this host's memory, most that its worker held
+    bundle: str | None = None  # directory with what a compiler that is not here would be given
+    preflight: dict[str, Any] | None = None  # for Neuron: instructions, their limit, warnings
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Report:
             "successful": self.count("compiled"),
             "failed": self.count("failed"),
             "cached": self.count("cached"),
+            "bundled": self.count("bundled"),
             "seconds": round(self.seconds, 3),
             "host": uname().nodename,
             "graphs": [asdict(outcome) for outcome in self.outcomes],

@@ -37,13 +37,22 @@ from sharding_rules.rules import Rules
 USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)
 
 
+class Bundled(LoweringError):
+    """The compiler is not here; what it would be given is stored."""
+
+    def __init__(self, directory: Path, missing: CompilerMissing) -> None:
+        super().__init__(str(missing))
+        self.directory, self.preflight = directory, missing.preflight
+
+
 def work(
     program: Program, name: str, request: CacheKey, store: Path, scratch: Path, pipe: Connection
 ) -> None:
     """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
 
-    Sends ("stage", text) any number of times, then ("done", program digest, compiled, peak bytes)
-    or ("failed", message, class of the error, peak bytes).
+    Sends ("stage", text) any number of times, then ("done", program digest, compiled, peak bytes),
+    ("bundled", message, directory, what preflight found, peak bytes) or ("failed", message, class
+    of the error, peak bytes).
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with _output_to(scratch / "log.txt"):
@@ -52,6 +61,9 @@ def work(
                 program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
             )
             pipe.send(("done", digest, compiled, _peak_bytes()))
+        except Bundled as made:
+            where = str(made.directory)
+            pipe.send(("bundled", str(made), where, made.preflight, _peak_bytes()))
         except USER_ERRORS as error:
             print(error, file=sys.stderr)
             pipe.send(("failed", str(error), type(error).__name__, _peak_bytes()))
@@ -111,7 +123,7 @@ def _compile(
 
     Raises:
         OutOfMemory: the compiler finds no way to fit it; with what takes most.
-        CompilerMissing: says where the bundle is.
+        Bundled: says where the bundle is.
     """
     try:
         return lowering.backend(lowered.target).compile(lowered)
@@ -119,8 +131,7 @@ def _compile(
         raise explained(error, program) from None
     except CompilerMissing as error:
         path = cache.store_bundle(key, request, lowered.name, error.files)
-        message = f"{error}: graphtrain neuron-finish {path}"
-        raise CompilerMissing(message, error.files) from None
+        raise Bundled(path, error) from None
 
 
 def lower(program: Program, name: str) -> Lowered:

@@ -1,6 +1,7 @@
 """What a user can fix about lowering, compiling and loading."""
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class LoweringError(RuntimeError):
@@ -23,6 +24,9 @@ class OutOfMemory(LoweringError):
 class CompilerMissing(LoweringError):
     """The target's compiler is not on this machine; what it would be given is."""
 
-    def __init__(self, message: str, files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, message: str, files: Mapping[str, bytes], preflight: Mapping[str, Any]
+    ) -> None:
         super().__init__(message)
         self.files = files  # by name: whoever catches this puts them into a directory
+        self.preflight = preflight  # what was found in the program without the compiler

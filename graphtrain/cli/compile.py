@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.cli.options import Size, cache_option, overrides_option, pull_shared, target_option
+from graphtrain.cli.options import (
+    Size,
+    cache_option,
+    json_option,
+    overrides_option,
+    pull_shared,
+    target_option,
+)
 
 if TYPE_CHECKING:
-    from graphtrain.tasks import Observer, Report
+    from graphtrain.tasks import Observer, Outcome, Report
 
 
 @click.command("compile")
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the summary as JSON."
 )
+@json_option
 def command(
     configs: Sequence[Path],
     target: str | None,
@@ -54,10 +62,12 @@ def command(
     timeout: float | None,
     retry_failed: bool,
     report: Path | None,
+    as_json: bool,
 ) -> None:
     """Compile every graph of the runs CONFIGS describe, with no accelerator, into the cache.
 
-    Exits with 2 if a graph failed; the others are stored all the same.
+    Exits with 2 if a graph failed; the others are stored all the same. A graph whose compiler is
+    not on this machine becomes a bundle, which graphtrain neuron-finish compiles where it is.
     """
     from graphtrain.cache import Cache
     from graphtrain.compile import compile_tasks
@@ -77,7 +87,11 @@ def command(
         )
     if report is not None:
         report.write_text(json.dumps(result.as_json(), indent=2) + "\n")
-    print_report(result)
+    print_problems(result)
+    if as_json:
+        click.echo(json.dumps(result.as_json()))
+    else:
+        print_report(result)
     if result.count("failed"):
         sys.exit(2)
 
@@ -99,17 +113,17 @@ def progress() -> Iterator["Observer"]:
         def observe(label: str, stage: str) -> None:
             if label not in rows:
                 rows[label] = display.add_task(stage, total=1, label=label)
-            ended = stage in ("cached", "compiled", "failed")
+            ended = stage in ("cached", "compiled", "bundled", "failed")
             display.update(rows[label], description=stage, completed=int(ended))
 
         yield observe
 
 
-def print_report(report: "Report") -> None:
-    """The summary that people who compile ahead of a run look for."""
-    from graphtrain.cache.sizes import readable
-
+def print_problems(report: "Report") -> None:
+    """What went wrong, and what may, to standard error."""
     for outcome in report.outcomes:
+        for warning in (outcome.preflight or {}).get("warnings", ()):
+            click.echo(f"{outcome.label}: warning: {warning}", err=True)
         if outcome.status == "failed":
             again = (
                 "" if outcome.attempts else " (as before; --retry-failed asks the compiler again)"
@@ -117,11 +131,37 @@ def print_report(report: "Report") -> None:
             click.echo(f"{outcome.label} failed: {outcome.error}{again}", err=True)
             if outcome.failure:
                 click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
+    bundled = (outcome.error for outcome in report.outcomes if outcome.status == "bundled")
+    for reason in dict.fromkeys(bundled):
+        click.echo(reason, err=True)
+
+
+def print_report(report: "Report") -> None:
+    """The summary that people who compile ahead of a run look for."""
+    from graphtrain.cache.sizes import readable
+
+    for outcome in report.outcomes:
+        if outcome.preflight:
+            click.echo(_instructions(outcome))
     click.echo(f"Total graphs:      {len(report.outcomes)}")
     click.echo(f"  compiled:        {report.count('compiled')}")
+    if bundles := [outcome.bundle for outcome in report.outcomes if outcome.status == "bundled"]:
+        click.echo(f"  bundled:         {len(bundles)}")
     click.echo(f"  failed:          {report.count('failed')}")
     click.echo(f"  already cached:  {report.count('cached')}")
     click.echo(f"Seconds:           {report.seconds:.1f}")
     peaks = [outcome.peak_bytes for outcome in report.outcomes if outcome.peak_bytes]
     if peaks:
         click.echo(f"Memory of one:     {readable(max(peaks))} at most")
+    if bundles:
+        click.echo("Finish the bundles on a machine with neuronx-cc:")
+        click.echo(f"  graphtrain neuron-finish {' '.join(map(str, bundles))}")
+
+
+def _instructions(outcome: "Outcome") -> str:
+    found = outcome.preflight or {}
+    return (
+        f"{outcome.label}: about {found['instructions']:,} instructions "
+        f"({found['instructions_once']:,} with no loop unrolled), an estimate; "
+        f"the limit is {found['instruction_limit']:,}"
+    )

@@ -69,7 +69,7 @@ def command(
 
 
 def _compile_missing(config: Path, program, store) -> None:
-    from graphtrain.cli.compile import print_report, progress
+    from graphtrain.cli.compile import print_problems, print_report, progress
     from graphtrain.compile import compile_tasks
     from graphtrain.tasks import tasks_of
 
@@ -80,7 +80,8 @@ def _compile_missing(config: Path, program, store) -> None:
     click.echo(f"compiling what is missing: {', '.join(missing)}", err=True)
     with progress() as observe:
         report = compile_tasks(tasks, store, observe=observe)
-    if report.count("failed"):
+    if report.count("failed") or report.count("bundled"):
+        print_problems(report)
         print_report(report)
         sys.exit(2)
 

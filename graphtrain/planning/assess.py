@@ -125,7 +125,7 @@ def _why_not(outcome: Outcome) -> str:
     """Why there is no compiled program."""
     if outcome.error is None:
         return "the compiled program was removed from the cache meanwhile"
-    if outcome.kind in ("OutOfMemory", "LoweringError"):
+    if outcome.kind in ("OutOfMemory", "LoweringError", "CompilerMissing"):
         return outcome.error
     return f"the compiler failed: {outcome.error}; its StableHLO and log: {outcome.failure}"
 

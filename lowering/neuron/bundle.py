@@ -35,8 +35,9 @@ def unfinished(
     }
     return CompilerMissing(
         f"{target}: neuronx-cc is not installed here; install it ({_INSTALL}; it needs no device) "
-        f"and compile again, or finish the {graph} step where it is",
+        "and compile again, or finish the bundles where it is",
         files,
+        record["neuron"].get("preflight", {}),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -13,6 +14,18 @@ COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "NeuronX Compiler version 2.27.5334.0+ab12"; exit 0; fi
 cp "$3" "$5"
 """
+
+# As the kernel ends what takes its memory: the first of all compilations.
+KILLED = COMPILER.replace("cp", 'mkdir "$0.tried" 2>/dev/null && kill -9 $$\ncp')
+
+
+def install(script, directory, monkeypatch):
+    """Put a compiler on the path."""
+    directory.mkdir()
+    compiler = directory / "neuronx-cc"
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.mark.slow
@@ -38,7 +51,10 @@ def test_the_simulator_trains_as_a_cpu_does(cold):
 @pytest.mark.slow
 def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, monkeypatch):
     words = ["config.toml", "--target", "trn1:4", *PLACE]
-    _, err = cold.command("compile", *words, status=2)
+    out, err = cold.command("compile", *words)
+    assert "bundled:         3" in out and "failed:          0" in out
+    assert re.search(r"^train: about [\d,]+ instructions \(.*; the limit is 5,000,000$", out, re.M)
+    assert not (cold.cache / "v1/failures").exists()
     assert "trn1:4: neuronx-cc is not installed here; install it (pip install neuronx-cc" in err
     bundles = sorted((cold.cache / "v1/bundles").iterdir())
     assert [bundle.name.partition("-")[0] for bundle in bundles] == ["evaluate", "init", "train"]
@@ -49,17 +65,35 @@ def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, 
     _, err = cold.command("neuron-finish", *map(str, bundles), status=2)
     assert "neuronx-cc is not installed here" in err
 
-    (cold.path / "bin").mkdir()
-    compiler = cold.path / "bin/neuronx-cc"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{cold.path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    install(COMPILER, cold.path / "bin", monkeypatch)
     script = bundles[0] / "compile.sh"  # as on a machine without graphtrain
     assert os.system(f"sh {script}") == 0
     out, _ = cold.command("neuron-finish", *map(str, bundles))
     assert len(out.splitlines()) == 3
-    out, _ = cold.command("compile", *words)
-    assert "already cached:  3" in out
+    out, _ = cold.command("compile", *words, "--json")
+    report = json.loads(out)
+    assert report["cached"] == 3
+    assert all(graph["preflight"]["instructions"] > 0 for graph in report["graphs"])
     _, err = cold.command("run", *words, *STEPS, status=2)
     assert "the Neuron runtime is not on this machine" in err
     cold.command("cache", "verify")
+
+
+@pytest.mark.slow
+def test_a_compiler_that_is_killed_is_tried_again(cold, monkeypatch):
+    install(KILLED, cold.path / "bin", monkeypatch)
+    out, _ = cold.command("compile", "config.toml", "--target", "trn1:4", *PLACE, "--json")
+    report = json.loads(out)
+    assert report["successful"] == 3
+    assert sorted(graph["attempts"] for graph in report["graphs"]) == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_program_that_the_compiler_would_refuse_is_not_given_to_it(cold, monkeypatch):
+    install(COMPILER.replace("cp", "touch $0.asked; cp"), cold.path / "bin", monkeypatch)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc=2 --internal-max-instruction-limit=10")
+    words = ["compile", "config.toml", "--target", "trn1:4", *PLACE]
+    _, err = cold.command(*words, status=2)
+    refusal = err[err.index("train failed: neuronx-cc would refuse train, and was not asked:") :]
+    assert "[NCC_EARG001]" in refusal and "[NCC_EVRF007]" in refusal
+    assert not (cold.path / "bin/neuronx-cc.asked").exists()
