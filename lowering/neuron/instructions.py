@@ -6,14 +6,16 @@ engine); everything else one for every 128 x 512 elements, a transposition one f
 What moves nothing is free, and a collective is one. Convolutions are not counted: no model has one.
 Source: AWS Neuron documentation, nki.isa.nc_matmul and the architecture of Trainium, SDK 2.32.
 
-Loops count in two ways. AWS's documentation takes static loops only, and its examples for JAX have
-them unrolled (NEURON_WHILE_LOOP_UNROLL=1), so `unrolled` is what the limit is held against; `once`
-is what remains if the compiler keeps every loop, and is over the limit in no program that compiles.
+Loops count in two ways. JAX on Neuron takes static loops only, and AWS's and AXLearn's scripts have
+them unrolled (NEURON_WHILE_LOOP_UNROLL=1), so `unrolled` is what is held against the limit; `once`
+is what would remain if the compiler kept every loop.
 
-Two counts are published with sizes that let this be held against them. They are larger:
-a training step of SmolLM2-360M, 8 x 2048 tokens on one core of a trn1, 37,536,776 instructions, is
-3.5 times the estimate; 4096 products of a vector and a 4096 x 4096 matrix, 4,194,304, are 4 times.
-Expect 3 to 4 times the estimate, and more where a layout suits the compiler badly.
+Two counts are published with sizes that let the estimate be held against them: a training step of
+SmolLM2-360M on 8 x 2048 tokens on one core of a trn1, 37,536,776 instructions, is 3.4 times the
+estimate; 4096 products of a vector and a 4096 x 4096 matrix, 4,194,304, are 4 times. Expect as much
+more, and still more where a layout suits the compiler badly.
+Source: reports of users of trn1 with the compiler's messages NCC_EVRF007 and NCC_EXTP003, August
+and September 2026; the sizes of the second are worked out from the memory that it tells.
 """
 
 from __future__ import annotations

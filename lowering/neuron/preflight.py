@@ -117,12 +117,15 @@ def _instructions(module: Module, count: Instructions, limit: int) -> Iterator[F
         f"NEURON_CC_FLAGS={_LIMIT_FLAG}=N"
     )
     if count.once > limit:
-        what = f"about {count.once:,} instructions with no loop unrolled; the limit is {limit:,}"
+        what = (
+            f"about {count.once:,} instructions with no loop unrolled (an estimate), and the limit "
+            f"is {limit:,}"
+        )
         yield Finding("EVRF007", 0, what, less)
     elif count.unrolled * TOO_LOW > limit:
         what = (
-            f"about {count.unrolled:,} instructions, by an estimate that published counts exceed "
-            f"3 to {TOO_LOW} times; the limit is {limit:,}"
+            f"about {count.unrolled:,} instructions (an estimate; published counts were "
+            f"3 to {TOO_LOW} times theirs), and the limit is {limit:,}"
         )
         yield Finding("EVRF007", 0, what, less, "warning")
     most = _OF_ONE_OPERATION.get(module.machine, _OF_ONE_OPERATION_ELSEWHERE)
