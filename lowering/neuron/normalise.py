@@ -33,6 +33,7 @@ _OF_INSTRUCTION = (
     "parameter_replication",
     "conv_kind",
     "sparsity_config",
+    "block_scaling_config",
 )
 _MAY_ALIAS = 1
 

@@ -3,8 +3,8 @@
 "[int64]" is repeated, "{string}" a map from strings. Enumerations are int32, which is the same on
 the wire. Messages that nobody here looks into are bytes, which is the same on the wire too, so they
 pass through as they are.
-Source: openxla/xla, xla/service/hlo.proto and xla/xla_data.proto; 92, 93, 97, 98 and 102 of an
-instruction and 3 of a mesh as jaxlib 0.10 and 0.11 write them.
+Source: openxla/xla, xla/service/hlo.proto and xla/xla_data.proto; 92, 93, 97, 98, 101 and 102 of
+an instruction and 3 of a mesh as jaxlib 0.10 and 0.11 write them.
 """
 
 _INSTRUCTION = {
@@ -84,6 +84,7 @@ _INSTRUCTION = {
     "mesh_axes_replica_group_list": (93, "MeshAxesReplicaGroupList"),
     "conv_kind": (97, "int32"),
     "sparsity_config": (98, "SparsityConfig"),
+    "block_scaling_config": (101, "BlockScalingConfig"),
     "comparison_order": (102, "string"),
 }
 
@@ -198,6 +199,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "BufferDonor": {"entries": (1, "[BufferDonorEntry]")},
     "BufferDonorEntry": {"parameter_number": (1, "int64"), "parameter_shape_index": (2, "[int64]")},
     "SparsityConfig": {},  # always empty here: what stands in one is told as unknown
+    "BlockScalingConfig": {},  # the same
     "ReplicaGroup": {"replica_ids": (1, "[int64]")},
     "SourceTarget": {"source": (1, "int64"), "target": (2, "int64")},
     "CollectiveDeviceList": {
