@@ -35,7 +35,8 @@ def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool
         simulator: in place of neuronx-cc; for entries that stand in the simulator's own directory.
 
     Raises:
-        LoweringError: there is no compiler, or all that is unfinished is of others.
+        LoweringError: there is no compiler, or no entry is of the one that is here: its NEFF in
+            another's directory would be false.
     """
     began, clock = time.time(), time.monotonic()
     judge = locks.Judge(settings.stale_after)
@@ -43,7 +44,14 @@ def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool
     outcomes: list[Outcome] = []
     if unfinished := [entry for entry in found if entry.is_unfinished]:
         here = _compiler(simulator)
-        mine = _of_compiler(unfinished, here, observe)
+        if here.directory not in {entry.compiler for entry in found}:
+            raise LoweringError(
+                f"the compiler here is {here.directory}, and {root} holds entries of others: "
+                f"{_counted(unfinished)} are unfinished; install one of those"
+            )
+        mine = [entry for entry in unfinished if entry.compiler == here.directory]
+        if others := _counted([entry for entry in unfinished if entry.compiler != here.directory]):
+            observe(here.directory, f"entries of other compilers are left unfinished: {others}")
         outcomes = compile_entries(mine, root, here, settings, observe)
     left = [lock for entry in found if entry.state == "done" for lock in entry.locks]
     if stale := [lock for lock in left if not lock.is_live]:  # of who was killed at the very end
@@ -61,22 +69,7 @@ def _compiler(simulator: bool) -> compiler.Compiler:
     return found
 
 
-def _of_compiler(
-    unfinished: Sequence[Entry], here: compiler.Compiler, observe: Observer
-) -> list[Entry]:
-    """The entries that stand in the directory of a compiler: its NEFF in another's would be false.
-
-    Raises:
-        LoweringError: none does.
-    """
-    mine = [entry for entry in unfinished if entry.compiler == here.directory]
-    others = Counter(entry.compiler for entry in unfinished if entry.compiler != here.directory)
-    said = ", ".join(f"{count} of {name}" for name, count in others.items())
-    if not mine:
-        raise LoweringError(
-            f"the compiler here is {here.directory}, and all that is unfinished is of others: "
-            f"{said}; install one of those"
-        )
-    for name, count in others.items():
-        observe(name, f"{count} entries left, since the compiler here is {here.directory}")
-    return mine
+def _counted(unfinished: Sequence[Entry]) -> str:
+    """As in "2 of neuronxcc-2.21.33363.0+82129205"."""
+    counts = Counter(entry.compiler for entry in unfinished)
+    return ", ".join(f"{count} of {name}" for name, count in counts.items())
