@@ -20,10 +20,7 @@ def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> byte
     step with the same compiler and flags through this function finds it.
 
     Raises:
-        LoweringError: the library is not here.
-        OutOfMemory: the program does not fit the device.
-        CompilerFailed: the compiler did not compile the program.
-        CompilerInterrupted: a signal ended the compiler.
+        LoweringError: the library is not here, or did not compile the program.
     """
     library = _library(target)
     try:
@@ -34,8 +31,11 @@ def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> byte
             platform_target=cache_flags.machine(flags),
             cache_key=hashlib.sha256(hlo).hexdigest()[:20],
         )
-    except RuntimeError as error:  # holds the compiler's output; others keep their traceback
-        raise compiler.failure(1, str(error), graph=graph, target=target) from error
+    except Exception as error:  # which ones it raises is documented nowhere
+        kind = type(error).__name__
+        raise LoweringError(
+            f"{compiler.LIBRARY} did not compile {graph} for {target}: {kind}: {error}"
+        ) from error
     neff.check(payload, simulated=False, what=f"the compiled {graph} step")
     return payload
 
