@@ -21,6 +21,7 @@ Kind = Literal[
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|Cannot allocate memory|\bout of memory\b", re.IGNORECASE
 )
+_NOTHING = ("", "Killed", "Terminated")  # a shell's words, not the compiler's
 _ASKED_TO_STOP = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
@@ -57,8 +58,9 @@ def classify(status: int | None, log: str) -> Failure:
     """
     said = compiler.errors(log)
     codes = tuple(dict.fromkeys(f"NCC_{code}" for code, _ in said))
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
-    told = "; ".join(dict.fromkeys(f"NCC_{code} {what}" for code, what in said[:5])) or last.strip()
+    lines = [line.strip() for line in log.splitlines()]
+    last = next((line for line in reversed(lines) if line not in _NOTHING), "it said nothing")
+    told = "; ".join(dict.fromkeys(f"NCC_{code} {what}" for code, what in said[:5])) or last
     number = compiler.ending_signal(status, log)
     if number in _ASKED_TO_STOP or "KeyboardInterrupt" in log:
         return Failure("interrupted", told)
