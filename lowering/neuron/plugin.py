@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,10 +49,13 @@ def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None
         LoweringError: it cannot be run, or failed.
     """
     root.mkdir(parents=True, exist_ok=True)
-    try:
-        status = subprocess.run(list(command), env=environment(root)).returncode
-    except OSError as error:
-        raise LoweringError(f"cannot run {shlex.join(command)}: {error.strerror}") from None
+    with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as unused:
+        # AWS's tool names a file for its plugin to write the cache's path to; here that is known.
+        told = environment(root) | {"NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name}
+        try:
+            status = subprocess.run(list(command), env=told).returncode
+        except OSError as error:
+            raise LoweringError(f"cannot run {shlex.join(command)}: {error.strerror}") from None
     if status and not ignore_failure:
         raise LoweringError(
             f"{shlex.join(command)} ended with status {status} while its graphs were extracted; "

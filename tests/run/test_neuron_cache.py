@@ -235,6 +235,14 @@ def test_flags_without_a_machine_need_one(store):
     _, err = store.command("compile", status=2)
     assert "its flags name no machine; say which with --target" in err
     assert "its flags do not give the key in its name" in err
+    (store.entry("one") / "model.hlo_module.pb").rename(
+        store.entry("one") / "model.hlo_module.pb.gz"
+    )
+    _, err = store.command("compile", "--target", "trn1n", status=2)
+    assert "not started: Not a gzipped file" in err
+    (store.entry("one") / "model.hlo_module.pb.gz").rename(
+        store.entry("one") / "model.hlo_module.pb"
+    )
     store.command("compile", "--target", "trn1n")
     assert "--target=trn1n" in (store.entry("one") / "model.neff").read_text()
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -151,8 +152,8 @@ class _Pool:
                 self._running.append(self._start(now, attempt, held))
                 self._observe(entry.directory.name, f"compiling, attempt {attempt}")
                 return
-        except LoweringError as error:
-            known = Outcome(program, "failed", 0, 0.0, Failure("incomplete", str(error)))
+        except (LoweringError, OSError, EOFError, zlib.error) as error:
+            known = Outcome(program, "failed", 0, 0.0, Failure("not started", str(error)))
         except BaseException:
             held.release()
             raise

@@ -56,10 +56,14 @@ def unpacked(program: Path, into: Path) -> Path:
 def _copy(source: Path, directory: Path) -> Path:
     """A copy in the directory under a name that nobody reads, on the disk."""
     temporary = directory / f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-{source.name}"
-    with source.open("rb") as read, temporary.open("wb") as written:
-        shutil.copyfileobj(read, written)
-        written.flush()
-        os.fsync(written.fileno())
+    try:
+        with source.open("rb") as read, temporary.open("wb") as written:
+            shutil.copyfileobj(read, written)
+            written.flush()
+            os.fsync(written.fileno())
+    except OSError:  # a full disk should not hold what is of no use
+        temporary.unlink(missing_ok=True)
+        raise
     return temporary
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -69,21 +70,33 @@ def scan(root: Path, judge: Judge) -> list[Entry]:
         )
     if root.name.startswith("neuronxcc-"):
         raise LoweringError(f"{root} is that of one compiler; name the cache above it")
-    return [
-        read(path, judge) for path in sorted(root.glob("neuronxcc-*/MODULE_*")) if path.is_dir()
-    ]
+    found = []
+    for path in sorted(root.glob("neuronxcc-*/MODULE_*")):
+        with suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile; a stray file
+            found.append(read(path, judge))
+    return found
 
 
 def read(directory: Path, judge: Judge | None) -> Entry:
     """Look at one entry; without a judge, as if it had no locks."""
-    with os.scandir(directory) as found:
-        files = {each.name: each.stat().st_size for each in found if each.is_file()}
+    files = _files(directory)
     held = [name for name in files if name.endswith(locks.SUFFIX)]
     judged = [judge.of(directory / name) for name in sorted(held)] if judge else []
     found_locks = tuple(lock for lock in judged if lock is not None)
     failure = _failure(directory, files)
     state, reason = _state(directory, files, found_locks, failure)
     return Entry(directory, state, reason, files, found_locks, failure)
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Name and bytes of every file; others at work here may remove one at any time."""
+    files = {}
+    with os.scandir(directory) as found:
+        for each in found:
+            with suppress(FileNotFoundError):
+                if each.is_file():
+                    files[each.name] = each.stat().st_size
+    return files
 
 
 def _state(
@@ -118,12 +131,13 @@ def _failure(directory: Path, files: Mapping[str, int]) -> failures.Failure | No
     """What the log of the last attempt tells, if that failed."""
     if NEFF in files:
         return None
-    if LOG in files:
-        return failures.classify(None, (directory / LOG).read_text(errors="replace"))
-    if ATTEMPT not in files:
-        return None
-    last = (directory / ATTEMPT).read_text(errors="replace").rstrip().rpartition("\n")[2]
-    return failures.told(last)
+    with suppress(FileNotFoundError):
+        if LOG in files:
+            return failures.classify(None, (directory / LOG).read_text(errors="replace"))
+        if ATTEMPT in files:
+            text = (directory / ATTEMPT).read_text(errors="replace")
+            return failures.told(text.rstrip().rpartition("\n")[2])
+    return None
 
 
 def _unfit(directory: Path) -> str:

@@ -15,7 +15,7 @@ Kind = Literal[
     "timed out",
     "crashed",  # without a code: a missing library as well as a defect
     "not stored",  # a full disk, or a file that does not belong there
-    "incomplete",  # the entry lacks what compiling it takes
+    "not started",  # the entry lacks what compiling it takes, or the disk is full
 ]
 
 _OUT_OF_MEMORY = re.compile(

@@ -1,5 +1,6 @@
 """Entries, flags, locks and failures of AWS's persistent cache; nothing here compiles."""
 
+import errno
 import gzip
 import json
 import os
@@ -170,7 +171,10 @@ def test_a_lock_of_ours_is_live_as_long_as_its_maker(entry, tmp_path):
     path = directory / "model.hlo_module.pb.lock"
     held = locks.take(path, tmp_path, locks.Judge(HOURS))
     assert isinstance(held, locks.Held)
+    os.utime(path, (0, 0))
     assert state(directory, stale_after=0)[0] == "locked"
+    held.touch()
+    assert path.stat().st_mtime > time.time() - 60
     assert isinstance(locks.take(path, tmp_path, locks.Judge(0)), locks.Lock)
     os.close(held.descriptor)  # as the kernel does when its maker dies
     assert state(directory)[0] == "stale lock"
@@ -268,6 +272,20 @@ def test_what_the_simulator_made_never_enters_a_real_compilers_directory(entry, 
     with pytest.raises(LoweringError, match="made by the simulator"):
         completion.complete(directory, made)
     assert {path.name for path in directory.iterdir()} == set(ALL)
+
+
+def test_a_full_disk_changes_nothing_in_an_entry(entry, tmp_path, monkeypatch):
+    directory = entry(ALL | {"model.log": "x"})
+    made = tmp_path / "made.neff"
+    made.write_text("NEFF")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(completion.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        completion.complete(directory, made)
+    assert {path.name for path in directory.iterdir()} == {*ALL, "model.log"}
 
 
 def test_the_report_has_the_fields_of_aws_tool():
