@@ -112,15 +112,24 @@ def plan_graph(graph: Graph, rules: Rules, mesh: MeshShape) -> Plan:
     return make_plan(graph.arrays(), rules, mesh)
 
 
-def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
+def lower(
+    graph: Graph,
+    rules: Rules,
+    mesh_shape: MeshShape,
+    target: Target,
+    placed_on: list[Device] | None = None,
+) -> Lowered:
     """Trace a graph and attach its shardings.
+
+    Args:
+        placed_on: devices in place of those that describe the target.
 
     Raises:
         ShardingError: an array cannot be placed.
         LoweringError: the target lacks a memory that the graph asks for.
     """
     plan = plan_graph(graph, rules, mesh_shape)
-    placed_on = described_devices(target)
+    placed_on = placed_on or described_devices(target)
     _check_memories(graph, placed_on[0], target)
     mesh = make_mesh(mesh_shape, placed_on)
 

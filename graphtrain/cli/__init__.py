@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
     "launch": "compile and run on a cluster with Slurm or Kubernetes",
+    "neuron-cache": "look into, finish and clean a cache of AWS's Neuron tools",
     "neuron-finish": "compile bundles where neuronx-cc is, into the cache",
     "plan": "show where every array lives and what each device holds",
     "run": "train from compiled programs; never traces or compiles",

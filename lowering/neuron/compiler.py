@@ -25,7 +25,10 @@ NEWEST = "2.27.5334.0"
 _SIMULATOR = "lowering.neuron.simulator"
 TOO_LITTLE_MEMORY = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
 _ERROR_CODE = re.compile(r"\[?NCC_([A-Z]{4}\d{3})\]?:? *(.*)")
+_SIGNALLED = re.compile(r"\[F(1\d\d)\] neuronx-cc")  # printed before it exits with 70
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*(?:\+[0-9a-f]+)?(?:\+simulator)?")
+# Who compiles for Neuron's devices: neuronx-cc as it is, or AWS's library, which calls it.
+CHOICE, LIBRARY = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
 # Options of the wrapper that torch-neuronx and JAX call; the compiler knows none of them.
 _WRAPPER_ONLY = (
     "--cache_dir",
@@ -72,7 +75,7 @@ def find(target: Target) -> Compiler | None:
     else:
         return None
     asked = [*command, "--version"]
-    said = subprocess.run(asked, capture_output=True, text=True, env=_environment())
+    said = subprocess.run(asked, capture_output=True, text=True, env=environment())
     return Compiler(command, version_in(said.stdout + said.stderr, shlex.join(asked)))
 
 
@@ -111,8 +114,7 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
         chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
     if target.on_host:
         chosen.append(f"--simulated-ranks={target.devices}")
-    asked = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
-    return chosen + [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
+    return chosen + forwarded(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
 
 
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
@@ -137,6 +139,10 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         CompilerFailed: the compiler refused the program; with its codes.
         CompilerInterrupted: a signal ended the compiler.
     """
+    if _through_library(target):
+        from lowering.neuron import library  # which imports this module
+
+        return library.compile(hlo, chosen, graph=graph, target=target)
     with tempfile.TemporaryDirectory(prefix="graphtrain-neuron-") as name:
         directory = Path(name)
         (directory / HLO_FILE).write_bytes(hlo)
@@ -145,7 +151,7 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
             words, cwd=directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=environment(),
         )  # fmt: skip
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
@@ -158,28 +164,61 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
     return payload
 
 
+def _through_library(target: Target) -> bool:
+    """Whether the environment asks for AWS's library.
+
+    Raises:
+        LoweringError: it asks for something else.
+    """
+    asked = os.environ.get(CHOICE, "neuronx-cc")
+    if asked not in ("neuronx-cc", LIBRARY):
+        raise LoweringError(f"{CHOICE}={asked} is neither neuronx-cc nor {LIBRARY}")
+    return asked == LIBRARY and not target.on_host
+
+
 def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
     """What an unsuccessful compilation was: to be repeated with more memory, or not at all."""
-    if status < 0 or status > 128:
-        number = -status if status < 0 else status - 128
+    number = ending_signal(status, log)
+    if number is not None:
         known = number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
         hint = "; the machine may be out of memory, try --jobs 1" if name == "SIGKILL" else ""
         return CompilerInterrupted(
             f"neuronx-cc was ended by {name} while it compiled {graph}{hint}"
         )
-    errors = [
-        (found[1], found[2]) for line in log.splitlines() if (found := _ERROR_CODE.search(line))
-    ]
-    for code, said in errors:
+    told_by_code = errors(log)
+    for code, said in told_by_code:
         if code in TOO_LITTLE_MEMORY:
             return OutOfMemory(graph, target, f"NCC_{code} {said}")
-    told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in errors[:5]))
+    told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in told_by_code[:5]))
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
     return CompilerFailed(f"neuronx-cc refused {graph} (status {status}): {told or last}")
 
 
-def _environment() -> dict[str, str]:
+def ending_signal(status: int | None, log: str) -> int | None:
+    """The signal that ended the compiler or a process of its own, if one did.
+
+    Args:
+        status: as subprocess has it; None where only the log is left.
+    """
+    if status is not None and (status < 0 or status > 128):
+        return -status if status < 0 else status - 128
+    found = _SIGNALLED.search(log)
+    return int(found[1]) - 128 if found else None
+
+
+def errors(log: str) -> list[tuple[str, str]]:
+    """Every error that a compiler's output tells by a code, as in ("EVRF004", "complex types")."""
+    found = map(_ERROR_CODE.search, log.splitlines())
+    return [(each[1], each[2]) for each in found if each]
+
+
+def forwarded(asked: list[str]) -> list[str]:
+    """The flags without those that are for AWS's wrapper, which the compiler would refuse."""
+    return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
+
+
+def environment() -> dict[str, str]:
     """Ours, with our packages on the path: the simulator is one of their modules."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,28 @@
+"""Every graph of a run into JAX's plugin for Neuron, which leaves them in AWS's cache."""
+
+from collections.abc import Callable
+
+from graphtrain.config.schema import Program
+from graphtrain.requests import graph_names, mesh_shape
+from graphtrain.steps import build_graph
+from lowering import jax_xla
+from lowering.neuron import plugin
+from lowering.target import Target
+from sharding_rules.rules import Rules
+
+
+def extract(program: Program, observe: Callable[[str, str], None]) -> None:
+    """Trace and split every graph for the plugin's devices, and give it to the plugin.
+
+    Raises:
+        LoweringError: the plugin is not here, does not extract, or shows other devices.
+        ShardingError: an array cannot be placed.
+    """
+    target = Target.parse(program.target)
+    placed_on = plugin.devices(target)
+    rules = Rules.load(program.rules)
+    for name in graph_names(program):
+        graph = build_graph(program, name)
+        lowered = jax_xla.lower(graph, rules, mesh_shape(program), target, placed_on)
+        plugin.give(lowered)
+        observe(name, "extracted")

@@ -1,0 +1,85 @@
+"""What a cache holds, in numbers, and what the checks say of programs that are not compiled."""
+
+import gzip
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lowering.errors import LoweringError
+from lowering.neuron.persistent_cache import flags
+from lowering.neuron.persistent_cache.entries import Entry
+from lowering.target import Target
+
+
+def summarise(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Counts and bytes by compiler, the flags in use, failures by kind and code, and problems.
+
+    Reads the programs of unfinished entries, of which it parses the HLO.
+    """
+    failed = [entry.failure for entry in entries if entry.failure is not None]
+    return {
+        "entries": len(entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "compilers": _by_compiler(entries),
+        "flags": _by_flags(entries),
+        "failures": dict(Counter(failure.kind for failure in failed)),
+        "codes": dict(Counter(code for failure in failed for code in failure.codes)),
+        "problems": [
+            {"entry": f"{entry.compiler}/{entry.directory.name}", "problem": problem}
+            for entry in entries
+            if entry.is_unfinished
+            for problem in dict.fromkeys(_problems(entry))
+        ],
+    }
+
+
+def _by_compiler(entries: Sequence[Entry]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in entries:
+        about = found.setdefault(entry.compiler, {"bytes": 0, "states": Counter()})
+        about["bytes"] += entry.nbytes
+        about["states"][entry.state] += 1
+    return found
+
+
+def _by_flags(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Sets of flags by the key that names have; two keys are two programs to AWS's tools."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        key = entry.directory.name.rpartition("+")[2]
+        about = found.setdefault(key, {"entries": 0, "flags": None})
+        about["entries"] += 1
+        if about["flags"] is None:
+            try:
+                about["flags"] = flags.read(entry.directory)
+            except LoweringError:
+                continue  # another entry of the same key may have them
+    return found
+
+
+def _problems(entry: Entry) -> Iterator[str]:
+    """What would stop the compiler, or make its NEFF another than the name says."""
+    from lowering.neuron.preflight import preflight
+
+    try:
+        written = flags.read(entry.directory)
+        if not flags.fit(entry.directory.name, written):
+            yield "its flags do not give the key in its name"
+        found = preflight(_binary(entry), _machine(written), written)
+        yield from (str(finding) for finding in found if finding.severity == "error")
+    except (LoweringError, gzip.BadGzipFile) as error:
+        yield str(error)
+
+
+def _machine(written: Sequence[str]) -> Target:
+    """What the flags say to compile for."""
+    said = re.search(r"--target[= ](\w+)", " ".join(written))
+    name = said[1] if said else "trn1"
+    return Target.parse("trn1" if name in ("trn1n", "inf2") else name)
+
+
+def _binary(entry: Entry) -> bytes:
+    assert entry.program is not None
+    binary = entry.program.read_bytes()
+    return gzip.decompress(binary) if entry.program.suffix == ".gz" else binary

@@ -1,0 +1,301 @@
+"""Unfinished entries through compilers in parallel, each completed where it stands.
+
+One thread starts the compilers, watches them and touches their locks.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from lowering.errors import LoweringError
+from lowering.neuron.compiler import Compiler, arguments, environment, forwarded
+from lowering.neuron.persistent_cache import completion, entries, flags, locks
+from lowering.neuron.persistent_cache.entries import Entry
+from lowering.neuron.persistent_cache.failures import Failure, classify
+
+_MEMORY_OF_ONE = 64 << 30  # bytes of the host for one compiler, as AWS's tool reckons
+_HEARTBEAT = 60  # seconds between touches of a lock
+_LOOK, _WAIT = 0.05, 1.0  # seconds between looks at compilers, and at a lock of another
+_SCRATCH = "graphtrain-neuron-cache-"
+
+# The compiler in a process group of its own, which ends when we do, however we do.
+_GROUP = ["sh", "-c", 'trap "kill -KILL 0" TERM; "$@" & wait $!', "sh"]
+
+Observer = Callable[[str, str], None]  # name of an entry, what is done with it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How entries are compiled; nothing here changes what is made of them."""
+
+    jobs: int | None = None  # compilers at once; None: as memory and cores allow
+    retries: int = 1  # further attempts after what may have been chance
+    timeout: float | None = None  # seconds for each attempt
+    retry_failed: bool = False  # also what the compiler has refused
+    wait: bool = False  # for others that hold locks, instead of leaving the entry to them
+    machine: str | None = None  # --target for flags that name none
+    stale_after: float = 6 * 3600  # seconds, for locks of other tools
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one entry."""
+
+    program: Path
+    status: Literal["compiled", "failed", "locked"]
+    attempts: int  # 0: known from before, or another process's
+    seconds: float
+    failure: Failure | None = None
+
+
+@dataclass
+class _Running:
+    entry: Entry
+    attempt: int
+    process: subprocess.Popen
+    held: locks.Held
+    scratch: Path
+    log: IO[bytes]
+    began: float
+    touched: float
+    is_late: bool = False
+
+
+def default_jobs() -> int:
+    """Compilers that the host's memory and cores bear."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, -(-memory // _MEMORY_OF_ONE)))
+
+
+def compile_entries(
+    unfinished: Sequence[Entry],
+    root: Path,
+    compiler: Compiler,
+    settings: Settings,
+    observe: Observer = lambda name, stage: None,
+) -> list[Outcome]:
+    """Compile entries that stand in the compiler's own directory, the largest program first.
+
+    An entry that somebody else compiles is left to him, unless settings say to wait.
+
+    Raises:
+        LoweringError: the cache cannot be written.
+    """
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
+        pool = _Pool(root, compiler, settings, observe, Path(scratch))
+        return pool.run(sorted(unfinished, key=_size, reverse=True))
+
+
+class _Pool:
+    def __init__(
+        self,
+        root: Path,
+        compiler: Compiler,
+        settings: Settings,
+        observe: Observer,
+        scratch: Path,
+    ) -> None:
+        self._root, self._compiler, self._settings = root, compiler, settings
+        self._observe, self._scratch = observe, scratch
+        self._jobs = settings.jobs or default_jobs()
+        self._queue: deque[tuple[Entry, int, float]] = deque()  # entry, attempt, not before
+        self._running: list[_Running] = []
+        self._outcomes: list[Outcome] = []
+        self._waited_for: set[Path] = set()
+
+    def run(self, unfinished: Sequence[Entry]) -> list[Outcome]:
+        self._queue.extend((entry, 1, 0.0) for entry in unfinished)
+        try:
+            while self._queue or self._running:
+                self._fill()
+                self._watch()
+                time.sleep(_LOOK if self._queue or self._running else 0)
+        finally:
+            for each in self._running:
+                self._end(each)
+        return self._outcomes
+
+    def _fill(self) -> None:
+        for _ in range(len(self._queue)):
+            if len(self._running) >= self._jobs:
+                return
+            entry, attempt, not_before = self._queue.popleft()
+            if time.monotonic() < not_before:
+                self._queue.append((entry, attempt, not_before))
+            else:
+                self._begin(entry, attempt)
+
+    def _begin(self, entry: Entry, attempt: int) -> None:
+        """Start a compiler, unless the entry is somebody else's or finished."""
+        program = entry.program
+        assert program is not None, "only what has a program is queued"
+        lock = program.with_name(program.name + locks.SUFFIX)
+        held = locks.take(lock, self._root, locks.Judge(self._settings.stale_after))
+        if isinstance(held, locks.Lock):
+            self._leave(entry, attempt, held)
+            return
+        try:
+            now = entries.read(entry.directory, judge=None)
+            known = self._known(now, program)
+            if known is None:
+                self._running.append(self._start(now, attempt, held))
+                self._observe(entry.directory.name, f"compiling, attempt {attempt}")
+                return
+        except (LoweringError, OSError, EOFError, zlib.error) as error:
+            known = Outcome(program, "failed", 0, 0.0, Failure("not started", str(error)))
+        except BaseException:
+            held.release()
+            raise
+        held.release()
+        self._report(known)
+
+    def _known(self, now: Entry, program: Path) -> Outcome | None:
+        """What was found out since the entry was queued, or is not asked again."""
+        if now.state == "done":
+            return Outcome(program, "compiled", 0, 0.0)
+        if now.failure and now.failure.is_final and not self._settings.retry_failed:
+            return Outcome(program, "failed", 0, 0.0, now.failure)
+        return None
+
+    def _leave(self, entry: Entry, attempt: int, lock: locks.Lock) -> None:
+        if self._settings.wait:
+            self._queue.append((entry, attempt, time.monotonic() + _WAIT))
+            if entry.directory not in self._waited_for:
+                self._waited_for.add(entry.directory)
+                self._observe(entry.directory.name, f"waiting for {lock.owner}")
+            return
+        assert entry.program is not None
+        self._observe(entry.directory.name, f"left to {lock.owner}")
+        self._outcomes.append(Outcome(entry.program, "locked", 0, 0.0))
+
+    def _start(self, entry: Entry, attempt: int, held: locks.Held) -> _Running:
+        """Start the compiler with the flags of the entry.
+
+        Raises:
+            LoweringError: it has none, or they name no machine.
+        """
+        assert entry.program is not None
+        written = flags.read(entry.directory)
+        if not flags.fit(entry.directory.name, written):
+            self._observe(entry.directory.name, "its flags do not give the key in its name")
+        chosen = forwarded(written)
+        if flags.machine(chosen) is None:
+            if self._settings.machine is None:
+                raise LoweringError("its flags name no machine; say which with --target")
+            chosen = [f"--target={self._settings.machine}", *chosen]
+        scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+        program = completion.unpacked(entry.program, scratch)
+        words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
+        log = (scratch / "log.txt").open("w+b")
+        process = subprocess.Popen(
+            [*_tied(), *_GROUP, *words, "--verbose=35"], cwd=scratch, env=environment(),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        now = time.monotonic()
+        return _Running(entry, attempt, process, held, scratch, log, now, now)
+
+    def _watch(self) -> None:
+        """Take in compilers that have ended, stop those that are late, touch the others' locks."""
+        now = time.monotonic()
+        for each in list(self._running):
+            status = each.process.poll()
+            if status is not None:
+                self._running.remove(each)
+                self._finish(each, status)
+                continue
+            if self._settings.timeout is not None and now - each.began > self._settings.timeout:
+                each.is_late = True
+                _kill(each.process)
+            if now - each.touched > _HEARTBEAT:
+                each.held.touch()
+                each.touched = now
+
+    def _finish(self, each: _Running, status: int) -> None:
+        """Complete an entry, or say in it why not; then let it go."""
+        seconds = time.monotonic() - each.began
+        try:
+            failure = self._settle(each, status)
+        finally:
+            self._end(each)
+        program = each.entry.program
+        assert program is not None
+        if failure is None:
+            self._report(Outcome(program, "compiled", each.attempt, seconds))
+        elif failure.is_chance and each.attempt <= self._settings.retries:
+            if failure.kind in ("killed", "out of memory"):
+                self._jobs = max(1, self._jobs // 2)
+            self._observe(each.entry.directory.name, f"{failure.kind}, will try again")
+            self._queue.append((each.entry, each.attempt + 1, 0.0))
+        else:
+            self._report(Outcome(program, "failed", each.attempt, seconds, failure))
+
+    def _settle(self, each: _Running, status: int) -> Failure | None:
+        directory, made = each.entry.directory, each.scratch / entries.NEFF
+        try:
+            if status == 0 and made.exists():
+                completion.complete(directory, made)
+                return None
+            failure = self._failure(each, status)
+            completion.fail(directory, Path(each.log.name), failure)
+        except (LoweringError, OSError) as error:
+            return Failure("not stored", str(error))
+        return failure
+
+    def _failure(self, each: _Running, status: int) -> Failure:
+        if each.is_late:
+            return Failure("timed out", f"not compiled within {self._settings.timeout:g} s")
+        if status == 0:
+            return Failure("crashed", f"neuronx-cc ended well and wrote no {entries.NEFF}")
+        each.log.seek(0)
+        return classify(status, each.log.read().decode(errors="replace"))
+
+    def _end(self, each: _Running) -> None:
+        """Leave nothing behind: no process, no scratch, no lock."""
+        _kill(each.process)
+        each.process.wait()
+        each.log.close()
+        shutil.rmtree(each.scratch, ignore_errors=True)
+        each.held.release()
+
+    def _report(self, outcome: Outcome) -> None:
+        said = f": {outcome.failure.kind}" if outcome.failure else ""
+        self._observe(outcome.program.parent.name, outcome.status + said)
+        self._outcomes.append(outcome)
+
+
+def _size(entry: Entry) -> int:
+    """Larger programs take longer, and none should be left to compile alone at the end."""
+    return entry.files[entry.program.name] if entry.program else 0
+
+
+def _tied() -> list[str]:
+    """What sends a command SIGTERM when its parent dies; a part of util-linux.
+
+    Without it a compiler of a killed run works on, for nothing but without harm.
+    """
+    return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kill a compiler and all it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _sweep() -> None:
+    """Remove the scratch directories of runs that were killed; they may hold gigabytes."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""What AWS's tools print and write of a cache and of its compilation, in their words.
+
+Source: AWS Neuron documentation, neuron_parallel_compile and persistent cache, SDK 2.32.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowering.neuron.persistent_cache.compilation import Outcome
+from lowering.neuron.persistent_cache.entries import Entry
+from lowering.neuron.persistent_cache.finishing import Finished
+
+# Set by people's Slurm scripts to have the report as files in the working directory.
+DUMP_VARIABLE = "NEURON_PARALLEL_COMPILE_DUMP_RESULTS"
+
+
+def status_line(entries: Sequence[Entry]) -> str:
+    """How far a cache is; what a killed process left is among what remains."""
+    states = Counter(entry.state for entry in entries)
+    locked, failed, done = states["locked"], states["failed"], states["done"]
+    remaining = len(entries) - locked - failed - done
+    return _line(
+        "NEURON_CACHE",
+        f"Current remaining items are {remaining}, locked are {locked}, failed are {failed}, "
+        f"done are {done}, total is {len(entries)}",
+    )
+
+
+def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """The last lines of a compilation."""
+    counts = Counter(outcome.status for outcome in _attempted(outcomes))
+    return [
+        _line("NEURON_PARALLEL_COMPILE", text)
+        for text in (
+            f"Total graphs: {counts.total()}",
+            f"Total successful compilations: {counts['compiled']}",
+            f"Total failed compilations: {counts['failed']}",
+        )
+    ]
+
+
+def as_json(finished: Finished) -> dict[str, Any]:
+    """The report of a compilation; a failure has its kind and message beside AWS's fields."""
+    attempted = _attempted(finished.outcomes)
+    summary = Counter(str(outcome.status == "compiled").lower() for outcome in attempted)
+    return {
+        "compilation_summary": dict(sorted(summary.items(), reverse=True)),
+        "compilation_report": {str(outcome.program): _graph(outcome) for outcome in attempted},
+        "start_time": finished.began,
+        "compilation_time": round(finished.seconds, 3),
+    }
+
+
+def dump(report: dict[str, Any], directory: Path) -> list[Path]:
+    """Write the two files that DUMP_VARIABLE asks AWS's tool for, with the same content."""
+    day = time.strftime("%Y%m%d%H%M%S", time.localtime(report["start_time"]))
+    name = f"neuron_parallel_compile_results_{day}.json"
+    paths = [directory / name, directory / f"total_{name}"]
+    for path in paths:
+        path.write_text(json.dumps(report, indent=4) + "\n")
+    return paths
+
+
+def _attempted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.status != "locked"]
+
+
+def _graph(outcome: Outcome) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "status": outcome.status == "compiled",
+        "retry": max(0, outcome.attempts - 1),
+        "compile_time": round(outcome.seconds, 3),
+    }
+    if outcome.failure is not None:
+        about |= {"failure": outcome.failure.kind, "error": outcome.failure.said}
+    return about
+
+
+def _line(tool: str, text: str) -> str:
+    now = time.time()
+    day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"{day}.{int(now % 1 * 1000):06d}:  {os.getpid()}  INFO ||{tool}||: {text}"
