@@ -56,6 +56,7 @@ def _targets() -> list[Finding]:
         _accelerator("cuda", "jax_cuda13_plugin", "gpu"),
         _accelerator("tpu", "libtpu", "tpu"),
         _neuron(),
+        _ascend(),
     ]
 
 
@@ -65,6 +66,16 @@ def _accelerator(name: str, module: str, extra: str) -> Finding:
     return Finding(
         f"target {name}", f"estimates only; pip install 'graphtrain[{extra}]' compiles", True
     )
+
+
+def _ascend() -> Finding:
+    found = importlib.util.find_spec("mindspore") is not None
+    state = (
+        "runs where CANN is; ascend-cpu runs"
+        if found
+        else "pip install 'graphtrain[ascend]' runs it"
+    )
+    return Finding("target ascend", f"compiles; {state}", True)
 
 
 def _neuron() -> Finding:

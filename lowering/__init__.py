@@ -9,7 +9,10 @@ from types import ModuleType
 from lowering.target import Target
 
 _XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
-_BACKENDS: dict[str, str] = _XLA | {"neuron": "lowering.neuron.backend"}
+_BACKENDS: dict[str, str] = _XLA | {
+    "ascend": "lowering.ascend.backend",
+    "neuron": "lowering.neuron.backend",
+}
 
 
 def backend(target: Target) -> ModuleType:

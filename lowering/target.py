@@ -43,7 +43,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """What the compiler calls the machine: cpu, cuda, rocm, tpu or neuron."""
+        """What the compiler calls the machine: cpu, cuda, rocm, tpu, neuron or ascend."""
         return self.about.get("platform", "cpu")
 
     @property

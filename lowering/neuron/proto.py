@@ -10,18 +10,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, unknown_fields
+from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as AnyMessage
 
 from lowering.errors import LoweringError
 from lowering.hlo import item_bits
 from lowering.neuron.schema import MESSAGES
+from lowering.protobuf import classes
 
 Message = Any  # a message of one of the classes below; protobuf makes them when they are asked for
 
 _PACKAGE = "graphtrain.hlo"  # our own, so that it meets no other copy of XLA's schema
-_Field = descriptor_pb2.FieldDescriptorProto
 
 # PrimitiveType of XLA, by the names that HLO text has for them.
 TYPES = {
@@ -97,41 +97,4 @@ def _parses(into: Message, binary: bytes) -> bool:
 
 @functools.cache
 def _classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="graphtrain/hlo.proto", package=_PACKAGE, syntax="proto3"
-    )
-    for name, fields in MESSAGES.items():
-        described = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
-            _add(described, field, number, kind)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[attr-defined]
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in MESSAGES
-    }
-
-
-def _add(described: Any, name: str, number: int, kind: str) -> None:
-    """Add a field: "int64", "[int64]" for several, "{string}" for a table by string."""
-    several = kind[0] in "[{"
-    field = described.field.add(
-        name=name,
-        number=number,
-        label=_Field.LABEL_REPEATED if several else _Field.LABEL_OPTIONAL,
-    )
-    if kind.startswith("{"):
-        entry = described.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
-        entry.options.map_entry = True
-        _add(entry, "key", 1, "string")
-        _add(entry, "value", 2, kind[1:-1])
-        field.type, field.type_name = (
-            _Field.TYPE_MESSAGE,
-            f".{_PACKAGE}.{described.name}.{entry.name}",
-        )
-        return
-    element = kind.strip("[]")
-    if element in MESSAGES:
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{element}"
-    else:
-        field.type = _Field.Type.Value(f"TYPE_{element.upper()}")
+    return classes(_PACKAGE, MESSAGES, "proto3")

@@ -1,0 +1,223 @@
+"""The backend of Ascend: what lowering.jax_xla is to XLA's own targets."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lowering import collectives, host, jax_xla
+from lowering.artifact import Artifact
+from lowering.ascend.device import DeviceArray, Program
+from lowering.ascend.translate import Translated, translate
+from lowering.errors import LoweringError
+from lowering.graph import Graph
+from lowering.jax_xla import (
+    Device,
+    Executable,
+    forbid_tracing,
+    make_mesh,
+    plan_graph,
+    put,
+)
+from lowering.lowered import Lowered
+from lowering.neuron.normalise import normalise
+from lowering.neuron.proto import array_bytes, read_module
+from lowering.neuron.simulation import text_of
+from lowering.overheard import overhear
+from lowering.partitioned import partition
+from lowering.target import Target
+from lowering.trees import Tree
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+__all__ = [
+    "compile",
+    "described_devices",
+    "devices",
+    "forbid_tracing",
+    "load",
+    "lower",
+    "make_mesh",
+    "memory_in_use",
+    "peak_memory",
+    "plan_graph",
+    "put",
+    "storable",
+]
+
+
+def described_devices(target: Target) -> list[Device]:
+    """Devices of the CPU in place of the target's: what is traced and partitioned is the same."""
+    return jax_xla.devices(_host(target))
+
+
+def devices(target: Target) -> list[Device]:
+    """Devices of the CPU, which hold what is on its way to the ranks, and from them."""
+    return jax_xla.devices(_host(target))
+
+
+def _host(target: Target) -> Target:
+    return Target("cpu", (target.devices,))
+
+
+def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
+    """Trace a graph, split it, and take the program of one device.
+
+    Raises:
+        ShardingError: an array cannot be placed.
+        LoweringError: the graph asks for what an Ascend device does not have.
+    """
+    for path, spec in graph.arrays().items():
+        if spec.memory != "device":
+            raise LoweringError(
+                f"{target}: {path} rests in the host's memory, which no MindSpore graph reaches; "
+                "set program.optimizer.offload = false"
+            )
+    whole = jax_xla.lower(graph, rules, mesh_shape, _host(target))
+    with overhear() as replicated:
+        one_device = partition(whole.handle)
+    normalised = normalise(one_device.hlo, name=graph.name, ranks=target.devices)
+    given = len(normalised.inputs) - normalised.rank_input
+    if given != len(whole.facts["inputs"]):  # JAX leaves out those that a step does not use
+        raise LoweringError(
+            f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
+            "input arrays; take out those that it does not use"
+        )
+    aliases = read_module(normalised.hlo).input_output_alias.entries
+    facts = {
+        "rank_input": normalised.rank_input,
+        "temporaries_on_cpu": one_device.temporaries,
+        "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
+    }
+    return replace(
+        whole,
+        text=text_of(normalised.hlo),
+        target=target,
+        facts=whole.facts | {"replicated": replicated, "ascend": facts},
+        options={"hlo": hashlib.sha256(normalised.hlo).hexdigest(), "translator": _translator()},
+        handle=normalised,
+    )
+
+
+@functools.cache
+def _translator() -> str:
+    """A digest of the code that writes graphs: it is this target's compiler."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def compile(lowered: Lowered) -> Artifact:
+    """Write the graph as MindIR, which takes no MindSpore and no device.
+
+    Raises:
+        LoweringError: an operation that MindSpore has nothing for.
+    """
+    target, facts = lowered.target, lowered.facts["ascend"]
+    began = time.perf_counter()
+    translated = translate(
+        lowered.handle,
+        name=lowered.name,
+        ranks=target.devices,
+        native=not target.on_host,
+        in_place=dict(facts["aliases"]),
+    )
+    record = lowered.facts | {
+        "target": str(target),
+        "stablehlo_bytes": len(lowered.text),
+        "compile_seconds": round(time.perf_counter() - began, 3),
+        "memory": _memory(lowered, translated),
+        "ascend": facts | _loading(translated),
+        **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
+    }
+    return Artifact(translated.mindir, record)
+
+
+def _loading(translated: Translated) -> dict[str, Any]:
+    """What a loader has to know."""
+    return {
+        "stored": [[list(each.shape), each.dtype] for each in translated.inputs],
+        "variables": list(translated.variables),
+        "returned": list(translated.returned),
+        "groups": [[list(group) for group in groups] for groups in translated.groups],
+        "exchanges": [list(sources) for sources in translated.exchanges],
+        "nodes": translated.nodes,
+    }
+
+
+def _memory(lowered: Lowered, translated: Translated) -> dict[str, int]:
+    """Bytes on a device. MindSpore plans its memory when it loads a graph: the temporaries are
+    those of XLA on a CPU."""
+    shape = read_module(lowered.handle.hlo).host_program_shape
+    inputs = [array_bytes(each) for each in shape.parameters]
+    outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
+    facts = lowered.facts["ascend"]
+    aliased = sum(outputs[output] for output, _ in facts["aliases"])
+    temporaries = facts["temporaries_on_cpu"]
+    return {
+        "arguments": sum(inputs),
+        "outputs": sum(outputs),
+        "aliased": aliased,
+        "temporaries": temporaries,
+        "code": 0,
+        "host": 0,
+        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
+    }
+
+
+def load(artifact: Artifact, target: Target) -> Executable:
+    """Load a graph on the ranks of this machine.
+
+    Raises:
+        LoweringError: MindSpore or CANN is not here, or the graph is for another machine.
+    """
+    about = artifact.record
+    if Target.parse(about["target"]) != target:
+        raise LoweringError(f"the compiled {about['graph']} step is for {about['target']}")
+    _check_here(target)
+    mesh = make_mesh(MeshShape(about["mesh"]), devices(target))
+    if target.on_host:
+        return Executable(Program(artifact.payload, about, mesh, "CPU"), about, mesh)
+    try:
+        return Executable(Program(artifact.payload, about, mesh, "Ascend"), about, mesh)
+    except LoweringError as error:
+        raise LoweringError(
+            f"{target} needs its devices and CANN on this machine, with CANN's set_env.sh sourced; "
+            f"the compiled graphs are complete, and the same command runs them there ({error})"
+        ) from None
+
+
+def _check_here(target: Target) -> None:
+    if importlib.util.find_spec("mindspore") is None:
+        raise LoweringError(
+            f"{target} runs on MindSpore, which is not installed: pip install 'graphtrain[ascend]'"
+        )
+    per_host = int(target.about.get("group", target.devices))
+    if target.devices > per_host:
+        raise LoweringError(
+            f"{target}: runs over several hosts are not wired up yet for Ascend; one host has "
+            f"{per_host} devices. The compiled graphs are complete"
+        )
+
+
+def storable(tree: Tree) -> Tree:
+    """What a checkpoint can write: arrays of the ranks as copies in this process."""
+    return jax.tree.map(
+        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
+    )
+
+
+def memory_in_use() -> int:
+    """Bytes that this process holds; the ranks hold theirs, which MindSpore does not tell."""
+    return host.resident_bytes()
+
+
+def peak_memory() -> int:
+    """Most bytes that this process held at once; as memory_in_use."""
+    return host.peak_resident_bytes()

@@ -1,0 +1,225 @@
+"""Collectives: HCCL's operators for Ascend devices, sums of masked arrays for CPUs.
+
+MindSpore's CPUs have AllReduce of a sum and nothing else, so there every rank puts what it has into
+its own place of an array of zeros, and the sum is what all have. Groups are named by number; a
+loader puts in the name of the one group that its own rank is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowering.ascend.emitter import Emitter, inverse, unsupported
+from lowering.ascend.mindir import Tensor
+from lowering.ascend.operations import hlo_type, reduced, settled, shape_of, signed
+from lowering.ascend.values import Value, known
+from lowering.groups import Groups
+from lowering.neuron.proto import Message
+
+_HCCL = {
+    "add": "sum",
+    "maximum": "max",
+    "minimum": "min",
+    "multiply": "prod",
+    "or": "max",
+    "and": "min",
+}
+EXCHANGE = "graphtrain.exchange"  # an attribute, in place of those that differ by rank
+_SUMMED = ("f32", "f16")  # what AllReduce takes on a CPU
+
+
+class Collectives:
+    """Writes collectives, and remembers the groups and the exchanges that a loader fills in."""
+
+    def __init__(self, emit: Emitter, ranks: int, rank: Value | None) -> None:
+        """rank: the program's own rank, where it has it as an input."""
+        self._emit, self._ranks = emit, ranks
+        self._rank = rank
+        self.groups: list[Groups] = []
+        self.exchanges: list[list[int]] = []  # by rank: who sends to it
+
+    def all_reduce(self, instruction: Message, kind: str, x: Value) -> Value:
+        groups = _groups(instruction)
+        if len(groups[0]) == 1:
+            return x
+        emit, shape, dtype = self._emit, x.shape, x.dtype
+        if emit.native or (kind == "add" and dtype in _SUMMED):
+            x = emit.cast(x, "s32") if dtype == "pred" else x
+            x = emit.reshape(x, shape or (1,))  # it takes no scalars
+            attributes = self._attributes(groups) | {"op": _HCCL[kind]}
+            x = emit.apply("AllReduce", [x], x.shape, x.dtype, attributes)
+            x = emit.reshape(x, shape)
+            x = emit.cast(x, dtype) if dtype == "pred" else x
+            return settled(emit, x, hlo_type(instruction))
+        return reduced(emit, kind, self._all(groups, x), [0], hlo_type(instruction))
+
+    def all_gather(self, instruction: Message, x: Value) -> Value:
+        groups, (axis,) = _groups(instruction), instruction.dimensions
+        every = self._all(groups, x)
+        return self._emit.reshape(_moved(self._emit, every, 0, axis), shape_of(instruction))
+
+    def reduce_scatter(self, instruction: Message, kind: str, x: Value) -> Value:
+        groups, (axis,) = _groups(instruction), instruction.dimensions
+        emit, count = self._emit, len(groups[0])
+        order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
+        front = emit.transpose(x, order)
+        shape = (front.shape[0] // count, *front.shape[1:])
+        if emit.native:
+            attributes = self._attributes(groups) | {"op": _HCCL[kind], "rank_size": count}
+            part = emit.apply("ReduceScatter", [front], shape, x.dtype, attributes)
+        else:
+            whole = reduced(emit, kind, self._all(groups, front), [0], hlo_type(instruction))
+            blocks = emit.reshape(whole, (count, *shape))
+            part = emit.reshape(emit.take(blocks, self._place(groups), 0), shape)
+        return settled(emit, emit.transpose(part, inverse(order)), hlo_type(instruction))
+
+    def all_to_all(self, instruction: Message, operands: Sequence[Value]) -> Any:
+        """One operand that is split along an axis, or as many as the group has ranks."""
+        groups, emit = _groups(instruction), self._emit
+        count = len(groups[0])
+        if len(operands) > 1 or not instruction.dimensions:
+            parts = emit.concatenate([emit.reshape(x, (1, *x.shape)) for x in operands], 0)
+            parts = self._exchanged(groups, parts)
+            return tuple(
+                emit.reshape(_row(emit, parts, number), x.shape)
+                for number, x in enumerate(operands)
+            )
+        (x,), (axis,) = operands, instruction.dimensions
+        split = emit.reshape(
+            x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+        )
+        parts = self._exchanged(groups, _moved(emit, split, axis, 0))
+        return emit.reshape(_moved(emit, parts, 0, axis), x.shape)
+
+    def _exchanged(self, groups: Groups, parts: Value) -> Value:
+        """Part i of every rank on rank i: (ranks, ...) to (ranks, ...)."""
+        emit, count = self._emit, len(groups[0])
+        if emit.native:
+            attributes = self._attributes(groups) | {
+                "concat_dim": 0,
+                "split_count": count,
+                "split_dim": 0,
+            }
+            return emit.apply("AlltoAll", [parts], parts.shape, parts.dtype, attributes)
+        every = self._all(groups, parts)
+        mine = emit.take(every, self._place(groups), 1)
+        return emit.reshape(mine, parts.shape)
+
+    def permute(self, instruction: Message, x: Value) -> Value:
+        """What another rank sends; zeros where none does."""
+        emit = self._emit
+        pairs = [[pair.source, pair.target] for pair in instruction.source_target_pairs]
+        sources = np.full(self._ranks, -1)
+        for source, target in pairs:
+            sources[target] = source
+        source = emit.take(known(sources, "s64"), self._own_rank(), 0)
+        if emit.native:
+            found = self._sent(sources, x)
+        else:
+            every = self._all((tuple(range(self._ranks)),), x)
+            found = emit.take(every, emit.maximum(source, emit.integer(0, source)), 0)
+            found = emit.reshape(found, x.shape)
+        if (sources >= 0).all():
+            return found
+        given = emit.compare("GreaterEqual", source, emit.integer(0, source))
+        given = emit.reshape(given, (1,) * len(x.shape))
+        return emit.select(given, found, emit.broadcast_to(
+            emit.literal(np.zeros((1,) * len(x.shape)), x.dtype), x.shape))  # fmt: skip
+
+    def _sent(self, sources: np.ndarray, x: Value) -> Value:
+        """By NeighborExchange, in which every rank sends once and receives once: those to whom
+        nobody sends are sent something by those who send to nobody."""
+        idle = iter(sorted(set(range(self._ranks)) - set(sources.tolist())))
+        whole = [int(source) if source >= 0 else next(idle) for source in sources]
+        self.exchanges.append(whole)
+        world = self._attributes((tuple(range(self._ranks)),))
+        attributes = {
+            "group": world["group"],
+            EXCHANGE: len(self.exchanges) - 1,
+            "recv_shapes": [list(x.shape)],
+            "send_shapes": [list(x.shape)],
+        }
+        writer, tensor = self._emit.writer, Tensor(x.shape, x.dtype)
+        given = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
+        taken = writer.node("NeighborExchange", [given], [tensor], attributes)
+        first = writer.node("TupleGetItem", [taken, writer.constant(0)], tensor)
+        return Value(x.shape, x.dtype, node=first)
+
+    def _all(self, groups: Groups, x: Value) -> Value:
+        """What every rank of the group has: (ranks of the group, *shape), in the group's order."""
+        emit, count = self._emit, len(groups[0])
+        shape = (count, *x.shape)
+        if count == 1:
+            return emit.reshape(x, shape)
+        if emit.native:
+            attributes = self._attributes(groups) | {"rank_size": count}
+            one = emit.reshape(emit.cast(x, "s8") if x.dtype == "pred" else x, (1, *x.shape))
+            every = emit.apply("AllGather", [one], shape, one.dtype, attributes)
+            return emit.cast(every, x.dtype) if x.dtype == "pred" else every
+        if x.dtype not in _SUMMED:
+            return self._all_integers(groups, x)
+        numbers = known(np.arange(count).reshape(count, *(1 for _ in x.shape)), "s64")
+        is_own = emit.compare("Equal", numbers, self._place(groups))
+        zero = emit.literal(np.zeros((1,) * len(shape)), x.dtype)
+        placed = emit.select(is_own, emit.reshape(x, (1, *x.shape)), zero)
+        attributes = self._attributes(groups) | {"op": "sum"}
+        return emit.apply("AllReduce", [placed], shape, x.dtype, attributes)
+
+    def _all_integers(self, groups: Groups, x: Value) -> Value:
+        """The same of integers, 16 bits at a time, which floats of 32 bits hold exactly."""
+        emit, stored = self._emit, x.dtype
+        if stored in ("f64", "bf16"):
+            raise unsupported(f"collective of {stored} on a CPU")
+        wide, whole = emit.cast(x, "s64"), None
+        for shift in range(0, 64 if stored == "s64" else 32, 16):
+            by, mask = emit.integer(shift, wide), emit.integer(0xFFFF, wide)
+            part = emit.elementwise("RightShift", np.right_shift, [wide, by]) if shift else wide
+            part = emit.elementwise("BitwiseAnd", np.bitwise_and, [part, mask])
+            every = emit.cast(self._all(groups, emit.cast(part, "f32")), "s64")
+            every = emit.elementwise("LeftShift", np.left_shift, [every, by]) if shift else every
+            whole = every if whole is None else emit.add(whole, every)
+        assert whole is not None
+        if stored == "s64":
+            return whole
+        return emit.cast(signed(emit, whole), stored)
+
+    def _place(self, groups: Groups) -> Value:
+        """This rank's place in its group, as an array of one element."""
+        places = np.zeros(self._ranks, np.int64)
+        for group in groups:
+            places[list(group)] = range(len(group))
+        return self._emit.take(known(places, "s64"), self._own_rank(), 0)
+
+    def _own_rank(self) -> Value:
+        if self._rank is None:
+            raise unsupported("collective in a program that does not know its rank")
+        return self._emit.reshape(self._rank, (1,))
+
+    def _attributes(self, groups: Groups) -> dict[str, Any]:
+        if groups not in self.groups:
+            self.groups.append(groups)
+        number = self.groups.index(groups)
+        return {"group": placeholder(number), "fusion": 0, "index": 0, "no_eliminate": True}
+
+
+def placeholder(number: int) -> str:
+    """What stands in a graph for the name of a group."""
+    return f"graphtrain.group.{number}"
+
+
+def _groups(instruction: Message) -> Groups:
+    return tuple(tuple(group.replica_ids) for group in instruction.replica_groups)
+
+
+def _moved(emit: Emitter, x: Value, source: int, target: int) -> Value:
+    order = [axis for axis in range(len(x.shape)) if axis != source]
+    order.insert(target, source)
+    return emit.transpose(x, order)
+
+
+def _row(emit: Emitter, x: Value, number: int) -> Value:
+    rest = x.shape[1:]
+    return emit.slice(x, [number] + [0] * len(rest), [number + 1, *rest])

@@ -1,0 +1,187 @@
+"""A MindIR graph on the ranks of this machine, as a function of trees of arrays.
+
+State stays where it is computed: what a graph returns are numbers of arrays on the ranks, which the
+next call takes as they are. Only what is read, such as a loss or a checkpoint, comes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from lowering.ascend.personal import groups_of, personal
+from lowering.ascend.ranks import Ranks
+from lowering.errors import LoweringError
+from lowering.neuron.device import ArrayLayout
+from lowering.trees import Tree, flatten, unflatten
+
+# MindSpore's names for the types that graphs have.
+_TYPES = {
+    "pred": "bool_", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8",
+    "u16": "uint16", "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
+}  # fmt: skip
+
+
+@functools.cache
+def ranks(count: int, device: str) -> Ranks:
+    """The ranks of this process, started when first asked for."""
+    return Ranks(count, device)
+
+
+class DeviceArray:
+    """A global array whose shards are on the ranks."""
+
+    def __init__(self, ranks: Ranks, layout: ArrayLayout) -> None:
+        self.ranks, self.layout = ranks, layout
+        self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
+        self.number: int | None = ranks.new_number()
+        self.scalar: Any = None  # its one element, where a program has told it
+
+    def to_host(self) -> jax.Array:
+        """A copy in this process, split in the same way."""
+        shards = self.ranks.tell("get", lambda rank: [self._checked()])
+        placed = [
+            jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard), device)
+            for shard, device in zip(shards, self.layout.devices, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+
+    def is_deleted(self) -> bool:
+        """Whether a program has taken the memory for what it returned."""
+        return self.number is None
+
+    def take(self) -> int:
+        """Its number, for a program that writes over it."""
+        number = self._checked()
+        self.number = None
+        return number
+
+    def _checked(self) -> int:
+        if self.number is None:
+            raise RuntimeError("this array was donated to a step; use what the step returned")
+        return self.number
+
+    def __float__(self) -> float:
+        number = self._checked()
+        if self.scalar is None:
+            self.ranks.settle()
+        if self.scalar is None:
+            self.scalar = self.ranks.tell("get", lambda rank: [number])[0]
+        return float(self.scalar.reshape(-1)[0])
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __del__(self) -> None:
+        if self.number is not None:
+            self.ranks.give_up(self.number)
+
+
+class Program:
+    """A graph loaded on every rank; call it with the trees it names, in order."""
+
+    def __init__(self, mindir: bytes, record: Mapping[str, Any], mesh: Mesh, device: str) -> None:
+        about = record["ascend"]
+        self._record, self._about = record, about
+        self._ranks = ranks(mesh.devices.size, device)
+        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
+        self._in_place: dict[int, int] = dict(about["aliases"])  # output to input
+        self._load(mindir, device)
+        self._rank = self._numbered() if about["rank_input"] else None
+
+    def _load(self, mindir: bytes, device: str) -> None:
+        variables = {
+            f"input{number}": (self._about["stored"][number][0], self._types[number])
+            for number in self._about["variables"]
+        }
+        groups, exchanges = self._about["groups"], self._about["exchanges"]
+        directory = self._ranks.directory
+        name = self._record["graph"]
+
+        def arguments(rank: int) -> list[Any]:
+            path = Path(directory) / f"{name}.{rank}.mindir"
+            path.write_bytes(personal(mindir, groups, exchanges, rank, device))
+            return [name, str(path), groups_of(groups, rank, device), variables]
+
+        self._ranks.tell("load", arguments)
+
+    def _numbered(self) -> int:
+        """An array that is each rank's own number."""
+        number = self._ranks.new_number()
+        self._ranks.tell(
+            "put", lambda rank: [[(number, np.array(rank, np.int64), self._types[-1])]]
+        )
+        return number
+
+    def __call__(self, *trees: Tree) -> Tree:
+        leaves = [
+            (self._inputs[path], leaf)
+            for name, tree in zip(self._record["arguments"], trees, strict=True)
+            for path, leaf in flatten(tree, name).items()
+        ]
+        given = self._placed(leaves)
+        written = {number: output for output, number in self._in_place.items()}
+        variables = {f"input{n}": given[n].take() for n in self._about["variables"]}
+        inputs = [
+            one._checked() for n, one in enumerate(given) if n not in self._about["variables"]
+        ]
+        inputs += [self._rank] if self._rank is not None else []
+        made = [DeviceArray(self._ranks, layout) for layout in self._outputs.values()]
+        returned = [made[n].number for n in self._about["returned"]]
+        kept = {f"input{n}": made[written[n]].number for n in self._about["variables"]}
+        by_number = {one.number: weakref.ref(one) for one in made}
+
+        def note(answers: list[Any]) -> None:
+            for number, scalar in answers[0].items():
+                array = by_number[number]()
+                if array is not None:
+                    array.scalar = scalar
+
+        self._ranks.begin(
+            "run", lambda rank: [self._record["graph"], inputs, variables, returned, kept], note
+        )
+        return unflatten(dict(zip(self._outputs, made, strict=True)))
+
+    def _placed(self, leaves: list[tuple[ArrayLayout, Any]]) -> list[DeviceArray]:
+        """Arguments on the ranks: where they are already, or sent there, all at once."""
+        placed, sent = [], []
+        for number, (layout, leaf) in enumerate(leaves):
+            if isinstance(leaf, DeviceArray):
+                self._check(leaf, layout)
+                placed.append(leaf)
+                continue
+            array = DeviceArray(self._ranks, layout)
+            placed.append(array)
+            sent.append((array.number, list(layout.shards(leaf)), number))
+        if sent:
+            self._ranks.tell(
+                "put",
+                lambda rank: [
+                    [(n, _plain(shards[rank]), self._types[at]) for n, shards, at in sent]
+                ],
+            )
+        return placed
+
+    def _check(self, leaf: DeviceArray, layout: ArrayLayout) -> None:
+        if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
+            raise LoweringError(
+                f"an array split as {leaf.sharding.spec} is given to the compiled "
+                f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+            )
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Of a type that MindSpore takes from NumPy."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return array.astype(np.float32)
+    return array.astype(np.int64) if array.dtype.kind == "u" and array.itemsize > 2 else array

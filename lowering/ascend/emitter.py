@@ -1,0 +1,340 @@
+"""Emitter: writes arrays and operators into a MindIR graph, and computes at once what is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lowering.ascend.mindir import Tensor, Writer
+from lowering.ascend.schema import TYPE_IDS
+from lowering.ascend.values import Shape, Stacked, Value, known
+from lowering.errors import LoweringError
+
+NUMPY: dict[str, Any] = {
+    "pred": np.bool_, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f16": np.float16,
+    "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16,
+}  # fmt: skip
+_FOLDED = 1 << 16  # elements up to which known arrays are computed here
+_BROADCAST = 64  # elements from which a repeated array is stored once
+
+
+class Emitter:
+    """Operators of MindSpore over Values. Every method returns what it would be in NumPy."""
+
+    def __init__(self, name: str, *, native: bool) -> None:
+        """native: for an Ascend device; else for a CPU, which has next to no bfloat16."""
+        self.writer = Writer(name)
+        self.native = native
+
+    def stored(self, dtype: str) -> str:
+        """How a type of HLO's is kept.
+
+        Unsigned integers of 32 bits are kept in 64, with the upper half 0; those of 64 as they are,
+        in a signed type.
+        """
+        if dtype in ("u32", "u64"):
+            return "s64"
+        return "f32" if dtype == "bf16" and not self.native else dtype
+
+    def literal(self, data: np.ndarray, dtype: str) -> Value:
+        """Known elements of a type of HLO's."""
+        stored = self.stored(dtype)
+        return known(data.astype(NUMPY[stored]), stored)
+
+    def integer(self, value: int, like: Value) -> Value:
+        """A scalar of a value's type."""
+        return known(np.array(value, NUMPY[like.dtype]), like.dtype)
+
+    def node(self, value: Value) -> str:
+        """The node that holds a value, which is written if it is not there yet."""
+        if value.node is not None:
+            return value.node
+        if value.stacked is not None:
+            whole = self._assembled(value.stacked)
+        else:
+            assert value.data is not None
+            whole = self._constant(value.data, value.dtype)
+        object.__setattr__(value, "node", whole.node)  # the same array, now also in the graph
+        assert value.node is not None
+        return value.node
+
+    def _constant(self, data: np.ndarray, dtype: str) -> Value:
+        once = _once(data)
+        if data.size > _BROADCAST and once.size < data.size:
+            return self.broadcast_to(self._constant(once.copy(), dtype), data.shape)
+        name = self.writer.constant(np.ascontiguousarray(data).reshape(data.shape))
+        return Value(tuple(data.shape), dtype, node=name)
+
+    def apply(
+        self,
+        operator: str,
+        inputs: Sequence[Any],
+        shape: Sequence[int],
+        dtype: str,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Value:
+        """An operator of MindSpore; inputs that are no Values are settings, given as constants."""
+        names = [
+            self.node(one) if isinstance(one, Value) else self.writer.constant(one)
+            for one in inputs
+        ]
+        tensor = Tensor(shape, dtype)
+        return Value(
+            tensor.shape, dtype, node=self.writer.node(operator, names, tensor, attributes)
+        )
+
+    def computed(
+        self, function: Callable[..., np.ndarray], inputs: Sequence[Value], dtype: str
+    ) -> Value | None:
+        """The result of a function of NumPy, where all is known and not much."""
+        data = [one.data for one in inputs if one.data is not None]
+        if len(data) < len(inputs):
+            return None
+        shape = np.broadcast_shapes(*(one.shape for one in data))
+        if len(data) == 1:
+            data = [_once(data[0])]
+        if math.prod(shape) > _FOLDED and (len(data) > 1 or data[0].size > _FOLDED):
+            return None
+        with np.errstate(all="ignore"):
+            result = np.asarray(function(*data)).astype(NUMPY[dtype])
+        return known(np.broadcast_to(result, shape), dtype)
+
+    def elementwise(
+        self,
+        operator: str,
+        function: Callable[..., np.ndarray] | None,
+        inputs: Sequence[Value],
+        dtype: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Value:
+        """An operator on each element; shapes are broadcast as in NumPy."""
+        dtype = dtype or inputs[0].dtype
+        found = self.computed(function, inputs, dtype) if function is not None else None
+        if found is not None:
+            return found
+        shape = np.broadcast_shapes(*(one.shape for one in inputs))
+        return self.apply(operator, inputs, shape, dtype, attributes)
+
+    # Arithmetic that lowerings are made of.
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self.elementwise("Add", np.add, [a, b])
+
+    def subtract(self, a: Value, b: Value) -> Value:
+        return self.elementwise("Sub", np.subtract, [a, b])
+
+    def multiply(self, a: Value, b: Value) -> Value:
+        return self.elementwise("Mul", np.multiply, [a, b])
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        return self.elementwise("Minimum", np.minimum, [a, b])
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        return self.elementwise("Maximum", np.maximum, [a, b])
+
+    def compare(self, operator: str, a: Value, b: Value) -> Value:
+        """operator: Equal, NotEqual, Less, LessEqual, Greater or GreaterEqual."""
+        functions: dict[str, Any] = {
+            "Equal": np.equal, "NotEqual": np.not_equal, "Less": np.less,
+            "LessEqual": np.less_equal, "Greater": np.greater, "GreaterEqual": np.greater_equal,
+        }  # fmt: skip
+        if a.dtype == "pred":  # MindSpore compares numbers only
+            a, b = self.cast(a, "s32"), self.cast(b, "s32")
+        return self.elementwise(operator, functions[operator], [a, b], "pred")
+
+    def both(self, a: Value, b: Value) -> Value:
+        return self.elementwise("LogicalAnd", np.logical_and, [a, b])
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        """a where condition, else b."""
+        if condition.data is not None and condition.size:
+            first = condition.data.flat[0]
+            if condition.size == 1 or (condition.data == first).all():
+                chosen = a if first else b
+                shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
+                return self.broadcast_to(chosen, shape)
+        found = self.computed(np.where, [condition, a, b], a.dtype)
+        if found is not None:
+            return found
+        shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
+        condition, a, b = (self.broadcast_to(one, shape) for one in (condition, a, b))
+        return self.apply("Select", [condition, a, b], shape, a.dtype)
+
+    def cast(self, value: Value, dtype: str) -> Value:
+        """To another stored type, as C would."""
+        if value.dtype == dtype:
+            return value
+        found = self.computed(lambda data: data, [value], dtype)
+        return found or self.apply("Cast", [value, TYPE_IDS[dtype]], value.shape, dtype)
+
+    # Where elements are.
+
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        shape = tuple(shape)
+        if shape == value.shape:
+            return value
+        if value.data is not None and value.size <= _FOLDED:
+            return known(value.data.reshape(shape), value.dtype)
+        return self.apply("Reshape", [value, shape], shape, value.dtype)
+
+    def transpose(self, value: Value, order: Sequence[int]) -> Value:
+        order = tuple(int(axis) for axis in order)
+        if order == tuple(range(len(order))):
+            return value
+        shape = tuple(value.shape[axis] for axis in order)
+        if value.data is not None:
+            return known(value.data.transpose(order), value.dtype)
+        if [size for size in shape if size > 1] == [size for size in value.shape if size > 1] and [
+            axis for axis in order if value.shape[axis] > 1
+        ] == sorted(axis for axis in order if value.shape[axis] > 1):
+            return self.reshape(value, shape)
+        return self.apply("Transpose", [value, order], shape, value.dtype)
+
+    def broadcast_to(self, value: Value, shape: Sequence[int]) -> Value:
+        """Repeat along axes of size 1, and new ones in front."""
+        shape = tuple(shape)
+        if shape == value.shape:
+            return value
+        if value.data is not None:
+            return known(np.broadcast_to(value.data, shape), value.dtype)
+        if len(shape) > len(value.shape):
+            value = self.reshape(value, (1,) * (len(shape) - len(value.shape)) + value.shape)
+        if shape == value.shape:
+            return value
+        return self.apply("BroadcastTo", [value, shape], shape, value.dtype)
+
+    def slice(
+        self,
+        value: Value,
+        starts: Sequence[int],
+        limits: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Value:
+        steps = tuple(strides or (1,) * len(value.shape))
+        starts, limits = tuple(starts), tuple(limits)
+        if value.data is not None:
+            return known(value.data[tuple(map(slice, starts, limits, steps))], value.dtype)
+        if value.stacked is not None and set(steps) <= {1}:
+            part = self._part(value.stacked, starts, limits)
+            if part is not None:
+                return part
+        shape = tuple(
+            max(0, -(-(limit - start) // step))
+            for start, limit, step in zip(starts, limits, steps, strict=True)
+        )
+        if shape == value.shape:
+            return value
+        masks = (0,) * 5
+        return self.apply(
+            "StridedSlice", [value, starts, limits, steps, *masks], shape, value.dtype
+        )
+
+    def concatenate(self, values: Sequence[Value], axis: int) -> Value:
+        parts = [one for one in values if one.shape[axis]]
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(values[0].shape)
+        shape[axis] = sum(one.shape[axis] for one in values)
+        dtype = values[0].dtype
+        if math.prod(shape) <= _FOLDED and all(one.data is not None for one in parts):
+            return known(np.concatenate([one.data for one in parts], axis), dtype)  # type: ignore[misc]
+        tensors = [Tensor(one.shape, dtype) for one in parts]
+        together = self.writer.node("MakeTuple", [self.node(one) for one in parts], tensors)
+        name = self.writer.node(
+            "Concat", [together, self.writer.constant(axis)], Tensor(shape, dtype)
+        )
+        return Value(tuple(shape), dtype, node=name)
+
+    def take(self, value: Value, indices: Value, axis: int) -> Value:
+        """Elements along one axis; every index must be inside."""
+        shape = value.shape[:axis] + indices.shape + value.shape[axis + 1 :]
+        if value.data is not None and indices.data is not None and math.prod(shape) <= _FOLDED:
+            return known(np.take(value.data, indices.data, axis), value.dtype)
+        if value.dtype == "pred":  # not on a CPU
+            return self.cast(self.take(self.cast(value, "s32"), indices, axis), "pred")
+        return self.apply("Gather", [value, indices, axis, 0], shape, value.dtype)
+
+    def write(self, value: Value, update: Value, starts: Sequence[int]) -> Value:
+        """With a block, which lies inside, written over."""
+        starts = tuple(starts)
+        partial = [a for a, size in enumerate(value.shape) if update.shape[a] != size]
+        if not partial:
+            return update
+        if len(partial) == 1:
+            axis = partial[0]
+            kept = value.stacked if value.stacked and value.stacked.axis == axis else None
+            stacked = (kept or Stacked(value, axis)).with_part(starts[axis], update)
+            stacked = stacked or Stacked(value, axis).with_part(starts[axis], update)
+            return Value(value.shape, value.dtype, stacked=stacked)
+        # The innermost axis first: each turn writes a slab that spans one axis more.
+        slab = update
+        for axis in reversed(partial):
+            low, high = list(starts), [s + n for s, n in zip(starts, slab.shape, strict=True)]
+            low[axis], high[axis] = 0, value.shape[axis]
+            around = self.slice(value, low, high)
+            before, after = list(around.shape), [0] * len(low)
+            before[axis], after[axis] = starts[axis], starts[axis] + slab.shape[axis]
+            slab = self.concatenate(
+                [
+                    self.slice(around, [0] * len(low), before),
+                    slab,
+                    self.slice(around, after, around.shape),
+                ],
+                axis,
+            )
+        return slab
+
+    def _part(self, stacked: Stacked, starts: Shape, limits: Shape) -> Value | None:
+        """A slice of what was written in parts, if it lies in one part or in none."""
+        axis = stacked.axis
+        start, limit = starts[axis], limits[axis]
+        for at, part in stacked.parts.items():
+            end = at + part.shape[axis]
+            if at <= start and limit <= end:
+                low, high = list(starts), list(limits)
+                low[axis], high[axis] = start - at, limit - at
+                return self.slice(part, low, high)
+            if at < limit and start < end:
+                return None
+        return self.slice(stacked.base, starts, limits)
+
+    def _assembled(self, stacked: Stacked) -> Value:
+        axis, base = stacked.axis, stacked.base
+        pieces, done = [], 0
+
+        def untouched(start: int, limit: int) -> Value:
+            low, high = [0] * len(base.shape), list(base.shape)
+            low[axis], high[axis] = start, limit
+            return self.slice(base, low, high)
+
+        for start, part in sorted(stacked.parts.items()):
+            if start > done:
+                pieces.append(untouched(done, start))
+            pieces.append(part)
+            done = start + part.shape[axis]
+        if done < base.shape[axis]:
+            pieces.append(untouched(done, base.shape[axis]))
+        whole = self.concatenate(pieces, axis)
+        if whole.node is None:
+            self.node(whole)
+        return whole
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The order that undoes one."""
+    return [int(axis) for axis in np.argsort(order)]
+
+
+def _once(data: np.ndarray) -> np.ndarray:
+    """What a broadcast array repeats: along such axes one element."""
+    return data[tuple(slice(None) if step else slice(0, 1) for step in data.strides)]
+
+
+def unsupported(what: str) -> LoweringError:
+    """What MindSpore has no operator for, or nobody has written down here."""
+    return LoweringError(f"the Ascend target has no {what}")

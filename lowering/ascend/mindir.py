@@ -1,0 +1,257 @@
+"""MindIR: the binary form of a graph that MindSpore loads, written node by node.
+
+Source: the files that mindspore.export of mindspore 2.10.0 writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowering.ascend.schema import (
+    BOOL,
+    FLOAT,
+    FUNCTION,
+    INT64,
+    LIST,
+    MESSAGES,
+    PRIMITIVE,
+    STRING,
+    TENSOR_TYPES,
+    TENSORS,
+    TUPLE,
+    UMONAD,
+)
+from lowering.protobuf import classes
+
+Shape = tuple[int, ...]
+
+_VERSION = 3  # of MindIR, with which MindSpore reads operands as they are written
+
+# Operators that keep their settings in attributes; all others take them as inputs.
+_WITH_ATTRIBUTES = {
+    "AllGather", "AllReduce", "AlltoAll", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Depend",
+    "Invert", "Load", "MakeTuple", "NeighborExchange", "ReduceScatter", "Rint", "Sort",
+    "TensorScatterMax", "TensorScatterMin", "TensorScatterMul", "TensorScatterUpdate", "TopK",
+    "TruncateDiv", "TruncateMod", "TupleGetItem", "UpdateState",
+}  # fmt: skip
+
+# Operators whose result may lie in the memory of what they are given.
+_VIEWS = {"BroadcastTo", "Depend", "MakeTuple", "Reshape", "StridedSlice", "Transpose"}
+
+
+def read(binary: bytes) -> Any:
+    """A ModelProto."""
+    model = _classes()["ModelProto"]()
+    model.ParseFromString(binary)
+    return model
+
+
+@functools.cache
+def _classes() -> dict[str, Any]:
+    return classes("graphtrain.mindir", MESSAGES, "proto2")
+
+
+class Tensor:
+    """A tensor's shape and type, as a node's result is described."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.shape: Shape = tuple(int(size) for size in shape)
+        self.dtype = dtype  # by HLO's name
+
+
+class Writer:
+    """One graph, appended to node by node; names of nodes are what everything is referred to by."""
+
+    def __init__(self, name: str) -> None:
+        self.model = _classes()["ModelProto"](
+            ir_version="1.1",
+            producer_name="graphtrain",
+            model_version="2.10.0",
+            little_endian=True,
+            mind_ir_version=_VERSION,
+        )
+        self._graph = self.model.graph
+        self._graph.name = name
+        self._name = name
+        self.count = 0  # of nodes
+        self._users: dict[str, list[str]] = {}  # by the variable's reading
+        self._same_memory: dict[str, str] = {}  # node to the variable's reading
+        self._constants: dict[Any, str] = {}
+        self._primitives: dict[Any, str] = {}
+
+    def input(self, name: str, tensor: Tensor) -> str:
+        """An argument of the graph; in the order in which they are added."""
+        added = self._graph.input.add(name=f"{self._name}:{name}")
+        _describe(added.tensor.add(), tensor)
+        return added.name
+
+    def parameter(self, name: str, tensor: Tensor) -> str:
+        """A variable of the graph, which its loader gives a value and Assign another."""
+        added = self._graph.parameter.add(
+            name=f"{self._name}:{name}", ref_key=name, compression_type=0
+        )
+        _describe(added, tensor)
+        return added.name
+
+    def reading(self, variable: str, tensor: Tensor) -> str:
+        """What a variable holds before anything is written."""
+        name = self.node("Load", [variable, self.monad()], tensor)
+        self._users[name] = []
+        self._same_memory[name] = name
+        return name
+
+    def constant(self, value: Any) -> str:
+        """A number, a truth, a tuple of integers, or an array (of a type that MindIR has)."""
+        key = (
+            (value.dtype.str, value.dtype.name, value.shape, value.tobytes())
+            if isinstance(value, np.ndarray)
+            else (type(value), value)
+        )
+        if key not in self._constants:
+            node = self._graph.node.add(op_type="Constant")
+            _set_value(node.attribute.add(name="value"), value)
+            self._constants[key] = self._finish(node, "c")
+        return self._constants[key]
+
+    def monad(self) -> str:
+        """What orders nodes that read and write variables: the state before all of them."""
+        if "monad" not in self._constants:
+            node = self._graph.node.add(op_type="Constant")
+            node.attribute.add(name="value", type=UMONAD)
+            self._constants["monad"] = self._finish(node, "c")
+        return self._constants["monad"]
+
+    def node(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        result: Tensor | Sequence[Tensor] | None,
+        attributes: Mapping[str, Any] | None = None,
+        ref: str | None = None,
+    ) -> str:
+        """Append an operator.
+
+        Args:
+            result: its tensor, or those of a tuple; None for a monad.
+            attributes: of the primitive.
+            ref: the variable that the result stands for.
+        """
+        node = self._graph.node.add(input=inputs)
+        node.op_type = f"REF::{self._primitive(operator, attributes or {})}"
+        node.domain = f"Default/{operator}-op{self.count}"
+        shape = node.attribute.add(name="shape")
+        _set_result(shape, result)
+        if ref is not None:
+            shape.tensors[0].ref_key = ref
+        name = self._finish(node, "n")
+        for one in inputs:
+            if (reading := self._same_memory.get(one)) is not None:
+                self._users[reading].append(name)
+                if operator in _VIEWS:
+                    self._same_memory[name] = reading
+        return name
+
+    def users(self, reading: str) -> list[str]:
+        """Nodes that read a variable's memory, which must be done before it is written over."""
+        return self._users[reading]
+
+    def finish(self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None) -> bytes:
+        """The file, of a graph that returns a tuple, once what `after` orders has happened."""
+        result = self.node("MakeTuple", outputs, tensors)
+        if after is not None:
+            result = self.node(
+                "Depend", [result, after], tensors, attributes={"side_effect_propagate": 1}
+            )
+        output = self._graph.output.add(name=result, denotation="Tuple")
+        _set_result(output.attr_info, tensors)
+        return self.model.SerializeToString(deterministic=True)
+
+    def _primitive(self, operator: str, attributes: Mapping[str, Any]) -> str:
+        key = operator, repr(sorted(attributes.items()))
+        if key not in self._primitives:
+            name = f"{operator}:{len(self._primitives)}"
+            kind = PRIMITIVE if operator in _WITH_ATTRIBUTES else FUNCTION
+            added = self.model.primitives.add(
+                name=name, op_type=operator, instance_name="", prim_type=kind
+            )
+            for attribute, value in sorted(attributes.items()):
+                _set_value(added.attribute.add(name=attribute), value)
+            self._primitives[key] = name
+        return self._primitives[key]
+
+    def _finish(self, node: Any, prefix: str) -> str:
+        self.count += 1
+        node.name = f"{self._name}:{prefix}{self.count}"
+        node.output.append(node.name)
+        return node.name
+
+
+def set_attribute(primitive: Any, name: str, value: Any) -> None:
+    """Add a setting to an operator of a graph that is there already."""
+    _set_value(primitive.attribute.add(name=name), value)
+
+
+def _describe(into: Any, tensor: Tensor) -> None:
+    into.dims.extend(tensor.shape)
+    into.data_type = TENSOR_TYPES[tensor.dtype]
+
+
+def _set_result(attribute: Any, result: Tensor | Sequence[Tensor] | None) -> None:
+    if result is None:
+        attribute.type = UMONAD
+    elif isinstance(result, Tensor):
+        attribute.type = TENSORS
+        _describe(attribute.tensors.add(), result)
+    else:
+        attribute.type = TUPLE
+        for tensor in result:
+            _describe(attribute.values.add(type=TENSORS).tensors.add(), tensor)
+        attribute.seq_info.is_dyn_len = False
+
+
+def _set_value(attribute: Any, value: Any) -> None:
+    if isinstance(value, bool):
+        attribute.type, attribute.i = BOOL, int(value)
+    elif isinstance(value, int):
+        attribute.type, attribute.i = INT64, value
+    elif isinstance(value, float):
+        attribute.type, attribute.f = FLOAT, value
+    elif isinstance(value, str):
+        attribute.type, attribute.s = STRING, value.encode()
+    elif isinstance(value, np.ndarray):
+        attribute.type = TENSORS
+        tensor = attribute.tensors.add(name="value", raw_data=value.tobytes())
+        _describe(tensor, Tensor(value.shape, hlo_type(value.dtype)))
+    else:
+        attribute.type = LIST if isinstance(value, list) else TUPLE
+        for part in value:
+            _set_element(attribute.values.add(), part)
+
+
+def _set_element(attribute: Any, value: Any) -> None:
+    """Elements of a sequence keep integers and strings in lists of their own."""
+    if isinstance(value, int):
+        attribute.type = INT64
+        attribute.ints.append(value)
+    elif isinstance(value, str):
+        attribute.type = STRING
+        attribute.strings.append(value.encode())
+    else:
+        _set_value(attribute, value)
+
+
+def hlo_type(dtype: np.dtype) -> str:
+    """HLO's name of NumPy's type."""
+    name = dtype.name
+    if name == "bool":
+        return "pred"
+    if name == "bfloat16":
+        return "bf16"
+    kind = {"f": "f", "i": "s", "u": "u"}[dtype.kind]
+    return f"{kind}{8 * dtype.itemsize}"

@@ -1,0 +1,427 @@
+"""Operations of HLO on elements and shapes, as operators of MindSpore.
+
+What HLO computes for values at the edge (division by zero, shifts beyond the width) is what is
+computed here. Source: openxla.org/xla/operation_semantics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lowering.ascend.emitter import Emitter, inverse, unsupported
+from lowering.ascend.values import Value, known
+from lowering.neuron.proto import TYPE_NAMES, Message
+
+_FLOATS = ("f16", "f32", "f64", "bf16")
+_BITS = {
+    "pred": 1,
+    "s8": 8,
+    "s16": 16,
+    "s32": 32,
+    "s64": 64,
+    "u8": 8,
+    "u16": 16,
+    "u32": 32,
+    "u64": 64,
+}
+
+UNARY: dict[str, tuple[str, Any]] = {
+    "abs": ("Abs", np.abs),
+    "ceil": ("Ceil", np.ceil),
+    "cosine": ("Cos", np.cos),
+    "erf": ("Erf", None),
+    "exponential": ("Exp", np.exp),
+    "exponential-minus-one": ("Expm1", np.expm1),
+    "floor": ("Floor", np.floor),
+    "log": ("Log", np.log),
+    "log-plus-one": ("Log1p", np.log1p),
+    "logistic": ("Sigmoid", None),
+    "negate": ("Neg", np.negative),
+    "round-nearest-even": ("Rint", np.rint),
+    "rsqrt": ("Rsqrt", lambda x: 1 / np.sqrt(x)),
+    "sign": ("Sign", np.sign),
+    "sine": ("Sin", np.sin),
+    "sqrt": ("Sqrt", np.sqrt),
+    "tan": ("Tan", np.tan),
+    "tanh": ("Tanh", np.tanh),
+}
+BINARY: dict[str, tuple[str, Any]] = {
+    "add": ("Add", np.add),
+    "atan2": ("Atan2", np.arctan2),
+    "maximum": ("Maximum", np.maximum),
+    "minimum": ("Minimum", np.minimum),
+    "multiply": ("Mul", np.multiply),
+    "power": ("Pow", np.power),
+    "subtract": ("Sub", np.subtract),
+}
+_BITWISE: dict[str, tuple[str, Any, str, Any]] = {
+    "and": ("BitwiseAnd", np.bitwise_and, "LogicalAnd", np.logical_and),
+    "or": ("BitwiseOr", np.bitwise_or, "LogicalOr", np.logical_or),
+    "xor": ("BitwiseXor", np.bitwise_xor, "NotEqual", np.not_equal),
+}
+_COMPARE = {
+    "EQ": "Equal", "NE": "NotEqual", "LT": "Less", "LE": "LessEqual", "GT": "Greater",
+    "GE": "GreaterEqual",
+}  # fmt: skip
+REDUCERS: dict[str, tuple[str, Any]] = {
+    "add": ("ReduceSum", np.add),
+    "and": ("ReduceAll", np.logical_and),
+    "maximum": ("ReduceMax", np.maximum),
+    "minimum": ("ReduceMin", np.minimum),
+    "multiply": ("ReduceProd", np.multiply),
+    "or": ("ReduceAny", np.logical_or),
+}
+
+
+def hlo_type(instruction: Message) -> str:
+    return TYPE_NAMES[instruction.shape.element_type]
+
+
+def shape_of(instruction: Message) -> tuple[int, ...]:
+    return tuple(instruction.shape.dimensions)
+
+
+def settled(emit: Emitter, value: Value, dtype: str) -> Value:
+    """A result as its type of HLO's has it: wrapped around, or rounded, where it is kept wider."""
+    if dtype == "u32":
+        mask = emit.integer(0xFFFFFFFF, value)
+        return emit.elementwise("BitwiseAnd", np.bitwise_and, [value, mask])
+    if dtype == "bf16" and value.dtype != "bf16":
+        return rounded(emit, value)
+    return value
+
+
+def rounded(emit: Emitter, value: Value) -> Value:
+    """To what bfloat16 has, kept in its wider type."""
+    return emit.cast(emit.cast(value, "bf16"), value.dtype)
+
+
+def unary(emit: Emitter, instruction: Message, x: Value) -> Value:
+    dtype = hlo_type(instruction)
+    if instruction.opcode == "negate" and dtype == "pred":
+        return x
+    if instruction.opcode in ("abs", "sign") and dtype.startswith("u"):
+        raise unsupported(f"{instruction.opcode} of {dtype}")
+    operator, function = UNARY[instruction.opcode]
+    if instruction.opcode == "sign" and dtype in _FLOATS:  # keeps what is not a number
+        signs = emit.elementwise(operator, function, [x])
+        return emit.select(emit.compare("NotEqual", x, x), x, signs)
+    return settled(emit, emit.elementwise(operator, function, [x]), dtype)
+
+
+def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+    dtype, opcode = hlo_type(instruction), instruction.opcode
+    if dtype == "pred":  # numbers of one bit
+        opcode = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}[opcode]
+        return logical(emit, opcode, a, b)
+    if opcode == "power" and dtype not in _FLOATS:
+        raise unsupported(f"power of {dtype}")
+    if opcode in ("maximum", "minimum"):
+        less = compared(emit, "GT" if opcode == "maximum" else "LT", a, b, dtype)
+        if dtype == "u64":
+            return emit.select(less, a, b)
+        if dtype in _FLOATS:  # what is not a number wins; MindSpore's operators drop it
+            operator, function = BINARY[opcode]
+            return _keeping_nan(emit, emit.elementwise(operator, function, [a, b]), a, b)
+    operator, function = BINARY[opcode]
+    return settled(emit, emit.elementwise(operator, function, [a, b]), dtype)
+
+
+def _keeping_nan(emit: Emitter, result: Value, a: Value, b: Value) -> Value:
+    for one in (a, b):
+        if one.data is not None and not np.isnan(one.data.astype(np.float64)).any():
+            continue  # a bound, as in relu
+        result = emit.select(emit.compare("NotEqual", one, one), one, result)
+    return result
+
+
+def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:
+    """And, or, xor: of bits, or of truths."""
+    bits, of_bits, truths, of_truths = _BITWISE[opcode]
+    if a.dtype != "pred":
+        return emit.elementwise(bits, of_bits, [a, b])
+    if truths == "NotEqual":
+        return emit.compare(truths, a, b)
+    return emit.elementwise(truths, of_truths, [a, b], "pred")
+
+
+def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
+    dtype = hlo_type(instruction)
+    if dtype == "pred":
+        return emit.elementwise("LogicalNot", np.logical_not, [x], "pred")
+    ones = emit.integer(0xFFFFFFFF if dtype == "u32" else -1 if dtype[0] == "s" or dtype == "u64"
+                        else (1 << _BITS[dtype]) - 1, x)  # fmt: skip
+    return emit.elementwise("BitwiseXor", np.bitwise_xor, [x, ones])
+
+
+def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+    """Of integers towards zero; by zero all ones, or what was to be divided as a remainder."""
+    dtype, is_rest = hlo_type(instruction), instruction.opcode == "remainder"
+    if dtype in _FLOATS:
+        if is_rest:
+            return settled(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
+        result = emit.elementwise("Div", np.divide, [a, b])
+        if not emit.native:  # a CPU's Div of what is not a number by 0 is infinite
+            result = _keeping_nan(emit, result, a, b)
+        return settled(emit, result, dtype)
+    if dtype == "u64":
+        raise unsupported("division of u64")
+    wide_a, wide_b = emit.cast(a, "s64"), emit.cast(b, "s64")
+    is_zero = emit.compare("Equal", wide_b, emit.integer(0, wide_b))
+    safe = emit.select(is_zero, emit.integer(1, wide_b), wide_b)
+    # The one quotient that 64 bits do not hold would end the process.
+    is_minus = emit.compare("Equal", safe, emit.integer(-1, safe))
+    if dtype == "s64":
+        safe = emit.select(is_minus, emit.integer(1, safe), safe)
+    # A CPU's TruncateDiv is inexact beyond 53 bits, its RealDiv of integers is not.
+    result = emit.elementwise(
+        "TruncateDiv" if emit.native else "RealDiv", _truncated, [wide_a, safe]
+    )
+    if is_rest:
+        result = emit.subtract(wide_a, emit.multiply(result, safe))
+    if dtype == "s64":
+        zero = emit.integer(0, result)
+        other = zero if is_rest else emit.subtract(zero, wide_a)
+        result = emit.select(is_minus, emit.broadcast_to(other, result.shape), result)
+    by_zero = wide_a if is_rest else emit.integer(-1, result)
+    result = emit.select(is_zero, by_zero, result)
+    return settled(emit, emit.cast(result, a.dtype), dtype)
+
+
+def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
+def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+    """By as many bits as the type has, or more: all bits are gone, or copies of the sign."""
+    dtype, opcode = hlo_type(instruction), instruction.opcode
+    bits, logical_right = _BITS[dtype], opcode == "shift-right-logical"
+    wide, by = emit.cast(a, "s64"), emit.cast(b, "s64")
+    if logical_right and dtype[0] == "s" and bits < 64:
+        mask = emit.integer((1 << bits) - 1, wide)
+        wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
+    within = emit.minimum(by, emit.integer(bits - 1, by))
+    if opcode == "shift-left":
+        result = emit.elementwise("LeftShift", np.left_shift, [wide, within])
+    else:
+        result = emit.elementwise("RightShift", np.right_shift, [wide, within])
+    if logical_right and bits == 64:
+        result = _without_copies(emit, result, within)
+    if opcode != "shift-right-arithmetic":
+        beyond = emit.compare("GreaterEqual", by, emit.integer(bits, by))
+        result = emit.select(beyond, emit.integer(0, result), result)
+    return settled(emit, emit.cast(result, a.dtype), dtype)
+
+
+def _without_copies(emit: Emitter, shifted_: Value, by: Value) -> Value:
+    """Clear the copies of the sign that a shift by `by` brought in, with 2 ** (64 - by) - 1."""
+    one, highest = emit.integer(1, by), emit.integer(63, by)
+    rest = emit.subtract(highest, by)  # 2 ** rest - 1 + 2 ** rest never overflows
+    power = emit.elementwise("LeftShift", np.left_shift, [emit.broadcast_to(one, rest.shape), rest])
+    mask = emit.add(emit.subtract(power, one), power)
+    return emit.elementwise("BitwiseAnd", np.bitwise_and, [shifted_, mask])
+
+
+def compared(emit: Emitter, direction: str, a: Value, b: Value, dtype: str) -> Value:
+    if dtype == "u64":  # kept in a signed type: with the first bit turned, the order is the same
+        first = emit.integer(-(1 << 63), a)
+        a, b = (emit.elementwise("BitwiseXor", np.bitwise_xor, [one, first]) for one in (a, b))
+    return emit.compare(_COMPARE[direction], a, b)
+
+
+def converted(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
+    """To another type; from floats towards zero, and to the nearest that an integer type has."""
+    dtype = hlo_type(instruction)
+    stored = emit.stored(dtype)
+    if dtype == "pred":
+        return emit.compare("NotEqual", x, emit.literal(np.array(0), source))
+    if source in _FLOATS and dtype not in _FLOATS:
+        x = _within(emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype)
+        return emit.cast(x, stored)
+    if dtype[0] == "u" and _BITS[dtype] < 64 and source not in _FLOATS:
+        wide = emit.cast(x, "s64")
+        mask = emit.integer((1 << _BITS[dtype]) - 1, wide)
+        wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
+        return emit.cast(wide, stored)
+    return settled(emit, emit.cast(x, stored), dtype)
+
+
+def _within(emit: Emitter, x: Value, dtype: str) -> Value:
+    """Floats that an integer type holds: the nearest, and 0 for what is not a number."""
+    bits = _BITS[dtype]
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if dtype[0] == "s" else (0, 2**bits - 1)
+    if bits == 64:
+        high = 2**63 - 1024  # the largest below it that 64-bit floats have
+    x = emit.select(emit.compare("NotEqual", x, x), emit.literal(np.array(0.0), x.dtype), x)
+    x = emit.maximum(x, emit.literal(np.array(float(low)), x.dtype))
+    return emit.minimum(x, emit.literal(np.array(float(high)), x.dtype))
+
+
+def bitcast(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
+    """The same bits as another type of the same width; between integers and f32 by arithmetic,
+    since MindSpore has no operator for it."""
+    dtype = hlo_type(instruction)
+    if _BITS.get(dtype) == _BITS.get(source):
+        return _resigned(emit, x, dtype)
+    if source in ("u32", "s32") and dtype == "f32":
+        return _float_of_bits(emit, _resigned(emit, x, "u32"))
+    raise unsupported(f"bitcast-convert of {source} to {dtype}")
+
+
+def _resigned(emit: Emitter, x: Value, dtype: str) -> Value:
+    """Bits of an integer as a signed or unsigned one."""
+    wide = emit.cast(x, "s64")
+    if dtype == "u32":
+        return settled(emit, wide, dtype)
+    if dtype == "s32" and x.dtype == "s64":
+        wide = signed(emit, wide)
+    return emit.cast(wide, emit.stored(dtype))
+
+
+def signed(emit: Emitter, wide: Value) -> Value:
+    """32 bits of a wider integer as a signed number: from 2 ** 31 on, less 2 ** 32."""
+    half, whole = emit.integer(1 << 31, wide), emit.integer(1 << 32, wide)
+    return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, whole), wide)
+
+
+def _float_of_bits(emit: Emitter, bits: Value) -> Value:
+    """An f32 from its bits: (-1)^sign * 2^(exponent - 127) * 1.fraction. Source: IEEE 754."""
+
+    def field(shift: int, width: int) -> Value:
+        by, mask = emit.integer(shift, bits), emit.integer((1 << width) - 1, bits)
+        moved = emit.elementwise("RightShift", np.right_shift, [bits, by]) if shift else bits
+        return emit.elementwise("BitwiseAnd", np.bitwise_and, [moved, mask])
+
+    sign, exponent, fraction = field(31, 1), field(23, 8), field(0, 23)
+    zero, one = emit.integer(0, bits), emit.integer(1, bits)
+    is_small = emit.compare("Equal", exponent, zero)
+    is_special = emit.compare("Equal", exponent, emit.integer(255, bits))
+    leading = emit.select(is_small, zero, emit.integer(1 << 23, bits))
+    mantissa = emit.cast(emit.add(fraction, leading), "f64")
+    power = emit.cast(emit.subtract(emit.maximum(exponent, one), emit.integer(150, bits)), "f64")
+    two = known(np.array(2.0), "f64")
+    size = emit.multiply(mantissa, emit.elementwise("Pow", np.power, [two, power]))
+    infinity, not_a_number = (known(np.array(v, np.float64), "f64") for v in (np.inf, np.nan))
+    special = emit.select(emit.compare("Equal", fraction, zero), infinity, not_a_number)
+    size = emit.select(is_special, special, size)
+    minus = emit.compare("NotEqual", sign, zero)
+    return emit.cast(emit.select(minus, emit.elementwise("Neg", np.negative, [size]), size), "f32")
+
+
+def broadcast(emit: Emitter, instruction: Message, x: Value) -> Value:
+    shape = [1] * len(instruction.shape.dimensions)
+    x = emit.transpose(x, inverse(instruction.dimensions))
+    for axis, size in zip(sorted(instruction.dimensions), x.shape, strict=True):
+        shape[axis] = size
+    return emit.broadcast_to(emit.reshape(x, shape), shape_of(instruction))
+
+
+def iota(emit: Emitter, instruction: Message) -> Value:
+    shape, (axis,) = shape_of(instruction), instruction.dimensions
+    along = [1] * len(shape)
+    along[axis] = shape[axis]
+    numbers = np.arange(shape[axis]).reshape(along)
+    return emit.broadcast_to(emit.literal(numbers, hlo_type(instruction)), shape)
+
+
+def padded(emit: Emitter, instruction: Message, x: Value, filler: Value) -> Value:
+    """Around and between elements; negative widths cut off."""
+    for axis, width in enumerate(instruction.padding_config.dimensions):
+        x = _spread(emit, x, filler, axis, width.interior_padding)
+        x = _cut(emit, x, axis, max(0, -width.edge_padding_low), max(0, -width.edge_padding_high))
+
+        def block(size: int, axis: int = axis, x: Value = x) -> Value:
+            shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+            return emit.broadcast_to(emit.reshape(filler, (1,) * len(shape)), shape)
+
+        low, high = max(0, width.edge_padding_low), max(0, width.edge_padding_high)
+        if low or high:
+            x = emit.concatenate([block(low), x, block(high)], axis)
+    return x
+
+
+def _spread(emit: Emitter, x: Value, filler: Value, axis: int, between: int) -> Value:
+    """Put fillers between elements: as a new axis behind this one, which is then flattened."""
+    if not between or x.shape[axis] < 2:
+        return x
+    apart = emit.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
+    shape = list(apart.shape)
+    shape[axis + 1] = between
+    fillers = emit.broadcast_to(emit.reshape(filler, (1,) * len(shape)), shape)
+    together = emit.concatenate([apart, fillers], axis + 1)
+    flat = emit.reshape(
+        together, (*x.shape[:axis], x.shape[axis] * (between + 1), *x.shape[axis + 1 :])
+    )
+    return _cut(emit, flat, axis, 0, between)
+
+
+def _cut(emit: Emitter, x: Value, axis: int, low: int, high: int) -> Value:
+    if not (low or high):
+        return x
+    starts, limits = [0] * len(x.shape), list(x.shape)
+    starts[axis], limits[axis] = low, x.shape[axis] - high
+    return emit.slice(x, starts, limits)
+
+
+def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+    """A product over contracted axes, for each of the batch's: MatMul of matrices, or of many."""
+    numbers = instruction.dot_dimension_numbers
+    batch_a, batch_b = list(numbers.lhs_batch_dimensions), list(numbers.rhs_batch_dimensions)
+    over_a = list(numbers.lhs_contracting_dimensions)
+    over_b = list(numbers.rhs_contracting_dimensions)
+    free_a = [axis for axis in range(len(a.shape)) if axis not in batch_a + over_a]
+    free_b = [axis for axis in range(len(b.shape)) if axis not in batch_b + over_b]
+
+    def sizes(value: Value, axes: list[int]) -> int:
+        return int(np.prod([value.shape[axis] for axis in axes], dtype=np.int64))
+
+    rows, inner, columns = sizes(a, free_a), sizes(a, over_a), sizes(b, free_b)
+    many = (sizes(a, batch_a),) if batch_a else ()
+    left = emit.reshape(emit.transpose(a, batch_a + free_a + over_a), (*many, rows, inner))
+    right = emit.reshape(emit.transpose(b, batch_b + over_b + free_b), (*many, inner, columns))
+    dtype = hlo_type(instruction)
+    wanted = emit.stored(dtype)
+    left, right = emit.cast(left, wanted), emit.cast(right, wanted)
+    operator = "BatchMatMul" if many else "MatMul"
+    product = emit.apply(operator, [left, right, False, False], (*many, rows, columns), wanted)
+    return settled(emit, emit.reshape(product, shape_of(instruction)), dtype)
+
+
+def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> Value:
+    """Over axes, with one of the REDUCERS."""
+    if not axes:
+        return x
+    operator, _ = REDUCERS[kind]
+    if x.dtype == "pred" and operator not in ("ReduceAll", "ReduceAny"):
+        operator = {"ReduceMax": "ReduceAny", "ReduceMin": "ReduceAll"}.get(operator, operator)
+    shape = [size for axis, size in enumerate(x.shape) if axis not in axes]
+    settings: list[Any] = [tuple(axes), False]
+    if operator == "ReduceSum":
+        settings.append(False)
+    return settled(emit, emit.apply(operator, [x, *settings], shape, x.dtype), dtype)
+
+
+def with_initial(emit: Emitter, kind: str, x: Value, initial: Value, dtype: str) -> Value:
+    """Combine a reduction with the value that it begins with, unless that changes nothing."""
+    if initial.data is not None and _changes_nothing(kind, initial.data.flat[0], dtype):
+        return x
+    if x.dtype == "pred":
+        return logical(emit, "and" if kind == "and" else "or", x, initial)
+    operator, function = BINARY[kind]
+    return settled(emit, emit.elementwise(operator, function, [x, initial]), dtype)
+
+
+def _changes_nothing(kind: str, value: Any, dtype: str) -> bool:
+    if kind in ("add", "or"):
+        return not value
+    if kind in ("multiply", "and"):
+        return value == 1
+    if dtype in _FLOATS:
+        return value == (-np.inf if kind == "maximum" else np.inf)
+    return False
+
+
+def clamped(emit: Emitter, low: Value, x: Value, high: Value) -> Value:
+    return emit.minimum(emit.maximum(x, low), high)

@@ -1,0 +1,61 @@
+"""One artifact serves all ranks; what differs by rank is filled in when it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from lowering.ascend import mindir
+from lowering.ascend.collectives import EXCHANGE, placeholder
+
+Groups = Sequence[Sequence[int]]
+
+_WORLD = {"CPU": "mccl_world_group", "Ascend": "hccl_world_group"}
+
+
+def groups_of(groups: Sequence[Groups], rank: int, device: str) -> list[tuple[str, list[int]]]:
+    """Names and ranks of the groups of a graph that a rank is in; that of all ranks has always
+    been there."""
+    named = [(_name(one, rank, device), _own(one, rank)) for one in groups]
+    return [(name, ranks) for name, ranks in named if name != _WORLD[device]]
+
+
+def personal(
+    binary: bytes,
+    groups: Sequence[Groups],
+    exchanges: Sequence[Sequence[int]],
+    rank: int,
+    device: str,
+) -> bytes:
+    """The file of one rank.
+
+    Args:
+        groups: by number of their placeholders, all groups of a collective.
+        exchanges: by number, who sends to each rank.
+        device: MindSpore's name: CPU or Ascend.
+    """
+    model = mindir.read(binary)
+    names = {placeholder(n): _name(one, rank, device) for n, one in enumerate(groups)}
+    for primitive in model.primitives:
+        settings = {each.name: each for each in primitive.attribute}
+        if "group" in settings:
+            settings["group"].s = names[settings["group"].s.decode()].encode()
+        if EXCHANGE in settings:
+            sources = exchanges[settings[EXCHANGE].i]
+            primitive.attribute.remove(settings[EXCHANGE])
+            sent_to = [target for target, source in enumerate(sources) if source == rank]
+            mindir.set_attribute(primitive, "recv_rank_ids", [sources[rank]])
+            mindir.set_attribute(primitive, "send_rank_ids", sent_to)
+    return model.SerializeToString(deterministic=True)
+
+
+def _own(groups: Groups, rank: int) -> list[int]:
+    return next(list(group) for group in groups if rank in group)
+
+
+def _name(groups: Groups, rank: int, device: str) -> str:
+    """The same on all ranks of a group, and of no other."""
+    own = _own(groups, rank)
+    if len(groups) == 1:
+        return _WORLD[device]
+    return f"graphtrain_{hashlib.sha256(repr(own).encode()).hexdigest()[:16]}"

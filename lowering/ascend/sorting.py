@@ -1,0 +1,173 @@
+"""Sorting, the largest elements and where they are, and running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lowering.ascend.emitter import Emitter, inverse, unsupported
+from lowering.ascend.operations import shape_of
+from lowering.ascend.values import Value, known
+from lowering.neuron.proto import Message
+
+Evaluate = Callable[[Sequence[Value]], Value]  # a comparison, of two elements of each operand
+
+
+def is_ascending(evaluate: Evaluate, operands: Sequence[Value]) -> bool:
+    """How a comparison orders, found by asking it.
+
+    Raises:
+        LoweringError: it does not order by its first operand alone.
+    """
+
+    def says(*pairs: tuple[int, int]) -> bool:
+        scalars = [
+            known(np.array(number).astype(_numpy(x)), x.dtype)
+            for x, pair in zip(operands, pairs, strict=True)
+            for number in pair
+        ]
+        answer = evaluate(scalars)
+        return answer.data is not None and bool(answer.data)
+
+    ties = [(1, 1)] * (len(operands) - 1)
+    up, down = says((1, 2), *ties), says((2, 1), *ties)
+    if up == down:
+        raise unsupported("sort by this comparison")
+    for place in range(len(ties)):
+        for pair in ((1, 2), (2, 1)):
+            others = [pair if n == place else (1, 1) for n in range(len(ties))]
+            if says((1, 1), *others) and not _counts_up(operands[1 + place]):
+                raise unsupported("sort by several keys")
+    return up
+
+
+def _numpy(x: Value) -> type:
+    return {"f32": np.float32, "f16": np.float16, "f64": np.float64}.get(x.dtype, np.int64)
+
+
+def _counts_up(x: Value) -> bool:
+    """Whether it is the number of each element, which settles ties as a stable sort does."""
+    if x.data is None or not x.shape:
+        return False
+    return any(
+        (np.diff(x.data, axis=axis) == 1).all() and x.shape[axis] > 1
+        for axis in range(len(x.shape))
+    )
+
+
+def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequence[Value]):
+    """Along one axis, by the first operand; the others follow it."""
+    (axis,) = instruction.dimensions
+    axis, key = int(axis), operands[0]
+    descending = not is_ascending(evaluate, operands)
+    order = _order(emit, _turned(emit, key) if descending else key, axis)
+    results = [_taken_along(emit, x, order, axis) for x in operands]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _turned(emit: Emitter, key: Value) -> Value:
+    if key.dtype == "pred":
+        return emit.elementwise("LogicalNot", np.logical_not, [key], "pred")
+    if key.dtype in ("f16", "f32", "f64", "bf16"):
+        return emit.elementwise("Neg", np.negative, [key])
+    return emit.elementwise("BitwiseXor", np.bitwise_xor, [key, emit.integer(-1, key)])
+
+
+def _order(emit: Emitter, key: Value, axis: int) -> Value:
+    """The numbers of elements in ascending order, the first of equal ones first.
+
+    MindSpore's Sort says nothing of equal elements, so an element's place is counted: how many are
+    smaller, or equal and before it. That is quadratic, and meant for the few experts of a mixture.
+    """
+    size = key.shape[axis]
+    if key.dtype == "pred":
+        key = emit.cast(key, "s32")
+    behind = [a for a in range(len(key.shape)) if a != axis]
+    rows = emit.transpose(key, [*behind, axis])
+    mine = emit.reshape(rows, (*rows.shape, 1))
+    others = emit.reshape(rows, (*rows.shape[:-1], 1, size))
+    before = known(np.arange(size)[None, :] < np.arange(size)[:, None], "pred")
+    before = emit.broadcast_to(before, (*rows.shape[:-1], size, size))
+    equal = emit.both(emit.compare("Equal", others, mine), before)
+    ahead = emit.elementwise(
+        "LogicalOr", np.logical_or, [emit.compare("Less", others, mine), equal], "pred"
+    )
+    counted = emit.cast(ahead, "f32")
+    place = emit.apply("ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32")
+    # The element whose place is p: the only one for which place == p.
+    wanted = known(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
+    is_at = emit.compare("Equal", emit.reshape(place, (*rows.shape[:-1], 1, size)), wanted)
+    numbers = known(np.arange(size, dtype=np.float32), "f32")
+    weighted = emit.multiply(emit.cast(is_at, "f32"), numbers)
+    order = emit.apply("ReduceSum", [weighted, (len(rows.shape),), False, False], rows.shape, "f32")
+    order = emit.cast(order, "s64")
+    return emit.transpose(order, inverse([*behind, axis]))
+
+
+def _taken_along(emit: Emitter, x: Value, order: Value, axis: int) -> Value:
+    stored = x.dtype
+    x = emit.cast(x, "s32") if stored == "pred" else x
+    return emit.cast(emit.apply("GatherD", [x, axis, order], x.shape, x.dtype), stored)
+
+
+def top_k(emit: Emitter, instruction: Message, x: Value) -> tuple[Value, Value]:
+    """The largest elements along the last axis, largest first, and where they were."""
+    values = instruction.shape.tuple_shapes[0]
+    k = values.dimensions[-1]
+    order = _order(emit, _turned(emit, x), len(x.shape) - 1)
+    low, high = [0] * len(x.shape), [*x.shape[:-1], k]
+    order = emit.slice(order, low, high)
+    found = emit.apply("GatherD", [x, len(x.shape) - 1, order], values.dimensions, x.dtype)
+    return found, emit.cast(order, "s32")
+
+
+def largest(
+    emit: Emitter, evaluate: Callable[[Sequence[Value]], tuple[Value, Value]],
+    operands: Sequence[Value], axes: Sequence[int],
+) -> tuple[Value, Value]:  # fmt: skip
+    """A reduction of elements and their numbers to the largest or smallest and its number.
+
+    Raises:
+        LoweringError: it is another reduction of several arrays.
+    """
+    x, numbers = operands[:2]
+    if len(operands) != 4 or len(axes) != 1 or not _counts_up(numbers):
+        raise unsupported("reduction of several arrays other than argmax and argmin")
+    one, two = (known(np.array(v).astype(_numpy(x)), x.dtype) for v in (1, 2))
+    zero = emit.integer(0, numbers)
+    chosen, _ = evaluate([one, zero, two, zero])
+    if chosen.data is None:
+        raise unsupported("reduction of several arrays other than argmax and argmin")
+    is_max = int(chosen.data) == 2
+    (axis,) = axes
+    shape = tuple(size for a, size in enumerate(x.shape) if a != axis)
+    found = emit.apply("ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype)
+    # The first of the equal ones: the smallest number among them.
+    along = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    is_best = emit.compare("Equal", x, emit.reshape(found, along))
+    counted = emit.cast(numbers, "f32")
+    beyond = known(np.array(float(x.shape[axis]), np.float32), "f32")
+    candidates = emit.select(is_best, counted, beyond)
+    number = emit.apply("ReduceMin", [candidates, (axis,), False], shape, "f32")
+    return found, emit.cast(number, numbers.dtype)
+
+
+def running_sum(emit: Emitter, instruction: Message, x: Value) -> Value:
+    """A window that ends at each element and is as long as the axis.
+
+    Raises:
+        LoweringError: it is another window.
+    """
+    windows = instruction.window.dimensions
+    moving = [axis for axis, window in enumerate(windows) if window.size > 1]
+    if len(moving) != 1 or shape_of(instruction) != x.shape:
+        raise unsupported("reduce-window other than a running sum")
+    (axis,) = moving
+    window = windows[axis]
+    size = x.shape[axis]
+    forward = window.padding_low == size - 1 and window.padding_high == 0
+    backward = window.padding_high == size - 1 and window.padding_low == 0
+    if window.size != size or not (forward or backward):
+        raise unsupported("reduce-window other than a running sum")
+    return emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)

@@ -1,0 +1,343 @@
+"""One device's HLO as a MindIR graph: a walk over its instructions, loops unrolled.
+
+Every instruction becomes operators of MindSpore, or is computed here where what it takes is known.
+A loop's counter is known, so its turns are written one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowering.ascend import indexing, operations, sorting
+from lowering.ascend.collectives import Collectives
+from lowering.ascend.emitter import Emitter, unsupported
+from lowering.ascend.literals import array_of
+from lowering.ascend.mindir import Tensor
+from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
+from lowering.ascend.values import Value, known
+from lowering.errors import LoweringError
+from lowering.groups import Groups
+from lowering.neuron.normalise import Normalised, entry_of
+from lowering.neuron.proto import TYPE_NAMES, Message, read_module
+
+_UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A graph for MindSpore, and what its loader puts in or has to know."""
+
+    mindir: bytes
+    inputs: tuple[Tensor, ...]  # of every argument, as stored; those written over are variables
+    outputs: tuple[Tensor, ...]
+    variables: tuple[int, ...]  # numbers of the arguments that are variables of the graph
+    returned: tuple[int, ...]  # numbers of the outputs that the graph returns, in order
+    groups: tuple[Groups, ...]  # by number of their placeholders
+    exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
+    nodes: int
+
+
+def translate(
+    normalised: Normalised, *, name: str, ranks: int, native: bool, in_place: dict[int, int]
+) -> Translated:
+    """Write the graph of a normalised module.
+
+    Args:
+        ranks: devices that run it.
+        native: for an Ascend device; else for a CPU.
+        in_place: number of the input that each of some outputs is written over.
+
+    Raises:
+        LoweringError: an instruction that MindSpore has nothing for; with its line in the model.
+    """
+    walk = _Walk(normalised, name, ranks, native)
+    arguments = walk.arguments(set(in_place.values()))
+    entry = entry_of(walk.module)
+    results = walk.run(entry, arguments)
+    results = list(results) if isinstance(results, tuple) else [results]
+    return walk.finished(arguments, results, in_place)
+
+
+class _Walk:
+    def __init__(self, normalised: Normalised, name: str, ranks: int, native: bool) -> None:
+        self.module = read_module(normalised.hlo)
+        self.emit = Emitter(name, native=native)
+        self._normalised, self._ranks = normalised, ranks
+        self._computations = {each.id: each for each in self.module.computations}
+        self._types = {
+            each.id: TYPE_NAMES[each.shape.element_type]
+            for one in self.module.computations
+            for each in one.instructions
+        }
+        self._turns = 0
+        self._collectives = Collectives(self.emit, ranks, None)
+
+    def arguments(self, written: set[int]) -> list[Value]:
+        """Inputs of the graph, and variables for those that are written over."""
+        values = []
+        self._variables: dict[int, tuple[str, str]] = {}  # by number: the variable and its reading
+        writer = self.emit.writer
+        for number, shape in enumerate(entry_of(self.module).program_shape.parameters):
+            dtype = self.emit.stored(TYPE_NAMES[shape.element_type])
+            tensor = Tensor(shape.dimensions, dtype)
+            if number in written:
+                variable = writer.parameter(f"input{number}", tensor)
+                read = writer.reading(variable, tensor)
+                self._variables[number] = variable, read
+            else:
+                read = writer.input(f"input{number}", tensor)
+            values.append(Value(tensor.shape, dtype, node=read))
+        if self._normalised.rank_input:
+            self._collectives = Collectives(self.emit, self._ranks, values[-1])
+        return values
+
+    def finished(
+        self, arguments: Sequence[Value], results: Sequence[Value], in_place: dict[int, int]
+    ) -> Translated:
+        """Write results over their inputs, and return the others."""
+        emit, writer = self.emit, self.emit.writer
+        others = [number for number in range(len(results)) if number not in in_place]
+        returned = [emit.node(results[number]) for number in others]
+        before = None
+        for output, number in in_place.items():
+            variable, read = self._variables[number]
+            if results[output].node == read:
+                continue  # as it was
+            new = emit.node(results[output])
+            users = writer.users(read)
+            before = writer.node("UpdateState", [before or writer.monad(), read, *users, new], None)
+            tensor = Tensor(arguments[number].shape, arguments[number].dtype)
+            done = writer.node(
+                "Assign",
+                [variable, new, before],
+                tensor,
+                {"side_effect_mem": True},
+                ref=f"input{number}",
+            )
+            before = writer.node("UpdateState", [before, done], None)
+        tensors = [Tensor(results[number].shape, results[number].dtype) for number in others]
+        return Translated(
+            writer.finish(returned, tensors, before),
+            tuple(Tensor(one.shape, one.dtype) for one in arguments),
+            tuple(Tensor(one.shape, one.dtype) for one in results),
+            tuple(sorted(self._variables)),
+            tuple(others),
+            tuple(self._collectives.groups),
+            tuple(tuple(one) for one in self._collectives.exchanges),
+            writer.count,
+        )
+
+    def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
+        """The root of a computation: a Value, or a tuple of them."""
+        values: dict[int, Any] = {}
+        for instruction in computation.instructions:
+            operands = [values[number] for number in instruction.operand_ids]
+            if instruction.opcode == "parameter":
+                values[instruction.id] = arguments[instruction.parameter_number]
+                continue
+            try:
+                values[instruction.id] = self._instruction(instruction, operands)
+            except LoweringError as error:
+                raise self._located(error, instruction) from None
+        return values[computation.root_id]
+
+    def _located(self, error: LoweringError, instruction: Message) -> LoweringError:
+        line = self._normalised.sources.get(instruction.id)
+        if line is None or line in str(error):
+            return error
+        return LoweringError(f"{line}: {error} ({instruction.opcode} in {self.module.name})")
+
+    def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        opcode, emit = instruction.opcode, self.emit
+        if opcode in _SIMPLE:
+            return _SIMPLE[opcode](emit, instruction, *operands)
+        if opcode in _STRUCTURE:
+            return _STRUCTURE[opcode](self, instruction, operands)
+        raise unsupported(f"operation for {opcode}")
+
+    # What has computations of its own.
+
+    def _call(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        return self.run(self._computations[instruction.called_computation_ids[0]], operands)
+
+    def _loop(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        body, condition = (self._computations[i] for i in instruction.called_computation_ids)
+        state = operands[0]
+        while True:
+            goes_on = self.run(condition, [state])
+            if goes_on.data is None:
+                raise unsupported("loop whose number of turns is known only when it runs")
+            if not goes_on.data:
+                return state
+            self._turns += 1
+            if self._turns > _UNROLLED:
+                raise unsupported(f"graph of more than {_UNROLLED:,} turns of loops")
+            state = self.run(body, [state])
+
+    def _branches(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        choice, *arguments = operands
+        if choice.data is None:
+            raise unsupported("conditional that is decided when it runs; use select")
+        last = len(arguments) - 1
+        number = int(choice.data)
+        if choice.dtype == "pred":
+            number = 0 if choice.data else 1
+        number = number if 0 <= number <= last else last
+        chosen = self._computations[instruction.called_computation_ids[number]]
+        return self.run(chosen, [arguments[number]])
+
+    def _reduce(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        axes = [int(axis) for axis in instruction.dimensions]
+        if len(operands) == 2:
+            kind, dtype = self._combiner(instruction), hlo_type(instruction)
+            x = operations.reduced(self.emit, kind, operands[0], axes, dtype)
+            return operations.with_initial(self.emit, kind, x, operands[1], dtype)
+        return sorting.largest(self.emit, self._function(instruction), operands, axes)
+
+    def _scatter(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        if len(operands) != 3:
+            raise unsupported("scatter of several arrays at once")
+        return indexing.scatter(self.emit, instruction, self._combiner(instruction), *operands)
+
+    def _sort(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        return sorting.sort(self.emit, instruction, self._function(instruction), operands)
+
+    def _windows(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        if self._combiner(instruction) != "add":
+            raise unsupported("reduce-window other than a running sum")
+        return sorting.running_sum(self.emit, instruction, operands[0])
+
+    def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        if instruction.custom_call_target == "TopK":
+            return sorting.top_k(self.emit, instruction, operands[0])
+        raise unsupported(f"custom call {instruction.custom_call_target!r}")
+
+    def _function(self, instruction: Message) -> Callable[[Sequence[Any]], Any]:
+        """The computation that an instruction calls, to be asked."""
+        called = self._computations[instruction.called_computation_ids[0]]
+        return lambda arguments: self.run(called, arguments)
+
+    # What depends on the type of what it is given.
+
+    def _converted(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        source = self._types[instruction.operand_ids[0]]
+        convert = (
+            operations.bitcast if instruction.opcode == "bitcast-convert" else operations.converted
+        )
+        return convert(self.emit, instruction, operands[0], source)
+
+    def _compared(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        dtype, (a, b) = self._types[instruction.operand_ids[0]], operands
+        return operations.compared(self.emit, instruction.comparison_direction, a, b, dtype)
+
+    def _combiner(self, instruction: Message) -> str:
+        """What a reducer does with its two scalars: an opcode, or "assign" for the second."""
+        body = self._computations[instruction.called_computation_ids[0]]
+        root = next(each for each in body.instructions if each.id == body.root_id)
+        seen = {each.id: each for each in body.instructions}
+        while root.opcode in ("convert", "copy", "reduce-precision"):  # around it
+            root = seen[root.operand_ids[0]]
+        if root.opcode == "parameter" and root.parameter_number == 1:
+            return "assign"
+        if root.opcode in REDUCERS:
+            return root.opcode
+        raise unsupported(f"reduction by {root.opcode}")
+
+    # Collectives.
+
+    def _all_reduce(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        kind = self._combiner(instruction)
+        results = [self._collectives.all_reduce(instruction, kind, x) for x in operands]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _reduce_scatter(self, instruction: Message, operands: Sequence[Any]) -> Any:
+        return self._collectives.reduce_scatter(
+            instruction, self._combiner(instruction), operands[0]
+        )
+
+
+_Simple = Callable[..., Any]
+
+
+def _constant(emit: Emitter, instruction: Message) -> Value:
+    return emit.literal(array_of(instruction.literal), hlo_type(instruction))
+
+
+def _slice(emit: Emitter, instruction: Message, x: Value) -> Value:
+    cuts = instruction.slice_dimensions
+    return emit.slice(
+        x, [c.start for c in cuts], [c.limit for c in cuts], [c.stride or 1 for c in cuts]
+    )
+
+
+def _reverse(emit: Emitter, instruction: Message, x: Value) -> Value:
+    axes = tuple(int(axis) for axis in instruction.dimensions)
+    if x.data is not None:
+        return known(np.flip(x.data, axes), x.dtype)
+    return emit.apply("ReverseV2", [x, axes], x.shape, x.dtype)
+
+
+def _finite(emit: Emitter, instruction: Message, x: Value) -> Value:
+    del instruction
+    return emit.elementwise("IsFinite", np.isfinite, [x], "pred")
+
+
+_SIMPLE: dict[str, _Simple] = {
+    **dict.fromkeys(operations.UNARY, operations.unary),
+    **dict.fromkeys(operations.BINARY, operations.binary),
+    **dict.fromkeys(("divide", "remainder"), operations.divided),
+    **dict.fromkeys(
+        ("shift-left", "shift-right-logical", "shift-right-arithmetic"), operations.shifted
+    ),
+    **dict.fromkeys(("copy", "reduce-precision"), lambda emit, instruction, x: x),
+    "and": lambda emit, i, a, b: operations.logical(emit, "and", a, b),
+    "or": lambda emit, i, a, b: operations.logical(emit, "or", a, b),
+    "xor": lambda emit, i, a, b: operations.logical(emit, "xor", a, b),
+    "not": operations.inverted,
+    "broadcast": operations.broadcast,
+    "clamp": lambda emit, i, low, x, high: operations.clamped(emit, low, x, high),
+    "concatenate": lambda emit, i, *xs: emit.concatenate(xs, int(i.dimensions[0])),
+    "constant": _constant,
+    "dot": operations.dot,
+    "gather": indexing.gather,
+    "get-tuple-element": lambda emit, i, x: x[i.tuple_index],
+    "iota": operations.iota,
+    "is-finite": _finite,
+    "pad": operations.padded,
+    "reshape": lambda emit, i, x: emit.reshape(x, shape_of(i)),
+    "reverse": _reverse,
+    "select": lambda emit, i, c, a, b: emit.select(c, a, b),
+    "slice": _slice,
+    "transpose": lambda emit, i, x: emit.transpose(x, i.dimensions),
+    "tuple": lambda emit, i, *xs: tuple(xs),
+}
+_STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
+    "all-gather": lambda walk, i, xs: walk._collectives.all_gather(i, xs[0]),
+    "all-reduce": _Walk._all_reduce,
+    "all-to-all": lambda walk, i, xs: walk._collectives.all_to_all(i, xs),
+    "call": _Walk._call,
+    "collective-permute": lambda walk, i, xs: walk._collectives.permute(i, xs[0]),
+    "bitcast-convert": _Walk._converted,
+    "compare": _Walk._compared,
+    "conditional": _Walk._branches,
+    "convert": _Walk._converted,
+    "custom-call": _Walk._custom,
+    "dynamic-slice": lambda walk, i, xs: indexing.dynamic_slice(
+        walk.emit, xs[0], xs[1:], i.dynamic_slice_sizes
+    ),
+    "dynamic-update-slice": lambda walk, i, xs: indexing.dynamic_update_slice(
+        walk.emit, xs[0], xs[1], xs[2:]
+    ),
+    "opt-barrier": lambda walk, i, xs: xs[0],
+    "reduce": _Walk._reduce,
+    "reduce-scatter": _Walk._reduce_scatter,
+    "reduce-window": _Walk._windows,
+    "scatter": _Walk._scatter,
+    "topk": lambda walk, i, xs: sorting.top_k(walk.emit, i, xs[0]),
+    "sort": _Walk._sort,
+    "while": _Walk._loop,
+}

@@ -1,0 +1,60 @@
+"""Protocol buffers from a table of fields: no generated code, no copy of a schema.
+
+A table names messages and their fields: number and type, "[int64]" repeated, "{string}" a map from
+strings. Enumerations are int32, and what nobody looks into is bytes: both are the same on the wire.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+Table = Mapping[str, Mapping[str, tuple[int, str]]]
+
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+def classes(package: str, table: Table, syntax: Literal["proto2", "proto3"]) -> dict[str, Any]:
+    """The classes of a table's messages, by name.
+
+    Args:
+        package: a name of our own, so that it meets no other copy of the same schema.
+        syntax: of proto3, numbers that are 0 are not written.
+    """
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"{package.replace('.', '/')}.proto", package=package
+    )
+    if syntax == "proto3":
+        file.syntax = syntax
+    for name, fields in table.items():
+        described = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            _add(described, field, number, kind, package, table)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)  # type: ignore[attr-defined]
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
+        for name in table
+    }
+
+
+def _add(described: Any, name: str, number: int, kind: str, package: str, table: Table) -> None:
+    several = kind[0] in "[{"
+    field = described.field.add(
+        name=name,
+        number=number,
+        label=_Field.LABEL_REPEATED if several else _Field.LABEL_OPTIONAL,
+    )
+    if kind.startswith("{"):
+        entry = described.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry.options.map_entry = True
+        _add(entry, "key", 1, "string", package, table)
+        _add(entry, "value", 2, kind[1:-1], package, table)
+        field.type = _Field.TYPE_MESSAGE
+        field.type_name = f".{package}.{described.name}.{entry.name}"
+        return
+    element = kind.strip("[]")
+    if element in table:
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{package}.{element}"
+    else:
+        field.type = _Field.Type.Value(f"TYPE_{element.upper()}")
