@@ -1,5 +1,6 @@
 """Garbage collection: what leaves a store, and in which order."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,7 +13,8 @@ from graphtrain.cache.entries import Entry, list_entries
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.locks import hold_all_free
 from graphtrain.cache.programs import Unusable, is_present, read_record
-from graphtrain.cache.requests import read_all
+from graphtrain.cache.requests import digests
+from graphtrain.cache.summaries import interpret, read_summaries
 from graphtrain.cache.writing import discard, is_stale, writing
 from lowering.toolchain import version
 
@@ -62,19 +64,35 @@ def collect(
 
 
 def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
-    """Programs that some other version of a package made than is installed here."""
-    here = cache(version)  # the same few packages, thousands of times
-    return frozenset(
-        entry.program for entry in entries if not _is_made_by(layout, entry.program, here)
-    )
+    """Programs that some other version of a package made than is installed here.
+
+    Records are large, and read only of programs that no request from these versions leads to.
+    """
+    is_here = cache(_is_here)  # the same few texts, thousands of times
+    asked_for = {
+        request.program
+        for request in read_summaries(layout)
+        if "toolchain" in request.parts and is_here(request.parts["toolchain"])
+    }
+    others = (entry.program for entry in entries if entry.program not in asked_for)
+    return frozenset(program for program in others if not is_here(_toolchain(layout, program)))
 
 
-def _is_made_by(layout: Layout, digest: str, here: Callable[[str], str | None]) -> bool:
+def _toolchain(layout: Layout, digest: str) -> bytes:
     try:
-        made_by = read_record(layout.program(digest), digest)["key"]["toolchain"]["versions"]
-    except (Unusable, KeyError, TypeError):
-        return True  # not ours to judge
-    return all(here(package) == made for package, made in made_by.items())
+        key = read_record(layout.program(digest), digest)["key"]
+    except Unusable:
+        return b""  # not ours to judge
+    return json.dumps(key.get("toolchain")).encode()
+
+
+def _is_here(toolchain: bytes) -> bool:
+    """Whether its packages are installed here in its versions; also where it tells of none."""
+    try:
+        versions = interpret(toolchain)["versions"]
+        return all(version(package) == made for package, made in versions.items())
+    except (KeyError, TypeError, AttributeError):
+        return True
 
 
 def _excess(
@@ -107,8 +125,13 @@ def _remove(layout: Layout, entry: Entry) -> bool:
 
 
 def _remove_dangling(layout: Layout) -> int:
-    dangling = [r for r in read_all(layout) if not is_present(layout.program(r.program))]
-    return _unlink(layout.request(request.digest) for request in dangling)
+    stored = frozenset(digests(layout.programs))
+    absent = [request for request in read_summaries(layout) if request.program not in stored]
+    return _unlink(
+        layout.request(request.digest)
+        for request in absent
+        if not is_present(layout.program(request.program))  # stored meanwhile
+    )
 
 
 def _remove_temporary(layout: Layout, now: float) -> int:

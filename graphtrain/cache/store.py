@@ -19,6 +19,7 @@ from graphtrain.cache import (
     pins,
     programs,
     requests,
+    summaries,
     verify,
 )
 from graphtrain.cache.layout import Layout, digest_of
@@ -177,9 +178,15 @@ class Cache:
         return entries.describe(self._layout, self.resolve(prefix))
 
     def answers(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
-        """The program of every request, or of chosen ones, by digest, where it is here."""
-        found = requests.read_all(self._layout, chosen)
-        return {one.digest: one.program for one in found if self.holds(one.program)}
+        """The program of every request, or of chosen ones, by digest, where it is here.
+
+        Chosen ones are checked as has does. Of thousands only the names are: an entry is whole
+        or absent, and what was damaged since is found by whoever reads it.
+        """
+        found = summaries.read_summaries(self._layout, chosen)
+        stored = frozenset(requests.digests(self._layout.programs))
+        is_here = stored.__contains__ if chosen is None else self.holds
+        return {one.digest: one.program for one in found if is_here(one.program)}
 
     def holds(self, digest: str) -> bool:
         """Whether a program is here, as has says it."""
@@ -306,10 +313,14 @@ class Cache:
         """Digests of the programs that gc leaves alone."""
         return pins.pinned(self._layout)
 
+    def explain_all(self, asked: Mapping[str, CacheKey]) -> dict[str, explain.Explanation]:
+        """As explain, of several requests by the names of their graphs; reads the store once."""
+        return explain.explain(self._layout, asked)
+
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
         """Why find finds a program or none: the stored requests of that graph nearest to this."""
         graph = graph or str(request.part("graph") or "")
-        return explain.explain(self._layout, request, graph)
+        return self.explain_all({graph: request})[graph]
 
     def store_failure(
         self,
