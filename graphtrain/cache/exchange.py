@@ -1,7 +1,14 @@
 """Programs to and from a store elsewhere, signed; what is interrupted goes on where it was.
 
 A program goes payload first, then its signature, then its record; a request goes last. So whoever
-finds a request finds all of its program. What comes is verified before any byte of it is parsed.
+finds a request finds all of its program. Payload and signature are named by the record that they
+belong to: where several send one program at once, the last record wins, whole. What comes is
+verified before any byte of it is parsed.
+
+    v1/programs/<digest>/record.json
+    v1/programs/<digest>/<sha256 of the record>.payload, .sig
+    v1/requests/<digest>.json
+    v1/requests/<digest>.<sha256 of the request>.sig
 """
 
 from __future__ import annotations
@@ -12,14 +19,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from graphtrain.cache.layout import LAYOUT, is_digest
 from graphtrain.cache.remote import Remote
 from graphtrain.cache.store import Cache
-from graphtrain.cache.trust import Keys, default_directory
+from graphtrain.cache.trust import Keys, Refused, default_directory
 from graphtrain.errors import CacheError
 
 _AT_ONCE = 8
+T = TypeVar("T")
 Observer = Callable[[int, int], None]  # programs and requests done, of how many
 
 
@@ -41,7 +50,7 @@ def push(
     chosen: Iterable[str] | None = None,
     observe: Observer = lambda done, whole: None,
 ) -> Exchanged:
-    """Send what the store does not have.
+    """Send what the store does not have; what is damaged here is refused.
 
     Args:
         chosen: digests of requests; all if None.
@@ -51,29 +60,29 @@ def push(
     """
     keys.own()
     answers = cache.answers(chosen)
-    there_programs = _present(remote, "programs", "/record.json")
-    there_requests = _present(remote, "requests", ".json")
+    whole = _present(remote, "programs", "/record.json")
+    known = _present(remote, "requests", ".json")
     done = Exchanged()
-    programs = sorted({program for program in answers.values()} - there_programs)
-    requests = sorted(set(answers) - there_requests)
+    programs = sorted({*answers.values()} - whole)
+    requests = sorted({*answers} - known)
     steps = _Steps(len(programs) + len(requests), observe)
 
     def send_program(digest: str) -> None:
-        record, payload = cache.files(digest)
-        name = f"{LAYOUT}/programs/{digest}"
-        remote.put(f"{name}/payload", payload)
-        remote.put(f"{name}/signature.json", keys.sign(_of_program(digest, record, payload)))
-        remote.put(f"{name}/record.json", record)
-        done.programs.append(digest)
-        done.nbytes += len(record) + len(payload)
+        files = _readable(done, cache.files, digest)
+        if files:
+            _send_program(remote, keys, digest, *files)
+            done.programs.append(digest)
+            done.nbytes += sum(map(len, files))
 
     def send_request(digest: str) -> None:
-        text = cache.request_file(digest)
-        remote.put(f"{LAYOUT}/requests/{digest}.sig", keys.sign(_of_request(digest, text)))
-        remote.put(f"{LAYOUT}/requests/{digest}.json", text)
-        done.requests.append(digest)
+        text = _readable(done, cache.request_file, digest)
+        if text and answers[digest] in whole:
+            remote.put(f"{_request(digest, text)}.sig", keys.sign(_of_request(digest, text)))
+            remote.put(f"{LAYOUT}/requests/{digest}.json", text)
+            done.requests.append(digest)
 
     steps.run(send_program, programs)
+    whole.update(done.programs)
     steps.run(send_request, requests)
     return done
 
@@ -93,8 +102,9 @@ def pull(
     Raises:
         CacheError: the store cannot be read, or this one not written.
     """
-    wanted = _present(remote, "requests", ".json") if chosen is None else set(chosen)
-    missing = sorted(wanted - set(cache.answers(wanted)))
+    chosen = chosen if chosen is None else set(chosen)
+    wanted = _present(remote, "requests", ".json") if chosen is None else chosen
+    missing = sorted(wanted - set(cache.answers(chosen)))
     done = Exchanged()
     texts: dict[str, bytes] = {}
     programs: dict[str, str] = {}  # by request
@@ -106,7 +116,7 @@ def pull(
                 done.absent.append(digest)
                 return
             what = f"{remote.url}: request {digest}"
-            envelope = _signature(remote, f"requests/{digest}.sig", what)
+            envelope = _signature(remote, f"{_request(digest, text)}.sig", what)
             keys.check(envelope, _of_request(digest, text), what)
             programs[digest], texts[digest] = cache.program_in(text, digest), text
 
@@ -148,13 +158,21 @@ def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None
         say(f"{len(done.requests)} programs from {url}")
 
 
+def _send_program(remote: Remote, keys: Keys, digest: str, record: bytes, payload: bytes) -> None:
+    name = _program(digest, record)
+    remote.put(f"{name}.payload", payload)
+    remote.put(f"{name}.sig", keys.sign(_of_program(digest, record, payload)))
+    remote.put(f"{LAYOUT}/programs/{digest}/record.json", record)
+
+
 def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: Exchanged) -> None:
-    name, what = f"{LAYOUT}/programs/{digest}", f"{remote.url}: program {digest}"
-    record, payload = remote.get(f"{name}/record.json"), remote.get(f"{name}/payload")
+    what = f"{remote.url}: program {digest}"
+    record = remote.get(f"{LAYOUT}/programs/{digest}/record.json")
+    payload = remote.get(f"{_program(digest, record)}.payload") if record is not None else None
     if record is None or payload is None:
-        raise CacheError(f"{what}: it is not there as a whole; push it again")
-    statement = _of_program(digest, record, payload)
-    keys.check(_signature(remote, f"programs/{digest}/signature.json", what), statement, what)
+        raise Refused(f"{what}: it is not there as a whole; push it again")
+    envelope = _signature(remote, f"{_program(digest, record)}.sig", what)
+    keys.check(envelope, _of_program(digest, record, payload), what)
     cache.adopt(digest, record, payload)
     done.programs.append(digest)
     done.nbytes += len(record) + len(payload)
@@ -162,18 +180,35 @@ def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: 
 
 @contextmanager
 def _refusals(done: Exchanged) -> Iterator[None]:
-    """One that cannot be taken does not keep others from coming."""
+    """One that may not be taken does not keep others from coming."""
     try:
         yield
-    except CacheError as error:
+    except Refused as error:
         done.refused.append(str(error))
 
 
+def _readable(done: Exchanged, read: Callable[[str], T], digest: str) -> T | None:
+    """What is to be sent; None, and a refusal, where it is damaged."""
+    try:
+        return read(digest)
+    except CacheError as error:
+        done.refused.append(str(error))
+        return None
+
+
 def _signature(remote: Remote, name: str, what: str) -> bytes:
-    signature = remote.get(f"{LAYOUT}/{name}")
+    signature = remote.get(name)
     if signature is None:
-        raise CacheError(f"{what}: it is not signed")
+        raise Refused(f"{what}: it is not signed")
     return signature
+
+
+def _program(digest: str, record: bytes) -> str:
+    return f"{LAYOUT}/programs/{digest}/{_sha256(record)}"
+
+
+def _request(digest: str, text: bytes) -> str:
+    return f"{LAYOUT}/requests/{digest}.{_sha256(text)}"
 
 
 def _of_program(digest: str, record: bytes, payload: bytes) -> dict[str, str]:

@@ -24,6 +24,7 @@ from graphtrain.cache import (
 )
 from graphtrain.cache.layout import Layout, digest_of
 from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
+from graphtrain.cache.trust import Refused
 from graphtrain.cache.writing import (
     quarantine,
     replace_file,
@@ -216,7 +217,8 @@ class Cache:
         """Store a program that was made elsewhere, once somebody has said that it may be trusted.
 
         Raises:
-            CacheError: record and payload do not belong together; the disk is full.
+            Refused: record and payload do not belong together.
+            CacheError: the disk is full, or the store cannot be written.
         """
         path = self._layout.program(digest)
         with writing(path, len(record) + len(payload)):
@@ -228,25 +230,33 @@ class Cache:
                 try:
                     programs.check(temporary, digest, contents=True)
                 except Unusable as error:
-                    raise CacheError(f"program {digest} from elsewhere: {error}") from error
+                    raise Refused(f"program {digest} from elsewhere: {error}") from error
                 self._install(temporary, digest)
 
     def request_file(self, digest: str) -> bytes:
-        """A request as it is stored."""
-        return programs.read_bytes(self._layout.request(digest))
+        """A request as it is stored.
+
+        Raises:
+            CacheError: it cannot be read.
+        """
+        path = self._layout.request(digest)
+        try:
+            return programs.read_bytes(path)
+        except Unusable as error:
+            raise CacheError(f"{path} cannot be used: {error}") from error
 
     def program_in(self, text: bytes, digest: str) -> str:
         """The program that the file of a request from elsewhere names.
 
         Raises:
-            CacheError: it is no request, or another one.
+            Refused: it is no request, or another one.
         """
         try:
             stored = requests.decode(text, digest)
             if stored.key.digest != digest:
                 raise Damaged("request is of another digest")
         except (Unusable, TypeError) as error:
-            raise CacheError(f"request {digest} from elsewhere: {error}") from error
+            raise Refused(f"request {digest} from elsewhere: {error}") from error
         return stored.program
 
     def adopt_request(self, digest: str, text: bytes) -> None:
