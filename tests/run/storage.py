@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,6 +91,7 @@ class Network(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.address = urlsplit(endpoint).netloc
         self.share, self.faults = share, faults
+        self.fails: Callable[[str], bool] | None = None  # these requests, in place of a share
         self.met: Counter[str] = Counter()  # faults, and "passed"
         self._tries: Counter[str] = Counter()
         self._lock = Lock()
@@ -100,7 +101,8 @@ class Network(ThreadingHTTPServer):
         with self._lock:
             self._tries[request] += 1
             dice = random.Random(f"{request} {self._tries[request]}")
-            fate = dice.choice(self.faults) if dice.random() < self.share else "passed"
+            fails = self.fails(request) if self.fails else dice.random() < self.share
+            fate = dice.choice(self.faults) if fails else "passed"
             self.met[fate] += 1
         return fate
 
