@@ -147,24 +147,32 @@ def read(store: Remote, name: str) -> bytes:
     return found
 
 
-def stored(store: Remote, digest: str) -> dict[str, str]:
-    """Names of what a store holds of a program: its json, payload and sig."""
-    names = store.names(f"v1/programs/{digest}/")
-    return {name.rpartition(".")[2]: name for name in names}
+def signature_of(signed: bytes) -> str:
+    return f"v1/signatures/{hashlib.sha256(signed).hexdigest()}"
 
 
-def forge(store: Remote, digest: str, record: bytes, others: dict[str, bytes]) -> None:
-    """Put a record in a program's place, and what belongs to it."""
-    named = f"v1/programs/{digest}/{hashlib.sha256(record).hexdigest()}"
-    store.put(f"v1/programs/{digest}/record.json", record)
-    for kind, data in others.items():
-        store.put(f"{named}.{kind}", data)
+def payload_of(record: bytes) -> str:
+    return f"v1/payloads/{hashlib.sha256(record).hexdigest()}"
+
+
+def stored(store: Remote, digest: str) -> dict[str, bytes]:
+    """What a store holds of a program."""
+    record = read(store, f"v1/programs/{digest}.json")
+    payload, signature = read(store, payload_of(record)), read(store, signature_of(record))
+    return {"record": record, "payload": payload, "signature": signature}
+
+
+def forge(store: Remote, digest: str, record: bytes, payload: bytes, signature: bytes) -> None:
+    """Put something in a program's place."""
+    store.put(f"v1/programs/{digest}.json", record)
+    store.put(payload_of(record), payload)
+    store.put(signature_of(record), signature)
 
 
 TAMPERED = {
     "payload": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-    "json": lambda data: data.replace(b'"graph"', b'"Graph"', 1),
-    "sig": lambda data: data.replace(b'"sig": "', b'"sig": "AAAA', 1),
+    "record": lambda data: data.replace(b'"graph"', b'"Graph"', 1),
+    "signature": lambda data: data.replace(b'"sig": "', b'"sig": "AAAA', 1),
 }
 
 
@@ -173,10 +181,10 @@ def test_what_was_tampered_with_is_refused(mine, theirs, store, keys, part):
     (digest,) = fill(mine, 1)
     push(mine, store, keys)
     program = mine.answers()[digest]
-    true = {kind: read(store, name) for kind, name in stored(store, program).items()}
+    true = stored(store, program)
     false = true | {part: TAMPERED[part](true[part])}
     assert false != true
-    forge(store, program, false.pop("json"), false)
+    forge(store, program, **false)
     (reason,) = pull(theirs, store, keys).refused
     assert "tampered with" in reason or "do not trust" in reason or "no DSSE" in reason
     assert not theirs.list() and not theirs.answers()
@@ -186,9 +194,7 @@ def test_a_request_cannot_be_led_to_another_program(mine, theirs, store, keys):
     """Both are signed, but not together."""
     first, second = fill(mine, 2)
     push(mine, store, keys)
-    (signature,) = (name for name in store.names("v1/requests/") if f"{second}." in name[:-5])
     store.put(f"v1/requests/{first}.json", read(store, f"v1/requests/{second}.json"))
-    store.put(signature.replace(second, first), read(store, signature))
     (reason,) = pull(theirs, store, keys, [first]).refused
     assert "tampered with" in reason and not theirs.answers()
 
@@ -196,8 +202,7 @@ def test_a_request_cannot_be_led_to_another_program(mine, theirs, store, keys):
 def test_programs_cannot_change_places(mine, theirs, store, keys):
     first, second = (mine.answers()[digest] for digest in fill(mine, 2))
     push(mine, store, keys)
-    others = {kind: read(store, name) for kind, name in stored(store, second).items()}
-    forge(store, first, others.pop("json"), others)
+    forge(store, first, **stored(store, second))
     reasons = pull(theirs, store, keys).refused
     assert len(reasons) == 1 and "tampered with" in reasons[0]
 
@@ -208,8 +213,8 @@ def test_programs_cannot_change_places(mine, theirs, store, keys):
 def test_a_signature_that_is_none_is_refused(mine, theirs, store, keys, text):
     fill(mine, 1)
     push(mine, store, keys)
-    (signature,) = (name for name in store.names("v1/requests/") if name.endswith(".sig"))
-    store.put(signature, text)
+    (request,) = mine.answers()
+    store.put(signature_of(mine.request_file(request)), text)
     (reason,) = pull(theirs, store, keys).refused
     assert "no DSSE envelope" in reason
 
@@ -218,7 +223,7 @@ def test_half_a_program_is_refused_until_it_is_pushed_again(mine, theirs, store,
     (digest,) = fill(mine, 1)
     push(mine, store, keys)
     program = mine.answers()[digest]
-    obstore.delete(store._store, f"v1/programs/{program}/record.json")
+    obstore.delete(store._store, f"v1/programs/{program}.json")
     (reason,) = pull(theirs, store, keys).refused
     assert "not there as a whole; push it again" in reason
     push(mine, store, keys)
