@@ -12,10 +12,10 @@ from pathlib import Path
 from graphtrain.cache.entries import Entry, list_entries
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.locks import hold_all_free
-from graphtrain.cache.programs import Unusable, is_present, read_record
+from graphtrain.cache.programs import Damaged, Unusable, is_present, read_record, reading
 from graphtrain.cache.requests import digests
 from graphtrain.cache.summaries import interpret, read_summaries
-from graphtrain.cache.writing import discard, is_stale, writing
+from graphtrain.cache.writing import discard, is_stale, removing
 from lowering.toolchain import version
 
 _DAY = 86_400  # seconds
@@ -119,7 +119,7 @@ def _remove(layout: Layout, entry: Entry) -> bool:
     path = layout.program(entry.program)
     with hold_all_free(layout, (entry.program, *entry.requests)) as free:
         if free:
-            with writing(path, 0):
+            with removing(path):
                 discard(layout, path)
     return free
 
@@ -143,14 +143,18 @@ def _remove_children(directory: Path, made_before: float) -> int:
 
 
 def _children(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.exists() else []
+    try:
+        with reading(directory):
+            return list(directory.iterdir())
+    except Damaged:
+        return []  # never made
 
 
 def _unlink(paths: Iterable[Path], wanted: Callable[[Path], bool] = lambda _: True) -> int:
     """Remove those files and directories that wanted picks; return how many."""
     count = 0
     for path in paths:
-        with writing(path, 0), suppress(FileNotFoundError):  # its owner or another gc was first
+        with removing(path), suppress(FileNotFoundError):  # its owner or another gc was first
             if wanted(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 count += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import Layout
-from graphtrain.cache.programs import PAYLOAD, RECORD, Unusable, read_record, reading
+from graphtrain.cache.programs import PAYLOAD, RECORD, Unusable, listing, read_record
 from graphtrain.cache.requests import digests, target_name
 from graphtrain.cache.summaries import read_summaries
 from graphtrain.errors import CacheError
@@ -83,7 +83,7 @@ def _entries(layout: Layout, requests: dict[str, list[_Asked]]) -> Iterator[Entr
     for digest in digests(layout.programs):
         directory = f"{programs}/{digest}"  # a Path costs as much as the two stats
         try:
-            with reading(layout.programs):
+            with listing(layout.programs):
                 payload = os.stat(f"{directory}/{PAYLOAD}")
                 nbytes = payload.st_size + os.stat(f"{directory}/{RECORD}").st_size
             graph, target, created = _facts(layout, digest, requests.get(digest, []))

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import Layout, checked
-from graphtrain.cache.programs import Unusable, reading
+from graphtrain.cache.programs import Unusable, listing
 from graphtrain.cache.requests import decode, digests, lines_of, target_name
 
 
@@ -33,7 +33,7 @@ def read_summaries(layout: Layout, chosen: Iterable[str] | None = None) -> Itera
     directory = str(layout.requests)
     for digest in digests(layout.requests, ".json") if chosen is None else map(checked, chosen):
         try:
-            with reading(layout.requests), open(f"{directory}/{digest}.json", "rb", 0) as file:
+            with listing(layout.requests), open(f"{directory}/{digest}.json", "rb", 0) as file:
                 text = file.read()
             yield summarize(text, digest)
         except Unusable:
