@@ -32,6 +32,22 @@ def writing(path: Path, nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
+def removing(path: Path) -> Iterator[None]:
+    """Report what the system refuses inside as an error about path.
+
+    Raises:
+        CacheError: path cannot be removed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"cannot remove {path}: {error.strerror}; collect garbage as a user, and on a machine, "
+            "that can write the store"
+        ) from error
+
+
+@contextmanager
 def temporary_directory(layout: Layout) -> Iterator[Path]:
     """A new directory on the store's file system; gone afterwards, unless renamed."""
     path = temporary_path(layout)
@@ -68,6 +84,9 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
     finally:
         os.close(descriptor)
 
