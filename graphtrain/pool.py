@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -160,7 +160,7 @@ class Pool:
             try:
                 message = worker.pipe.recv()
             except EOFError:
-                worker.process.join()
+                _end(worker)
                 ended.append(worker)
                 continue
             if message[0] == "stage":
@@ -184,7 +184,7 @@ class Pool:
         for worker in running:
             if now > worker.deadline and not worker.is_late:
                 worker.is_late = True
-                worker.process.kill()
+                _end(worker)
         return max(0.0, min((w.deadline - now for w in running if not w.is_late), default=math.inf))
 
     def _is_worth_another(self, worker: _Worker) -> bool:
@@ -297,6 +297,13 @@ def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
         yield
     finally:
         for worker in running:
-            worker.process.terminate()
-            worker.process.join()
+            _end(worker)
             worker.queued.lease.release()
+
+
+def _end(worker: _Worker) -> None:
+    """Leave nothing of a worker behind; a compiler that it started is in its process group."""
+    with suppress(ProcessLookupError):  # nothing is left, or it has not made its group yet
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.kill()
+    worker.process.join()
