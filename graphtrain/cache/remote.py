@@ -12,14 +12,18 @@ from graphtrain.errors import CacheError
 class Remote:
     """Objects by name; each appears whole or not at all."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, make: bool = True) -> None:
         """Open a store; credentials and endpoints come from the variables of its own tools.
 
+        Args:
+            url: a directory, or a URL.
+            make: a directory that is not there.
+
         Raises:
-            CacheError: no such kind of store, or obstore is not installed.
+            CacheError: no such kind of store, no such directory, or obstore is not installed.
         """
         self.url = url
-        self._store = _open(url)
+        self._store = _open(url, make)
 
     def names(self, prefix: str) -> Iterator[str]:
         """Names that begin with a directory, as in "v1/requests/".
@@ -59,7 +63,7 @@ class Remote:
             obstore.put(self._store, name, data)
 
 
-def _open(url: str) -> Any:
+def _open(url: str, make: bool) -> Any:
     try:
         from obstore.store import LocalStore, from_url
     except ModuleNotFoundError:
@@ -67,7 +71,10 @@ def _open(url: str) -> Any:
     with _errors(url, "open", ""):
         if "://" not in url:
             path = Path(url).expanduser().absolute()
-            path.mkdir(parents=True, exist_ok=True)
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            elif not path.is_dir():
+                raise CacheError(f"{url}: no such directory")
             return LocalStore(path)
         if url.startswith("http://") or url.startswith("https://"):
             return from_url(url, client_options={"allow_http": True})

@@ -48,7 +48,7 @@ def exchange(
     from graphtrain.cache.trust import Keys, default_directory
 
     chosen = _requests(configs, target, overrides)
-    remote, keys = Remote(store), Keys(default_directory())
+    remote, keys = Remote(store, make="push" in verbs), Keys(default_directory())
     done = {}
     for verb in verbs:
         with _progress(verb) as observe:
