@@ -29,6 +29,7 @@ def _tpu(target: Target) -> tuple[Any, ...]:
     # Several compilers at once, and no question to a metadata server that is not there.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")  # else two files for each in /tmp/tpu_logs
     question: dict[str, Any] = {}
     if "chip" in target.about:
         question["chip_config_name"] = target.about["chip"]
