@@ -176,7 +176,7 @@ def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None
     missing = sorted(set(requests) - set(cache.answers(requests))) if url else []
     if not url or not missing:
         return
-    done = pull(cache, Remote(url), Keys(default_directory()), missing)
+    done = pull(cache, Remote(url, make=False), Keys(default_directory()), missing)
     for reason in done.refused:
         say(f"refused: {reason}")
     if done.requests:

@@ -20,20 +20,21 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 class Remote:
     """Objects by name; each appears whole or not at all."""
 
-    def __init__(self, url: str, patience: float = PATIENCE) -> None:
+    def __init__(self, url: str, patience: float = PATIENCE, *, make: bool = True) -> None:
         """Open a store; credentials and endpoints come from the variables of its own tools.
 
         Args:
-            url: or a directory.
+            url: a directory, or a URL.
             patience: seconds for which a request that fails is tried again.
+            make: a directory that is not there.
 
         Raises:
-            CacheError: no such kind of store, or obstore is not installed.
+            CacheError: no such kind of store, no such directory, or obstore is not installed.
         """
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = patience if "://" in url else 0.0  # a disk's answer is final
-        self._store = _open(url, patience)
+        self._store = _open(url, patience, make)
 
     def names(self, prefix: str) -> Iterator[str]:
         """Names that begin with a directory, as in "v1/requests/".
@@ -95,7 +96,7 @@ class Remote:
                 return None
 
 
-def _open(url: str, patience: float) -> Any:
+def _open(url: str, patience: float, make: bool) -> Any:
     try:
         from obstore.store import LocalStore, from_url
     except ModuleNotFoundError:
@@ -103,7 +104,10 @@ def _open(url: str, patience: float) -> Any:
     with _errors(url, "open", ""):
         if "://" not in url:
             path = Path(url).expanduser().absolute()
-            path.mkdir(parents=True, exist_ok=True)
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            elif not path.is_dir():
+                raise CacheError(f"{url}: no such directory")
             return LocalStore(path)
         return from_url(url, client_options=_client(url), retry_config=_retries(patience))
 

@@ -12,6 +12,7 @@ from graphtrain.cache.sizes import readable
 from graphtrain.errors import CacheError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -28,6 +29,8 @@ def writing(path: Path, nbytes: int) -> Iterator[None]:
         remedy = "store elsewhere with --cache DIR or GRAPHTRAIN_CACHE"
         if error.errno in _FULL:
             remedy = f"free space, for example with `graphtrain cache gc`, or {remedy}"
+        if error.errno in _IN_THE_WAY:
+            remedy = f"something of another kind is in its place; remove it, or {remedy}"
         raise CacheError(f"cannot write {path}{need}: {error.strerror}; {remedy}") from error
 
 

@@ -48,7 +48,7 @@ def exchange(
     from graphtrain.cache.trust import Keys, default_directory
 
     chosen = _requests(configs, target, overrides)
-    remote, keys = Remote(store), Keys(default_directory())
+    remote, keys = Remote(store, make="push" in verbs), Keys(default_directory())
     listed = exchange.Listed.of(remote) if len(verbs) > 1 else None
     done = {}
     for verb in verbs:

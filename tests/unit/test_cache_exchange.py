@@ -324,3 +324,9 @@ def test_a_name_that_leads_elsewhere_is_none(tmp_path, keys, name):
 def test_a_store_of_no_known_kind_is_refused():
     with pytest.raises(CacheError, match="cannot open ftp://somewhere/"):
         Remote("ftp://somewhere")
+
+
+def test_a_store_to_pull_from_is_not_made(tmp_path):
+    with pytest.raises(CacheError, match=r"stroe: no such directory"):
+        Remote(str(tmp_path / "stroe"), make=False)
+    assert not list(tmp_path.iterdir())
