@@ -1,13 +1,16 @@
 """Bundles into programs, on a machine that has the compiler they lacked."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 from graphtrain.cache import Cache
 from graphtrain.cache.bundles import read
+from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 from lowering.neuron import bundle
+from lowering.neuron.compiler import HLO_FILE
 from lowering.toolchain import Toolchain
 
 
@@ -18,10 +21,13 @@ def finish(directory: Path, cache: Cache) -> str:
     the program if all else of its toolchain is the same.
 
     Raises:
-        CacheError: the directory holds no bundle, or the store cannot be written.
+        CacheError: the directory holds no bundle, or a damaged one, or the store cannot be written.
         LoweringError: there is no compiler here either, or it refused the program.
     """
     program, request, files = read(directory)
+    asked = (program.part("options") or {}).get("hlo")
+    if hashlib.sha256(files.get(HLO_FILE, b"")).hexdigest() != asked:
+        raise CacheError(f"{HLO_FILE} is not what the bundle's keys promise; copy it again")
     payload, record, flags, version = bundle.finish(files)
     options = program.part("options") | {"flags": flags, "compiler": version}
     toolchain = _with_compiler(request)

@@ -61,7 +61,7 @@ class Programs:
 
 def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:
     """Why graphs are missing; what several have in common is said once."""
-    explanations = {name: cache.explain(key) for name, key in missing.items()}
+    explanations = cache.explain_all(missing)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, explanation in explanations.items():
         alike.setdefault(explanation.lines or (name,), []).append(name)

@@ -6,9 +6,7 @@ another has is put off, and looked for in the store later.
 """
 
 import math
-import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -23,6 +21,7 @@ from graphtrain.cache import Cache
 from graphtrain.cache.leases import Lease
 from graphtrain.cache.sizes import readable
 from graphtrain.errors import CacheError
+from graphtrain.forkserver import ForkServer, end, scratch_directory
 from graphtrain.tasks import Limits, Observer, Outcome, Task
 
 # What would be said again, whatever else the machine is doing; full disks and kills are not that.
@@ -73,22 +72,21 @@ class Pool:
     ) -> None:
         """known: what the store says of a graph now; asked when its lease is held."""
         self._cache = cache
-        self._jobs = limits.jobs or os.cpu_count() or 1
+        self._jobs = limits.jobs or _cores()
         self._memory = limits.memory or _available_memory()
         self._timeout = limits.timeout or math.inf
         self._retries = limits.retries
         self._known = known
         self._observe = observe
         self._largest = _TYPICAL
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["graphtrain.worker"])
+        self._server = ForkServer()
 
     def run(self, tasks: Sequence[Task]) -> dict[str, Outcome]:
         """Outcomes by label, when every graph has one."""
         queue = [_Queued(task, self._cache.lease(task.request)) for task in tasks]
         running: list[_Worker] = []
         outcomes: dict[str, Outcome] = {}
-        with _scratch_directory() as scratch, _stopped_at_exit(running):
+        with scratch_directory() as scratch, _stopped_at_exit(running):
             while queue or running:
                 self._begin(queue, running, outcomes, scratch)
                 for worker in self._finished(running, is_more=bool(queue)):
@@ -133,14 +131,9 @@ class Pool:
     def _start(self, queued: _Queued, parent: Path) -> _Worker:
         task = queued.task
         scratch = Path(tempfile.mkdtemp(dir=parent))
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=_work,
-            args=(task.program, task.graph, task.request, self._cache.root, scratch, theirs),
-            daemon=True,
+        process, ours = self._server.start(
+            task.program, task.graph, task.request, self._cache.root, scratch
         )
-        process.start()
-        theirs.close()
         self._observe(
             task.label, "starting" if queued.attempt == 1 else f"attempt {queued.attempt}"
         )
@@ -160,7 +153,7 @@ class Pool:
             try:
                 message = worker.pipe.recv()
             except EOFError:
-                worker.process.join()
+                end(worker.process)
                 ended.append(worker)
                 continue
             if message[0] == "stage":
@@ -184,7 +177,7 @@ class Pool:
         for worker in running:
             if now > worker.deadline and not worker.is_late:
                 worker.is_late = True
-                worker.process.kill()
+                end(worker.process)
         return max(0.0, min((w.deadline - now for w in running if not w.is_late), default=math.inf))
 
     def _is_worth_another(self, worker: _Worker) -> bool:
@@ -245,11 +238,9 @@ def _again(queued: _Queued) -> _Queued:
     return _Queued(queued.task, queued.lease, queued.attempt + 1)
 
 
-def _work(*arguments: Any) -> None:
-    """Begin a worker; the name by which the forkserver's children find it."""
-    from graphtrain.worker import work
-
-    work(*arguments)
+def _cores() -> int:
+    """How many cores this process may use; Slurm and containers give some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available_memory() -> int:
@@ -282,21 +273,11 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def _scratch_directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="graphtrain-compile-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
 def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
     """On Ctrl-C or a defect, leave no worker behind and no lease held."""
     try:
         yield
     finally:
         for worker in running:
-            worker.process.terminate()
-            worker.process.join()
+            end(worker.process)
             worker.queued.lease.release()

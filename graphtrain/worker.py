@@ -9,8 +9,10 @@ import hashlib
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -54,7 +56,9 @@ def work(
     ("bundled", message, directory, what preflight found, peak bytes) or ("failed", message, class
     of the error, peak bytes).
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setpgid(0, 0)  # a compiler that this starts ends with it
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # so that nothing is left elsewhere
+    threading.Thread(target=_end_with_parent, args=(scratch.parent,), daemon=True).start()
     with _output_to(scratch / "log.txt"):
         try:
             digest, compiled = produce(
@@ -102,12 +106,17 @@ def produce(
     return key.digest, new
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent, which holds the lease, has died."""
+def _end_with_parent(scratch: Path) -> None:
+    """End this process and its compiler when its parent, which holds the lease, has died.
+
+    Args:
+        scratch: the parent's, which it can no longer remove.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 
 def _peak_bytes() -> int:

@@ -11,9 +11,7 @@ from importlib import util
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.target import Target
-
-_CHIPS_OF_A_HOST = 4  # on a TPU, by default
+from lowering.target import CHIPS_OF_A_HOST, Target
 
 
 @cache
@@ -31,10 +29,11 @@ def _tpu(target: Target) -> tuple[Any, ...]:
     # Several compilers at once, and no question to a metadata server that is not there.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")  # else two files for each in /tmp/tpu_logs
     question: dict[str, Any] = {}
     if "chip" in target.about:
         question["chip_config_name"] = target.about["chip"]
-    if math.prod(target.topology) < _CHIPS_OF_A_HOST:  # else the compiler wants whole hosts
+    if math.prod(target.topology) < CHIPS_OF_A_HOST:  # else the compiler wants whole hosts
         question["chips_per_host_bounds"] = (*target.topology, 1, 1)[:3]
     return _described(target, platform="tpu", topology_name=str(target), **question)
 
@@ -52,12 +51,7 @@ def _cuda(target: Target) -> tuple[Any, ...]:
 
 def _hosts(target: Target) -> str:
     """Slices, hosts, and cards of a host."""
-    group = int(target.about["group"])
-    per_host = min(target.devices, group)
-    if target.devices % per_host:
-        raise LoweringError(
-            f"{target}: {target.machine} come {group} to a host; ask for a multiple of {group}"
-        )
+    per_host = min(target.devices, int(target.about["group"]))
     return f"1x{target.devices // per_host}x{per_host}"
 
 

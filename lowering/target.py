@@ -11,6 +11,7 @@ from typing import Any
 from lowering import host
 from lowering.errors import LoweringError
 
+CHIPS_OF_A_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 
@@ -28,18 +29,44 @@ class Target:
         Raises:
             LoweringError: no such machine, or no such topology; with what there is.
         """
-        machine, _, sizes = name.partition(":")
+        machine, colon, sizes = name.partition(":")
         known = machines()
         if machine not in known:
             near = difflib.get_close_matches(machine, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise LoweringError(f"no target machine {machine!r}; {hint}")
-        parts = (sizes or "1").split("x")
+        parts = (sizes if colon else "1").split("x")
         if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
             raise LoweringError(f"target {name!r}: write devices as in cpu:8 or v5p:4x4x4")
-        if machine == "cpu" and len(parts) > 2:
-            raise LoweringError(f"target {name!r}: write processes and devices of each, cpu:2x4")
-        return cls(machine, tuple(int(part) for part in parts))
+        target = cls(machine, tuple(int(part) for part in parts))
+        if problem := target._problem():
+            raise LoweringError(f"target {name!r}: {problem}")
+        return target
+
+    def _problem(self) -> str:
+        """Why there is no such machine, and what to write; empty if there is."""
+        sizes, machine, group = self.topology, self.machine, int(self.about.get("group", 0))
+        if machine == "cpu":
+            return "write processes and devices of each, cpu:2x4" if len(sizes) > 2 else ""
+        if self.platform == "tpu":
+            return self._problem_of_torus()
+        if len(sizes) > 1:
+            return f"{machine} come by number; write {machine}:{self.devices}"
+        if group and self.devices > group and self.devices % group:
+            return f"{machine} come {group} to a host; ask for a multiple of {group}"
+        return ""
+
+    def _problem_of_torus(self) -> str:
+        sizes, machine = self.topology, self.machine
+        dimensions, largest = self.about["dimensions"], self.about["slice"]
+        example = f"{machine}:{'x'.join('221'[:dimensions])}"
+        if len(sizes) != dimensions:
+            return f"{machine} is a torus of {dimensions} dimensions; write chips as in {example}"
+        if math.prod(sizes) > largest:
+            return f"a slice of {machine} has {largest} chips at most"
+        if math.prod(sizes) >= CHIPS_OF_A_HOST and (sizes[0] % 2 or sizes[1] % 2):
+            return f"a host has 2x2 chips; the first two sizes must be even, as in {example}"
+        return ""
 
     @property
     def platform(self) -> str:

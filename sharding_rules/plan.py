@@ -8,6 +8,8 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
+_NEAREST = 12  # divisors that an error names
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -81,7 +83,8 @@ def _does_not_divide(
     shards = mesh.size(names)
     below = size // shards * shards
     sizes = f"{below} or {below + shards}" if below else f"{shards}"
-    divisors = ", ".join(str(n) for n in range(1, shards + 1) if size % n == 0)
+    smaller = [n for n in range(1, min(size, shards) + 1) if size % n == 0]
+    divisors = ", ".join(map(str, smaller[-_NEAREST:]))
     return (
         f"{path}: axis {axis!r} has size {size}, which {' x '.join(names)} = {shards} does not "
         f"divide; sizes that would: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"

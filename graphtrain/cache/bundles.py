@@ -33,5 +33,5 @@ def read(directory: Path) -> tuple[CacheKey, CacheKey, dict[str, bytes]]:
         keys = json.loads(files.pop(KEYS_FILE))
         program, request = (CacheKey.from_json(keys[name]) for name in ("program", "request"))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise CacheError(f"{directory} holds no bundle: {KEYS_FILE}: {error!r}") from None
+        raise CacheError(f"this is no bundle: {KEYS_FILE}: {error!r}") from None
     return program, request, files

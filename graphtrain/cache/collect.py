@@ -1,5 +1,6 @@
 """Garbage collection: what leaves a store, and in which order."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,9 +12,10 @@ from pathlib import Path
 from graphtrain.cache.entries import Entry, list_entries
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.leases import PACE, hold_all_free
-from graphtrain.cache.programs import Unusable, is_present, read_record
-from graphtrain.cache.requests import read_all
-from graphtrain.cache.writing import discard, is_stale, writing
+from graphtrain.cache.programs import Damaged, Unusable, is_present, read_record, reading
+from graphtrain.cache.requests import digests
+from graphtrain.cache.summaries import interpret, read_summaries
+from graphtrain.cache.writing import discard, is_stale, removing
 from lowering.toolchain import version
 
 _DAY = 86_400  # seconds
@@ -62,19 +64,35 @@ def collect(
 
 
 def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
-    """Programs that some other version of a package made than is installed here."""
-    here = cache(version)  # the same few packages, thousands of times
-    return frozenset(
-        entry.program for entry in entries if not _is_made_by(layout, entry.program, here)
-    )
+    """Programs that some other version of a package made than is installed here.
+
+    Records are large, and read only of programs that no request from these versions leads to.
+    """
+    is_here = cache(_is_here)  # the same few texts, thousands of times
+    asked_for = {
+        request.program
+        for request in read_summaries(layout)
+        if "toolchain" in request.parts and is_here(request.parts["toolchain"])
+    }
+    others = (entry.program for entry in entries if entry.program not in asked_for)
+    return frozenset(program for program in others if not is_here(_toolchain(layout, program)))
 
 
-def _is_made_by(layout: Layout, digest: str, here: Callable[[str], str | None]) -> bool:
+def _toolchain(layout: Layout, digest: str) -> bytes:
     try:
-        made_by = read_record(layout.program(digest), digest)["key"]["toolchain"]["versions"]
-    except (Unusable, KeyError, TypeError):
-        return True  # not ours to judge
-    return all(here(package) == made for package, made in made_by.items())
+        key = read_record(layout.program(digest), digest)["key"]
+    except Unusable:
+        return b""  # not ours to judge
+    return json.dumps(key.get("toolchain")).encode()
+
+
+def _is_here(toolchain: bytes) -> bool:
+    """Whether its packages are installed here in its versions; also where it tells of none."""
+    try:
+        versions = interpret(toolchain)["versions"]
+        return all(version(package) == made for package, made in versions.items())
+    except (KeyError, TypeError, AttributeError):
+        return True
 
 
 def _excess(
@@ -101,14 +119,19 @@ def _remove(layout: Layout, entry: Entry) -> bool:
     path = layout.program(entry.program)
     with hold_all_free(layout, (entry.program, *entry.requests), PACE) as free:
         if free:
-            with writing(path, 0):
+            with removing(path):
                 discard(layout, path)
     return free
 
 
 def _remove_dangling(layout: Layout) -> int:
-    dangling = [r for r in read_all(layout) if not is_present(layout.program(r.program))]
-    return _unlink(layout.request(request.digest) for request in dangling)
+    stored = frozenset(digests(layout.programs))
+    absent = [request for request in read_summaries(layout) if request.program not in stored]
+    return _unlink(
+        layout.request(request.digest)
+        for request in absent
+        if not is_present(layout.program(request.program))  # stored meanwhile
+    )
 
 
 def _remove_temporary(layout: Layout, now: float) -> int:
@@ -120,14 +143,18 @@ def _remove_children(directory: Path, made_before: float) -> int:
 
 
 def _children(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.exists() else []
+    try:
+        with reading(directory):
+            return list(directory.iterdir())
+    except Damaged:
+        return []  # never made
 
 
 def _unlink(paths: Iterable[Path], wanted: Callable[[Path], bool] = lambda _: True) -> int:
     """Remove those files and directories that wanted picks; return how many."""
     count = 0
     for path in paths:
-        with writing(path, 0), suppress(FileNotFoundError):  # its owner or another gc was first
+        with removing(path), suppress(FileNotFoundError):  # its owner or another gc was first
             if wanted(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 count += 1

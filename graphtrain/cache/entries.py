@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import Layout
-from graphtrain.cache.programs import PAYLOAD, RECORD, Unusable, read_record
-from graphtrain.cache.requests import digests, read_all, target_name
+from graphtrain.cache.programs import PAYLOAD, RECORD, Unusable, listing, read_record
+from graphtrain.cache.requests import digests, target_name
+from graphtrain.cache.summaries import read_summaries
 from graphtrain.errors import CacheError
 
 
@@ -37,7 +38,7 @@ class _Asked(NamedTuple):
 def list_entries(layout: Layout) -> list[Entry]:
     """Every stored program, last used first."""
     requests: dict[str, list[_Asked]] = defaultdict(list)
-    for request in read_all(layout):
+    for request in read_summaries(layout):
         asked = _Asked(request.created, request.digest, request.graph, request.target)
         requests[request.program].append(asked)
     entries = _entries(layout, requests)
@@ -52,7 +53,8 @@ def resolve(layout: Layout, prefix: str) -> str:
     """
     found = {digest for digest in digests(layout.programs) if digest.startswith(prefix)}
     if not found:
-        found = {r.program for r in read_all(layout) if r.digest.startswith(prefix)}
+        named = [name for name in digests(layout.requests, ".json") if name.startswith(prefix)]
+        found = {request.program for request in read_summaries(layout, named)}
     if len(found) == 1:
         return found.pop()
     if found:
@@ -71,19 +73,21 @@ def describe(layout: Layout, digest: str) -> dict[str, Any]:
         body = read_record(layout.program(digest), digest)
     except Unusable as error:
         raise CacheError(f"{layout.program(digest)} cannot be used: {error}") from error
-    answered = [request for request in read_all(layout) if request.program == digest]
+    answered = [request for request in read_summaries(layout) if request.program == digest]
     named = [{"digest": r.digest, "graph": r.graph, "created": r.created} for r in answered]
     return {"program": digest, "requests": named, **body}
 
 
 def _entries(layout: Layout, requests: dict[str, list[_Asked]]) -> Iterator[Entry]:
+    programs = str(layout.programs)
     for digest in digests(layout.programs):
-        directory = layout.program(digest)
+        directory = f"{programs}/{digest}"  # a Path costs as much as the two stats
         try:
-            payload = os.stat(directory / PAYLOAD)
-            nbytes = payload.st_size + os.stat(directory / RECORD).st_size
+            with listing(layout.programs):
+                payload = os.stat(f"{directory}/{PAYLOAD}")
+                nbytes = payload.st_size + os.stat(f"{directory}/{RECORD}").st_size
             graph, target, created = _facts(layout, digest, requests.get(digest, []))
-        except (FileNotFoundError, Unusable):
+        except Unusable:
             continue  # removed meanwhile, or damaged: verify tells
         names = tuple(request.digest for request in requests.get(digest, []))
         yield Entry(digest, names, graph, target, nbytes, created, payload.st_mtime)

@@ -1,7 +1,15 @@
 """Programs to and from a store elsewhere, signed; what is interrupted goes on where it was.
 
 A program goes payload first, then its signature, then its record; a request goes last. So whoever
-finds a request finds all of its program. What comes is verified before any byte of it is parsed.
+finds a request finds all of its program. Payload and signature are named by the record that they
+belong to: where several send one program at once, the last record wins, whole. What comes is
+verified before any byte of it is parsed. Listing takes a page for each thousand names, so what is
+listed lies apart from the rest:
+
+    v1/requests/<digest>.json
+    v1/programs/<digest>.json, the record
+    v1/payloads/<sha256 of the record>
+    v1/signatures/<sha256 of the record or the request>
 """
 
 from __future__ import annotations
@@ -12,14 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from graphtrain.cache.layout import LAYOUT, is_digest
 from graphtrain.cache.remote import Remote
 from graphtrain.cache.store import Cache
-from graphtrain.cache.trust import Keys, default_directory
+from graphtrain.cache.trust import Keys, Refused, default_directory
 from graphtrain.errors import CacheError
 
 _AT_ONCE = 8
+T = TypeVar("T")
 Observer = Callable[[int, int], None]  # programs and requests done, of how many
 
 
@@ -34,46 +45,65 @@ class Exchanged:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class Listed:
+    """Digests of what a store has; of two lists that follow each other, one serves both."""
+
+    requests: frozenset[str]
+    programs: frozenset[str]
+
+    @classmethod
+    def of(cls, remote: Remote) -> Listed:
+        """List a store.
+
+        Raises:
+            CacheError: it cannot be listed.
+        """
+        with ThreadPoolExecutor(2) as pool:
+            return cls(*pool.map(partial(_digests, remote), ("requests", "programs")))
+
+
 def push(
     cache: Cache,
     remote: Remote,
     keys: Keys,
     chosen: Iterable[str] | None = None,
     observe: Observer = lambda done, whole: None,
+    listed: Listed | None = None,
 ) -> Exchanged:
-    """Send what the store does not have.
+    """Send what the store does not have; what is damaged here is refused.
 
     Args:
         chosen: digests of requests; all if None.
+        listed: what the store has, where that is known.
 
     Raises:
         CacheError: there is no key to sign with, or the store cannot be written.
     """
     keys.own()
     answers = cache.answers(chosen)
-    there_programs = _present(remote, "programs", "/record.json")
-    there_requests = _present(remote, "requests", ".json")
+    there = listed or Listed.of(remote)
     done = Exchanged()
-    programs = sorted({program for program in answers.values()} - there_programs)
-    requests = sorted(set(answers) - there_requests)
+    programs = sorted({*answers.values()} - there.programs)
+    requests = sorted({*answers} - there.requests)
     steps = _Steps(len(programs) + len(requests), observe)
 
     def send_program(digest: str) -> None:
-        record, payload = cache.files(digest)
-        name = f"{LAYOUT}/programs/{digest}"
-        remote.put(f"{name}/payload", payload)
-        remote.put(f"{name}/signature.json", keys.sign(_of_program(digest, record, payload)))
-        remote.put(f"{name}/record.json", record)
-        done.programs.append(digest)
-        done.nbytes += len(record) + len(payload)
+        files = _readable(done, cache.files, digest)
+        if files:
+            _send_program(remote, keys, digest, *files)
+            done.programs.append(digest)
+            done.nbytes += sum(map(len, files))
 
     def send_request(digest: str) -> None:
-        text = cache.request_file(digest)
-        remote.put(f"{LAYOUT}/requests/{digest}.sig", keys.sign(_of_request(digest, text)))
-        remote.put(f"{LAYOUT}/requests/{digest}.json", text)
-        done.requests.append(digest)
+        text = _readable(done, cache.request_file, digest)
+        if text and (answers[digest] in there.programs or answers[digest] in sent):
+            remote.put(_signature(text), keys.sign(_of_request(digest, text)))
+            remote.put(_request(digest), text)
+            done.requests.append(digest)
 
     steps.run(send_program, programs)
+    sent = frozenset(done.programs)
     steps.run(send_request, requests)
     return done
 
@@ -84,30 +114,35 @@ def pull(
     keys: Keys,
     chosen: Iterable[str] | None = None,
     observe: Observer = lambda done, whole: None,
+    listed: Listed | None = None,
 ) -> Exchanged:
     """Fetch what is not here; what no trusted key has signed is refused, and never interpreted.
 
     Args:
         chosen: digests of requests; all that the store lists if None.
+        listed: what the store has, where that is known.
 
     Raises:
         CacheError: the store cannot be read, or this one not written.
     """
-    wanted = _present(remote, "requests", ".json") if chosen is None else set(chosen)
-    missing = sorted(wanted - set(cache.answers(wanted)))
+    chosen = chosen if chosen is None else set(chosen)
+    if chosen is None:
+        wanted = listed.requests if listed else _digests(remote, "requests")
+    else:
+        wanted = chosen
+    missing = sorted(wanted - set(cache.answers(chosen)))
     done = Exchanged()
     texts: dict[str, bytes] = {}
     programs: dict[str, str] = {}  # by request
 
     def ask(digest: str) -> None:
         with _refusals(done):
-            text = remote.get(f"{LAYOUT}/requests/{digest}.json")
+            text = remote.get(_request(digest))
             if text is None:
                 done.absent.append(digest)
                 return
             what = f"{remote.url}: request {digest}"
-            envelope = _signature(remote, f"requests/{digest}.sig", what)
-            keys.check(envelope, _of_request(digest, text), what)
+            keys.check(_envelope(remote, text, what), _of_request(digest, text), what)
             programs[digest], texts[digest] = cache.program_in(text, digest), text
 
     def fetch(digest: str) -> None:
@@ -141,20 +176,26 @@ def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None
     missing = sorted(set(requests) - set(cache.answers(requests))) if url else []
     if not url or not missing:
         return
-    done = pull(cache, Remote(url), Keys(default_directory()), missing)
+    done = pull(cache, Remote(url, make=False), Keys(default_directory()), missing)
     for reason in done.refused:
         say(f"refused: {reason}")
     if done.requests:
         say(f"{len(done.requests)} programs from {url}")
 
 
+def _send_program(remote: Remote, keys: Keys, digest: str, record: bytes, payload: bytes) -> None:
+    remote.put(_payload(record), payload)
+    remote.put(_signature(record), keys.sign(_of_program(digest, record, payload)))
+    remote.put(_record(digest), record)
+
+
 def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: Exchanged) -> None:
-    name, what = f"{LAYOUT}/programs/{digest}", f"{remote.url}: program {digest}"
-    record, payload = remote.get(f"{name}/record.json"), remote.get(f"{name}/payload")
+    what = f"{remote.url}: program {digest}"
+    record = remote.get(_record(digest))
+    payload = None if record is None else remote.get(_payload(record))
     if record is None or payload is None:
-        raise CacheError(f"{what}: it is not there as a whole; push it again")
-    statement = _of_program(digest, record, payload)
-    keys.check(_signature(remote, f"programs/{digest}/signature.json", what), statement, what)
+        raise Refused(f"{what}: it is not there as a whole; push it again")
+    keys.check(_envelope(remote, record, what), _of_program(digest, record, payload), what)
     cache.adopt(digest, record, payload)
     done.programs.append(digest)
     done.nbytes += len(record) + len(payload)
@@ -162,18 +203,43 @@ def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: 
 
 @contextmanager
 def _refusals(done: Exchanged) -> Iterator[None]:
-    """One that cannot be taken does not keep others from coming."""
+    """One that may not be taken does not keep others from coming."""
     try:
         yield
-    except CacheError as error:
+    except Refused as error:
         done.refused.append(str(error))
 
 
-def _signature(remote: Remote, name: str, what: str) -> bytes:
-    signature = remote.get(f"{LAYOUT}/{name}")
-    if signature is None:
-        raise CacheError(f"{what}: it is not signed")
-    return signature
+def _readable(done: Exchanged, read: Callable[[str], T], digest: str) -> T | None:
+    """What is to be sent; None, and a refusal, where it is damaged."""
+    try:
+        return read(digest)
+    except CacheError as error:
+        done.refused.append(str(error))
+        return None
+
+
+def _envelope(remote: Remote, signed: bytes, what: str) -> bytes:
+    envelope = remote.get(_signature(signed))
+    if envelope is None:
+        raise Refused(f"{what}: it is not signed")
+    return envelope
+
+
+def _request(digest: str) -> str:
+    return f"{LAYOUT}/requests/{digest}.json"
+
+
+def _record(digest: str) -> str:
+    return f"{LAYOUT}/programs/{digest}.json"
+
+
+def _payload(record: bytes) -> str:
+    return f"{LAYOUT}/payloads/{_sha256(record)}"
+
+
+def _signature(signed: bytes) -> str:
+    return f"{LAYOUT}/signatures/{_sha256(signed)}"
 
 
 def _of_program(digest: str, record: bytes, payload: bytes) -> dict[str, str]:
@@ -188,15 +254,11 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _present(remote: Remote, kind: str, suffix: str) -> set[str]:
-    """Digests of what the store has whole; names that are none are nobody's of ours."""
+def _digests(remote: Remote, kind: str) -> frozenset[str]:
+    """What the store lists of a kind; names that are none of ours are left alone."""
     prefix = f"{LAYOUT}/{kind}/"
-    found = (
-        name.removeprefix(prefix).removesuffix(suffix)
-        for name in remote.names(prefix)
-        if name.endswith(suffix)
-    )
-    return {digest for digest in found if is_digest(digest)}
+    names = (name.removeprefix(prefix) for name in remote.names(prefix) if name.endswith(".json"))
+    return frozenset(filter(is_digest, (name.removesuffix(".json") for name in names)))
 
 
 class _Steps:

@@ -2,15 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from graphtrain.cache import programs, requests
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.programs import Unusable, is_present
 from graphtrain.cache.requests import Request, target_name
+from graphtrain.cache.summaries import interpret, read_summaries
 from graphtrain.key import ABSENT, CacheKey, Difference, compare
 
 _SHOWN = 3  # neighbours
@@ -71,26 +74,54 @@ class Explanation:
         return "\n  ".join([self.reason, *self.lines])
 
 
-def explain(layout: Layout, request: CacheKey, graph: str) -> Explanation:
-    """Look the request up, then compare it with every stored request of its graph.
+class _Distance(NamedTuple):
+    differences: int
+    created: str  # UTC
+    request: str  # digest
+
+
+def explain(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, Explanation]:
+    """Look requests up; compare those that are not stored with every one of their graph that is.
+
+    Args:
+        layout: the store's.
+        asked: requests by graph.
 
     Raises:
         CacheError: the store cannot be read.
     """
-    named = f"{graph or 'unnamed'} graph"
-    program, reason = _answer(layout, request)
-    if reason:
-        return Explanation(graph, request.digest, None, f"the {named} was {reason}")
-    if program:
-        return Explanation(graph, request.digest, program, f"the {named} is stored: {program}")
-    nearest, count = _nearest(layout, request, graph)
-    reason = f"the cache at {layout.root} holds no {named} at all"
+    answers = {graph: _answer(layout, request) for graph, request in asked.items()}
+    unknown = {graph: asked[graph] for graph, answer in answers.items() if answer == (None, "")}
+    distances = _distances(layout, unknown) if unknown else {}
+    return {
+        graph: _unknown(layout, graph, request, distances[graph])
+        if graph in unknown
+        else _known(graph, request, *answers[graph])
+        for graph, request in asked.items()
+    }
+
+
+def _known(graph: str, request: CacheKey, program: str | None, reason: str) -> Explanation:
+    said = f"is stored: {program}" if program else f"was {reason}"
+    return Explanation(graph, request.digest, program, f"the {_named(graph)} {said}")
+
+
+def _unknown(
+    layout: Layout, graph: str, request: CacheKey, distances: list[_Distance]
+) -> Explanation:
+    digests = [distance.request for distance in distances[:_SHOWN]]
+    nearest = tuple(_neighbours(layout, request.to_json(), digests))
+    reason = f"the cache at {layout.root} holds no {_named(graph)} at all"
     if nearest:
         reason = (
-            f"the cache at {layout.root} holds no {named} for this; "
-            f"changed since the nearest of {count} that it holds:"
+            f"the cache at {layout.root} holds no {_named(graph)} for this; "
+            f"changed since the nearest of {len(distances)} that it holds:"
         )
     return Explanation(graph, request.digest, None, reason, nearest)
+
+
+def _named(graph: str) -> str:
+    return f"{graph or 'unnamed'} graph"
 
 
 def _answer(layout: Layout, request: CacheKey) -> tuple[str | None, str]:
@@ -112,18 +143,44 @@ def _answer(layout: Layout, request: CacheKey) -> tuple[str | None, str]:
     return digest, ""
 
 
-def _nearest(layout: Layout, request: CacheKey, graph: str) -> tuple[tuple[Neighbour, ...], int]:
-    """The stored requests with the fewest differences, and how many there are of the graph."""
-    mine = request.to_json()
-    counted = [
-        (sum(1 for _ in compare(mine, stored.parts)), stored.created, stored.digest)
-        for stored in requests.read_all(layout)
-        if stored.graph == graph and stored.digest != request.digest
-    ]
-    counted.sort(key=itemgetter(1), reverse=True)
-    counted.sort(key=itemgetter(0))  # stable: of equally near ones the newest is first
-    nearest = requests.read_all(layout, [digest for _, _, digest in counted[:_SHOWN]])
-    return tuple(_neighbour(mine, stored) for stored in nearest), len(counted)
+def _distances(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
+    """Of every stored request of the graphs asked for, fewest differences first."""
+    found: dict[str, list[_Distance]] = {graph: [] for graph in asked}
+    count = {graph: _counter(request.to_json()) for graph, request in asked.items()}
+    for stored in read_summaries(layout):
+        if stored.graph in found and stored.digest != asked[stored.graph].digest:
+            differences = count[stored.graph](stored.parts)
+            found[stored.graph].append(_Distance(differences, stored.created, stored.digest))
+    for of_graph in found.values():
+        of_graph.sort(key=attrgetter("created"), reverse=True)
+        of_graph.sort(key=attrgetter("differences"))  # stable: of equal ones the newest is first
+    return found
+
+
+def _counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
+    """Counts the differences from a key; parts that thousands have in common are compared once."""
+
+    @cache
+    def in_names(names: tuple[str, ...]) -> int:
+        return sum(1 for _ in compare(dict.fromkeys(mine), dict.fromkeys(names)))
+
+    @cache
+    def in_part(name: str, text: bytes) -> int:
+        return sum(1 for _ in compare(mine[name], interpret(text)))
+
+    def count(parts: Mapping[str, bytes]) -> int:
+        common = ((name, text) for name, text in parts.items() if name in mine)
+        return in_names(tuple(parts)) + sum(in_part(name, text) for name, text in common)
+
+    return count
+
+
+def _neighbours(
+    layout: Layout, mine: Mapping[str, Any], digests: Iterable[str]
+) -> Iterator[Neighbour]:
+    for digest in digests:
+        with suppress(Unusable):  # removed or damaged since it was counted
+            yield _neighbour(mine, requests.read(layout.request(digest)))
 
 
 def _neighbour(mine: Mapping[str, Any], stored: Request) -> Neighbour:

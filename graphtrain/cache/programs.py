@@ -1,5 +1,6 @@
 """A stored program: record.json and payload in one directory."""
 
+import errno
 import hashlib
 import json
 import os
@@ -149,6 +150,23 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         # not damage: moving the entry away would not help, and another user may be able to read it
         raise CacheError(f"cannot read {path}: {error.strerror}") from error
+
+
+@contextmanager
+def listing(directory: Path) -> Iterator[None]:
+    """As reading, of many: over NFS, what another host has removed is stale before it is missing.
+
+    Raises:
+        Damaged: a file went away.
+        CacheError: the directory cannot be read.
+    """
+    try:
+        with reading(directory):
+            yield
+    except CacheError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
+            raise Damaged("was removed") from error
+        raise
 
 
 def timestamp() -> str:

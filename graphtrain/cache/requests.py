@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphtrain.cache.layout import SCHEMA, Layout, is_digest
-from graphtrain.cache.programs import Damaged, Unusable, parse, read_bytes, reading, timestamp
+from graphtrain.cache.layout import SCHEMA, is_digest
+from graphtrain.cache.programs import Damaged, parse, read_bytes, reading, timestamp
 from graphtrain.key import CacheKey
+
+END = b"}}"  # the last line of a request's file
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,27 @@ class Request:
 
 
 def encode(request: CacheKey, program: str, graph: str) -> bytes:
-    """The text of a request's file; one line, since there are thousands to read."""
-    body = {
-        "schema": SCHEMA,
-        "graph": graph,
-        "program": program,
-        "created": timestamp(),
-        "parts": request.to_json(),
-    }
-    return json.dumps(body, separators=(",", ":")).encode()
+    """The text of a request's file: JSON, with lines for its head, for each part, and END.
+
+    Whoever reads thousands interprets the line it needs, and knows a part it has seen by its bytes.
+    """
+    head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
+    first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(END.decode())
+    parts = ",\n".join(f"{json.dumps(name)}:{text}" for name, text in request.parts)
+    return f"{first}\n{parts}\n".encode() + END
+
+
+def lines_of(text: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """The head of a request's file, as the file of a request without parts, and its parts' texts.
+
+    Raises:
+        Damaged: the file is cut short.
+    """
+    first, *lines = text.split(b"\n")
+    if not lines or lines.pop() != END:
+        raise Damaged("request is cut short")
+    named = (line.removesuffix(b",").partition(b'":') for line in lines if line)
+    return first + END, {name[1:].decode(errors="replace"): value for name, _, value in named}
 
 
 def read(path: Path) -> Request:
@@ -64,15 +78,6 @@ def decode(text: bytes, digest: str) -> Request:
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
         raise Damaged("request lacks its graph, program, time or parts")
     return Request(digest, body["graph"], body["program"], body["created"], body["parts"])
-
-
-def read_all(layout: Layout, chosen: Iterable[str] | None = None) -> Iterator[Request]:
-    """Every request, or those of the chosen digests; of those that cannot be read, verify tells."""
-    for digest in digests(layout.requests, ".json") if chosen is None else chosen:
-        try:
-            yield read(layout.request(digest))
-        except Unusable:
-            continue  # removed meanwhile, or damaged; either way nothing to list or to compare with
 
 
 def digests(directory: Path, suffix: str = "") -> list[str]:

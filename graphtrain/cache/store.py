@@ -19,10 +19,12 @@ from graphtrain.cache import (
     pins,
     programs,
     requests,
+    summaries,
     verify,
 )
 from graphtrain.cache.layout import Layout, digest_of
 from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
+from graphtrain.cache.trust import Refused
 from graphtrain.cache.writing import (
     quarantine,
     replace_file,
@@ -181,9 +183,15 @@ class Cache:
         return entries.describe(self._layout, self.resolve(prefix))
 
     def answers(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
-        """The program of every request, or of chosen ones, by digest, where it is here."""
-        found = requests.read_all(self._layout, chosen)
-        return {one.digest: one.program for one in found if self.holds(one.program)}
+        """The program of every request, or of chosen ones, by digest, where it is here.
+
+        Chosen ones are checked as has does. Of thousands only the names are: an entry is whole
+        or absent, and what was damaged since is found by whoever reads it.
+        """
+        found = summaries.read_summaries(self._layout, chosen)
+        stored = frozenset(requests.digests(self._layout.programs))
+        is_here = stored.__contains__ if chosen is None else self.holds
+        return {one.digest: one.program for one in found if is_here(one.program)}
 
     def holds(self, digest: str) -> bool:
         """Whether a program is here, as has says it."""
@@ -213,7 +221,8 @@ class Cache:
         """Store a program that was made elsewhere, once somebody has said that it may be trusted.
 
         Raises:
-            CacheError: record and payload do not belong together; the disk is full.
+            Refused: record and payload do not belong together.
+            CacheError: the disk is full, or the store cannot be written.
         """
         path = self._layout.program(digest)
         with writing(path, len(record) + len(payload)):
@@ -225,25 +234,33 @@ class Cache:
                 try:
                     programs.check(temporary, digest, contents=True)
                 except Unusable as error:
-                    raise CacheError(f"program {digest} from elsewhere: {error}") from error
+                    raise Refused(f"program {digest} from elsewhere: {error}") from error
                 self._install(temporary, digest)
 
     def request_file(self, digest: str) -> bytes:
-        """A request as it is stored."""
-        return programs.read_bytes(self._layout.request(digest))
+        """A request as it is stored.
+
+        Raises:
+            CacheError: it cannot be read.
+        """
+        path = self._layout.request(digest)
+        try:
+            return programs.read_bytes(path)
+        except Unusable as error:
+            raise CacheError(f"{path} cannot be used: {error}") from error
 
     def program_in(self, text: bytes, digest: str) -> str:
         """The program that the file of a request from elsewhere names.
 
         Raises:
-            CacheError: it is no request, or another one.
+            Refused: it is no request, or another one.
         """
         try:
             stored = requests.decode(text, digest)
             if stored.key.digest != digest:
                 raise Damaged("request is of another digest")
         except (Unusable, TypeError) as error:
-            raise CacheError(f"request {digest} from elsewhere: {error}") from error
+            raise Refused(f"request {digest} from elsewhere: {error}") from error
         return stored.program
 
     def adopt_request(self, digest: str, text: bytes) -> None:
@@ -310,10 +327,14 @@ class Cache:
         """Digests of the programs that gc leaves alone."""
         return pins.pinned(self._layout)
 
+    def explain_all(self, asked: Mapping[str, CacheKey]) -> dict[str, explain.Explanation]:
+        """As explain, of several requests by the names of their graphs; reads the store once."""
+        return explain.explain(self._layout, asked)
+
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
         """Why find finds a program or none: the stored requests of that graph nearest to this."""
         graph = graph or str(request.part("graph") or "")
-        return explain.explain(self._layout, request, graph)
+        return self.explain_all({graph: request})[graph]
 
     def store_failure(
         self,

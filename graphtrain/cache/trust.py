@@ -26,6 +26,10 @@ def default_directory() -> Path:
     return (Path(home) if home else Path.home() / ".config") / "graphtrain" / "keys"
 
 
+class Refused(CacheError):
+    """Something from elsewhere may not be taken."""
+
+
 class Keys:
     """A private key to sign with, and the public keys of those whose programs may run here."""
 
@@ -117,7 +121,7 @@ class Keys:
             envelope: from elsewhere, and perhaps hostile.
 
         Raises:
-            CacheError: it is no envelope, of another statement, or signed by nobody trusted.
+            Refused: it is no envelope, of another statement, or signed by nobody trusted.
         """
         from securesystemslib.dsse import Envelope
         from securesystemslib.exceptions import VerificationError
@@ -128,17 +132,17 @@ class Keys:
             given = Envelope.from_dict(json.loads(envelope))
             signed = json.loads(given.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            raise CacheError(f"{what}: its signature is no DSSE envelope") from None
+            raise Refused(f"{what}: its signature is no DSSE envelope") from None
         for name, key in self.trusted().items():
             try:
                 given.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
             if given.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
-                raise CacheError(f"{what}: {name} signed something else; it was tampered with")
+                raise Refused(f"{what}: {name} signed something else; it was tampered with")
             return name
         signers = ", ".join(keyid[:12] for keyid in given.signatures) or "nobody"
-        raise CacheError(
+        raise Refused(
             f"{what}: signed by {signers}, whom you do not trust; if you should, get the public "
             "key from its owner: graphtrain cache key trust NAME FILE"
         )

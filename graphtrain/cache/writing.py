@@ -12,6 +12,7 @@ from graphtrain.cache.sizes import readable
 from graphtrain.errors import CacheError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -28,7 +29,25 @@ def writing(path: Path, nbytes: int) -> Iterator[None]:
         remedy = "store elsewhere with --cache DIR or GRAPHTRAIN_CACHE"
         if error.errno in _FULL:
             remedy = f"free space, for example with `graphtrain cache gc`, or {remedy}"
+        if error.errno in _IN_THE_WAY:
+            remedy = f"something of another kind is in its place; remove it, or {remedy}"
         raise CacheError(f"cannot write {path}{need}: {error.strerror}; {remedy}") from error
+
+
+@contextmanager
+def removing(path: Path) -> Iterator[None]:
+    """Report what the system refuses inside as an error about path.
+
+    Raises:
+        CacheError: path cannot be removed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"cannot remove {path}: {error.strerror}; collect garbage as a user, and on a machine, "
+            "that can write the store"
+        ) from error
 
 
 @contextmanager
@@ -68,6 +87,9 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
     finally:
         os.close(descriptor)
 

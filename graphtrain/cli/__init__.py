@@ -5,9 +5,11 @@ Modules are imported when their command is asked for, so that no command pays fo
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 import warnings
+from types import FrameType
 from typing import NoReturn
 
 import click
@@ -25,6 +27,14 @@ _COMMANDS = {
     "plan": "show where every array lives and what each device holds",
     "run": "train from compiled programs; never traces or compiles",
 }
+
+
+class _Stopped(BaseException):
+    """A signal asks to end; what is open is closed on the way, as for Ctrl-C in Python."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = 128 + number
 
 
 class _Lazy(click.Group):
@@ -53,8 +63,13 @@ def _root() -> None:
 def main() -> None:
     """Entry point: print what a user can fix as one line and exit with its status."""
     warnings.showwarning = lambda message, *about: click.echo(f"warning: {message}", err=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, _stop)
     try:
         _root.main(prog_name="graphtrain")
+    except _Stopped as stopped:
+        _exit(stopped.status)
     except Exception as error:
         status = _status(error)
         if status is not None:
@@ -64,6 +79,10 @@ def main() -> None:
         else:
             raise  # our defect: keep the traceback, exit 1
         _exit(status or 1)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped(number)
 
 
 def _exit(status: int) -> NoReturn:

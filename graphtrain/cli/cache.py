@@ -113,9 +113,7 @@ def explain(
     from graphtrain.requests import request_keys
 
     program = load_config(config, overrides, target=target).program
-    explanations = {
-        graph: cache.explain(key, graph=graph) for graph, key in request_keys(program).items()
-    }
+    explanations = cache.explain_all(request_keys(program))
     if as_json:
         _print_json({graph: explained.to_json() for graph, explained in explanations.items()})
         return

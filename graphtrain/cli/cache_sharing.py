@@ -48,11 +48,12 @@ def exchange(
     from graphtrain.cache.trust import Keys, default_directory
 
     chosen = _requests(configs, target, overrides)
-    remote, keys = Remote(store), Keys(default_directory())
+    remote, keys = Remote(store, make="push" in verbs), Keys(default_directory())
+    listed = exchange.Listed.of(remote) if len(verbs) > 1 else None
     done = {}
     for verb in verbs:
         with _progress(verb) as observe:
-            done[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe)
+            done[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe, listed)
     if as_json:
         click.echo(json.dumps({verb: vars(one) for verb, one in done.items()}))
     else:

@@ -16,6 +16,7 @@ from graphtrain.cli.options import (
     overrides_option,
     pull_shared,
     target_option,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ def command(
             retry_failed=retry_failed,
             observe=observe,
         )
-    if report is not None:
-        report.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     print_problems(result)
     if as_json:
         click.echo(json.dumps(result.as_json()))
     else:
         print_report(result)
+    if report is not None:
+        write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
     if result.count("failed"):
         sys.exit(2)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.options import json_option, overrides_option, target_option
+from graphtrain.cli.options import json_option, overrides_option, target_option, write_file
 
 if TYPE_CHECKING:
     from lowering.neuron.persistent_cache.entries import Entry
@@ -230,7 +230,7 @@ def _print_finished(finished: "Finished", file: Path | None) -> None:
             click.echo(f"{outcome.program}: {failure.kind}: {failure.said}{known}", err=True)
     written = report.as_json(finished)
     if file is not None:
-        file.write_text(json.dumps(written, indent=4) + "\n")
+        write_file(file, json.dumps(written, indent=4) + "\n")
     if os.environ.get(report.DUMP_VARIABLE):
         report.dump(written, Path.cwd())
     for line in report.summary_lines(finished.outcomes):

@@ -1,5 +1,6 @@
 """graphtrain neuron-finish: bundles into programs, where neuronx-cc is."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +18,20 @@ def command(bundles: Sequence[Path], cache: Path) -> None:
     """Compile the programs that BUNDLES hold into the cache.
 
     `graphtrain compile` writes a bundle for each graph whose compiler is not installed. A bundle
-    whose compile.sh has been run is not compiled again.
+    whose compile.sh has been run is not compiled again. Exits with 2 if one failed, after the
+    others.
     """
     from graphtrain.cache import Cache
+    from graphtrain.errors import GraphtrainError
     from graphtrain.finish import finish
+    from lowering.errors import LoweringError
 
+    failed = False
     for directory in bundles:
-        digest = finish(directory, Cache(cache))
-        click.echo(f"{directory}: {digest}")
+        try:
+            click.echo(f"{directory}: {finish(directory, Cache(cache))}")
+        except (GraphtrainError, LoweringError) as error:
+            click.echo(f"error: {directory}: {error}", err=True)
+            failed = True
+    if failed:
+        sys.exit(2)

@@ -106,6 +106,20 @@ def is_first() -> bool:
     return processes.rank() == 0
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write what an option asked to have in a file.
+
+    Raises:
+        GraphtrainError: it cannot be written.
+    """
+    from graphtrain.errors import GraphtrainError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise GraphtrainError(f"cannot write {path}: {error.strerror}") from error
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.cli.options import cache_option, config_argument, overrides_option, target_option
+from graphtrain.cli.options import (
+    cache_option,
+    config_argument,
+    overrides_option,
+    target_option,
+    write_file,
+)
 from graphtrain.cli.plan_show import compile_option
 
 if TYPE_CHECKING:
@@ -41,7 +47,7 @@ def lock(
 
     assessment = _assess(config, target, overrides, cache, ask_compiler)
     path = output or lock_path(config)
-    path.write_text(lock_text(assessment))
+    write_file(path, lock_text(assessment))
     click.echo(f"wrote {path}")
 
 

@@ -14,6 +14,7 @@ from graphtrain.cli.options import (
     json_option,
     overrides_option,
     target_option,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -154,5 +155,5 @@ def _write_page(path: Path, config: Path, found: "Answer", results: Path | None)
     from graphtrain.planning.page import page
 
     searched = json.loads(results.read_text())["strategies"] if results is not None else []
-    path.write_text(page(config.stem, found, searched), encoding="utf-8")
+    write_file(path, page(config.stem, found, searched))
     click.echo(f"wrote {path}", err=True)

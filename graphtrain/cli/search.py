@@ -15,6 +15,7 @@ from graphtrain.cli.options import (
     json_option,
     overrides_option,
     target_option,
+    write_file,
 )
 from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 
@@ -84,7 +85,7 @@ def command(
         sys.exit(DOES_NOT_FIT)
     if output is not None:
         winner = replace(loaded, program=ranked[0].program)
-        output.write_text(render(winner), encoding="utf-8")
+        write_file(output, render(winner))
         click.echo(f"wrote {output}", err=True)
 
 

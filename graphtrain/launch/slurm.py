@@ -88,7 +88,8 @@ def _script(options: Mapping[str, str], commands: list[str]) -> str:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                script.add_arguments(name.replace("-", "_"), value)
+                quoted = f'"{value}"' if " " in value else value  # as sbatch reads its lines
+                script.add_arguments(name.replace("-", "_"), quoted)
         except SystemExit:
             reason = said.getvalue().strip().rpartition("error: ")[2]
             raise LaunchError(
@@ -126,7 +127,10 @@ def status(directory: Path) -> dict[str, tuple[int, str]]:
     path = directory / _JOBS
     if not path.exists():
         raise LaunchError(f"{path} is missing: nothing was launched with Slurm for this run")
-    numbers = json.loads(path.read_text())
+    try:
+        numbers = {name: int(number) for name, number in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{path} does not name the jobs of a launch: {error}") from None
     return {name: (number, _state(number)) for name, number in numbers.items()}
 
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lowering.errors import CompilerMissing
+from lowering.errors import CompilerMissing, LoweringError
 from lowering.neuron import compiler, neff
 from lowering.target import Target
 
@@ -63,11 +63,16 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
 
     Raises:
         CompilerMissing: there is neither a compiler nor a NEFF.
-        LoweringError: the compiler refused the program.
+        LoweringError: the compiler refused the program, or the bundle is not whole.
     """
-    about = json.loads(files[ABOUT_FILE])
-    target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
-    hlo, flags = files[compiler.HLO_FILE], json.loads(files[compiler.FLAGS_FILE])
+    try:
+        about, flags = json.loads(files[ABOUT_FILE]), json.loads(files[compiler.FLAGS_FILE])
+        target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
+        hlo, runs_once = files[compiler.HLO_FILE], about["runs_once"]
+        if compiler.NEFF_FILE in files:
+            files[VERSION_FILE]  # what its script has written before
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoweringError(f"the bundle is not whole ({error!r}); copy it again") from None
     if compiler.NEFF_FILE in files:
         payload = files[compiler.NEFF_FILE]
         neff.check(payload, simulated=target.on_host, what=f"{compiler.NEFF_FILE} of the bundle")
@@ -76,7 +81,7 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
     found = compiler.find(target)
     if found is None:
         raise unfinished(hlo, flags, record, target)
-    flags = compiler.flags(target, found.version, quickly=about["runs_once"])
+    flags = compiler.flags(target, found.version, quickly=runs_once)
     payload, seconds = compiler.timed(found, hlo, flags, graph=graph, target=target)
     return payload, completed(record, payload, seconds, flags, found.version), flags, found.version
 

@@ -150,8 +150,8 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
-            words, cwd=directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment(),
+            [*tied(), *words], cwd=directory, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
         )  # fmt: skip
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
@@ -216,6 +216,14 @@ def errors(log: str) -> list[tuple[str, str]]:
 def forwarded(asked: list[str]) -> list[str]:
     """The flags without those that are for AWS's wrapper, which the compiler would refuse."""
     return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
+
+
+def tied() -> list[str]:
+    """What sends a command SIGTERM when its parent dies; a part of util-linux.
+
+    Without it a compiler of a killed run works on, for nothing but without harm.
+    """
+    return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
 def environment() -> dict[str, str]:

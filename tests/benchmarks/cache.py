@@ -1,11 +1,14 @@
 """The cache commands on 10,000 programs: medians of whole processes.
 
-Programs are small, since nothing here reads their payloads but push.
+Programs are small, since nothing here reads their payloads but push. With --s3, the last sync is
+with an S3 server on this machine (rclone). CPU seconds are those of this process's children alone,
+and less at the mercy of other work on the machine.
 
-    python tests/benchmarks/cache.py [--programs 10000] [--rounds 3] [--json FILE]
+    python tests/benchmarks/cache.py [--programs 10000] [--rounds 3] [--s3] [--json FILE]
 """
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -36,14 +39,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--s3", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = {}
+    seconds, processor = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         store, copy, keys = (Path(scratch) / name for name in ("store", "copy", "keys"))
         began = time.perf_counter()
         fill(store, arguments.programs)
-        results["fill_seconds"] = round(time.perf_counter() - began, 1)
+        filled = round(time.perf_counter() - began, 1)
         environment = ENVIRONMENT | {"XDG_CONFIG_HOME": str(keys), "GRAPHTRAIN_CACHE": str(store)}
         commands = {
             "ls": ["ls"],
@@ -56,21 +60,45 @@ def main() -> None:
         run(["key", "new"], environment)
         for name, words in commands.items():
             rounds = 1 if "first" in name else arguments.rounds
-            results[name] = summary([run(words, environment) for _ in range(rounds)])
-            print(name, results[name], file=sys.stderr, flush=True)
-    finish({"programs": arguments.programs, "seconds": results}, arguments.json)
+            seconds[name], processor[name] = measure(words, environment, rounds)
+        if arguments.s3:
+            sys.path.insert(0, str(ROOT / "tests/run"))
+            from storage import credentials, s3_server
+
+            with s3_server(Path(scratch)) as url:
+                name, environment = "sync with S3, nothing new", environment | credentials(url)
+                words = ["sync", "s3://copy"]
+                seconds[name], processor[name] = measure(words, environment, arguments.rounds)
+    results = {"fill_seconds": filled, "seconds": seconds, "cpu_seconds": processor}
+    finish({"programs": arguments.programs, **results}, arguments.json)
 
 
-def run(words: list[str], environment: dict[str, str]) -> float:
-    """Seconds of one command."""
-    began = time.perf_counter()
+def measure(
+    words: list[str], environment: dict[str, str], rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that pass and seconds of the processor, for a command."""
+    times = [run(words, environment) for _ in range(rounds)]
+    passed, used = (summary(one) for one in zip(*times, strict=True))
+    print(*words[:1], passed, used, file=sys.stderr, flush=True)
+    return passed, used
+
+
+def run(words: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Seconds that pass and seconds of the processor, once."""
+    began, used = time.perf_counter(), _processor_seconds()
     subprocess.run(
         [sys.executable, "-m", "graphtrain", "cache", *words],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        check=True,
     )
-    return time.perf_counter() - began
+    return time.perf_counter() - began, _processor_seconds() - used
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from measuring import ENVIRONMENT, ROOT, finish
 LLAMA_7B, QUICKSTART = ROOT / "examples/llama2-7b.toml", ROOT / "examples/quickstart.toml"
 ROWS = {
     "7B on v5p:4x4x4": (LLAMA_7B, "v5p:4x4x4", ()),
-    "7B on v5e:16x16": (LLAMA_7B, "v5e:16x16", ("program.batch.sequences=256",)),
+    "7B on v5e:16x16": (LLAMA_7B, "v5e:16x16", ("program.mesh={data=4, fsdp=64}",)),
     "7B on h100:64": (LLAMA_7B, "h100:64", ()),
     "7B on b200:8": (LLAMA_7B, "b200:8", ("program.batch.sequences=16",)),
     "3M on v5e:16x16": (QUICKSTART, "v5e:16x16", ("program.mesh={data=16, fsdp=16}",)),
@@ -36,13 +36,18 @@ def measure(name: str) -> None:
     from graphtrain.config import load_config
     from graphtrain.worker import lower
     from lowering import jax_xla
+    from lowering.errors import OutOfMemory
 
     path, target, overrides = ROWS[name]
     program = load_config(path, _divisible(target, overrides), target).program
     began = time.perf_counter()
     lowered = lower(program, "train")
     traced = time.perf_counter() - began
-    artifact = jax_xla.compile(lowered)
+    try:
+        artifact = jax_xla.compile(lowered)
+    except OutOfMemory as error:
+        print(json.dumps({"does_not_fit": str(error)}))
+        return
     figures = {
         "trace_seconds": round(traced, 2),
         "compile_seconds": artifact.record["compile_seconds"],

@@ -78,3 +78,9 @@ def test_a_flipped_byte_is_set_aside_and_compiled_again(cold):
     cold.command("compile", "config.toml", "--report", "report.json")
     assert json.loads((cold.path / "report.json").read_text())["successful"] == 3
     cold.command("run", "config.toml", "--set", "run.steps=2")
+
+
+def test_a_report_that_cannot_be_written_is_an_error_after_the_summary(place):
+    out, err = place.command("compile", "config.toml", "--report", "no/where.json", status=2)
+    assert "already cached:  3" in out
+    assert err.endswith("error: cannot write no/where.json: No such file or directory\n")

@@ -105,6 +105,20 @@ def states(place: Place) -> str:
 
 @needs_slurm
 @pytest.mark.slow
+def test_a_directory_with_a_space_is_one_word_to_sbatch(cold: Place):
+    words = ["--set", 'run.directory="my run"', "--dry-run"]
+    out, _ = cold.command("launch", "slurm", "config.toml", *words)
+    assert re.search(r'^#SBATCH --output +"my run/launch/run-%j.log"$', out, re.M)
+
+
+def test_what_names_no_jobs_is_said(cold: Place):
+    jobs = cold.path / "run/launch/jobs.json"
+    jobs.parent.mkdir(parents=True)
+    jobs.write_text("[]")
+    _, err = cold.command("launch", "status", "config.toml", status=2)
+    assert "run/launch/jobs.json does not name the jobs of a launch" in err
+
+
 def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
     launched(cluster, "--workers", "2")
     wait_until(lambda: states(cluster).count(", completed") == 2, cluster)

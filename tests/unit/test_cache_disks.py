@@ -1,4 +1,7 @@
+import errno
+import os
 import shutil
+import stat
 import subprocess
 
 import pytest
@@ -94,13 +97,67 @@ def test_a_read_only_store_refuses_every_write_and_says_what_to_do(tmp_path, rea
         "put": lambda: cache.put(CacheKey.of(text="other"), SMALL),
         "link": lambda: cache.link(REQUEST, KEY),
         "lock": lambda: cache.lock(KEY).__enter__(),
-        "gc": lambda: cache.gc(max_bytes=0),
         "store_failure": lambda: cache.store_failure(KEY, "train", "", ""),
     }
     for write in writes.values():
         with pytest.raises(CacheError, match=r"cannot write .*Read-only file system.*--cache DIR"):
             write()
     assert cache.get(KEY) == SMALL
+
+
+def test_gc_of_a_read_only_store_says_what_it_could_not_remove(tmp_path, read_only):
+    cache = Cache(tmp_path)
+    cache.put(KEY, SMALL)
+    read_only(tmp_path)
+    assert cache.gc(max_bytes=100_000).removed == ()  # nothing to do
+    with pytest.raises(CacheError, match=rf"cannot remove .*{KEY.digest}: Read-only file system"):
+        cache.gc(max_bytes=0)
+    assert cache.get(KEY) == SMALL
+
+
+def refuse(number):
+    def function(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return function
+
+
+@pytest.mark.parametrize("command", ["list", "gc"])
+def test_a_directory_that_cannot_be_read_is_an_error_with_its_name(tmp_path, monkeypatch, command):
+    cache = Cache(tmp_path)
+    cache.put(KEY, SMALL)
+    monkeypatch.setattr(os, "listdir", refuse(errno.EACCES))
+    with pytest.raises(CacheError, match=rf"cannot read {tmp_path}/v1/.*: Permission denied"):
+        getattr(cache, command)()
+
+
+@pytest.mark.parametrize(("refused", "read"), [("builtins.open", "answers"), ("os.stat", "list")])
+def test_what_another_host_removes_meanwhile_is_not_listed(tmp_path, monkeypatch, refused, read):
+    """Over NFS it is stale; every other error of the disk is told."""
+    cache = Cache(tmp_path)
+    cache.put(KEY, SMALL)
+    cache.link(REQUEST, KEY)
+    with monkeypatch.context() as patched:
+        patched.setattr(refused, refuse(errno.ESTALE))
+        assert not getattr(cache, read)()
+    assert getattr(cache, read)()
+    monkeypatch.setattr(refused, refuse(errno.EIO))
+    with pytest.raises(CacheError, match=r"cannot read .*: Input/output error"):
+        getattr(cache, read)()
+
+
+def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        return refuse(errno.EINVAL)() if is_directory else fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    cache = Cache(tmp_path)
+    cache.put(KEY, SMALL)
+    cache.link(REQUEST, KEY)
+    assert cache.find(REQUEST) == SMALL
 
 
 def test_damage_in_a_read_only_store_is_noticed_and_left_there(tmp_path, read_only):

@@ -1,19 +1,21 @@
 """Programs that go to a store elsewhere and come back, and those that must not."""
 
+import hashlib
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from storage import credentials, s3_server
 
 from graphtrain.cache import Cache
 from graphtrain.cache.exchange import pull, push
@@ -49,9 +51,21 @@ def theirs(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "theirs")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Remote:
-    return Remote(str(tmp_path / "store"))
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory) -> Iterator[str]:
+    buckets = tmp_path_factory.mktemp("buckets")
+    (buckets / "team").mkdir()
+    with s3_server(buckets) as url:
+        yield url
+
+
+@pytest.fixture(params=["directory", "s3"])
+def store(request, tmp_path, monkeypatch) -> Remote:
+    if request.param == "directory":
+        return Remote(str(tmp_path / "store"))
+    for name, value in credentials(request.getfixturevalue("endpoint")).items():
+        monkeypatch.setenv(name, value)
+    return Remote(f"s3://team/{tmp_path.name}")
 
 
 @pytest.fixture
@@ -127,10 +141,38 @@ def test_who_is_trusted_no_longer_is_refused(tmp_path, mine, theirs, store, keys
     assert pull(theirs, store, other).refused
 
 
+def read(store: Remote, name: str) -> bytes:
+    found = store.get(name)
+    assert found is not None
+    return found
+
+
+def signature_of(signed: bytes) -> str:
+    return f"v1/signatures/{hashlib.sha256(signed).hexdigest()}"
+
+
+def payload_of(record: bytes) -> str:
+    return f"v1/payloads/{hashlib.sha256(record).hexdigest()}"
+
+
+def stored(store: Remote, digest: str) -> dict[str, bytes]:
+    """What a store holds of a program."""
+    record = read(store, f"v1/programs/{digest}.json")
+    payload, signature = read(store, payload_of(record)), read(store, signature_of(record))
+    return {"record": record, "payload": payload, "signature": signature}
+
+
+def forge(store: Remote, digest: str, record: bytes, payload: bytes, signature: bytes) -> None:
+    """Put something in a program's place."""
+    store.put(f"v1/programs/{digest}.json", record)
+    store.put(payload_of(record), payload)
+    store.put(signature_of(record), signature)
+
+
 TAMPERED = {
     "payload": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-    "record.json": lambda data: data.replace(b'"graph"', b'"Graph"', 1),
-    "signature.json": lambda data: data.replace(b'"sig": "', b'"sig": "AAAA', 1),
+    "record": lambda data: data.replace(b'"graph"', b'"Graph"', 1),
+    "signature": lambda data: data.replace(b'"sig": "', b'"sig": "AAAA', 1),
 }
 
 
@@ -138,12 +180,11 @@ TAMPERED = {
 def test_what_was_tampered_with_is_refused(mine, theirs, store, keys, part):
     (digest,) = fill(mine, 1)
     push(mine, store, keys)
-    name = f"v1/programs/{mine.answers()[digest]}/{part}"
-    before = store.get(name)
-    assert before is not None
-    after = TAMPERED[part](before)
-    assert after != before
-    store.put(name, after)
+    program = mine.answers()[digest]
+    true = stored(store, program)
+    false = true | {part: TAMPERED[part](true[part])}
+    assert false != true
+    forge(store, program, **false)
     (reason,) = pull(theirs, store, keys).refused
     assert "tampered with" in reason or "do not trust" in reason or "no DSSE" in reason
     assert not theirs.list() and not theirs.answers()
@@ -153,10 +194,7 @@ def test_a_request_cannot_be_led_to_another_program(mine, theirs, store, keys):
     """Both are signed, but not together."""
     first, second = fill(mine, 2)
     push(mine, store, keys)
-    other = store.get(f"v1/requests/{second}.json")
-    assert other is not None
-    store.put(f"v1/requests/{first}.json", other)
-    store.put(f"v1/requests/{first}.sig", store.get(f"v1/requests/{second}.sig") or b"")
+    store.put(f"v1/requests/{first}.json", read(store, f"v1/requests/{second}.json"))
     (reason,) = pull(theirs, store, keys, [first]).refused
     assert "tampered with" in reason and not theirs.answers()
 
@@ -164,8 +202,7 @@ def test_a_request_cannot_be_led_to_another_program(mine, theirs, store, keys):
 def test_programs_cannot_change_places(mine, theirs, store, keys):
     first, second = (mine.answers()[digest] for digest in fill(mine, 2))
     push(mine, store, keys)
-    for part in ("payload", "record.json", "signature.json"):
-        store.put(f"v1/programs/{first}/{part}", store.get(f"v1/programs/{second}/{part}") or b"")
+    forge(store, first, **stored(store, second))
     reasons = pull(theirs, store, keys).refused
     assert len(reasons) == 1 and "tampered with" in reasons[0]
 
@@ -174,9 +211,10 @@ def test_programs_cannot_change_places(mine, theirs, store, keys):
     "text", [b"", b"{", b"[]", b'{"payload": 3}', b"[" * 100_000, b"x" * 10**6]
 )
 def test_a_signature_that_is_none_is_refused(mine, theirs, store, keys, text):
-    (digest,) = fill(mine, 1)
+    fill(mine, 1)
     push(mine, store, keys)
-    store.put(f"v1/requests/{digest}.sig", text)
+    (request,) = mine.answers()
+    store.put(signature_of(mine.request_file(request)), text)
     (reason,) = pull(theirs, store, keys).refused
     assert "no DSSE envelope" in reason
 
@@ -185,7 +223,7 @@ def test_half_a_program_is_refused_until_it_is_pushed_again(mine, theirs, store,
     (digest,) = fill(mine, 1)
     push(mine, store, keys)
     program = mine.answers()[digest]
-    os.unlink(Path(store.url) / f"v1/programs/{program}/record.json")
+    obstore.delete(store._store, f"v1/programs/{program}.json")
     (reason,) = pull(theirs, store, keys).refused
     assert "not there as a whole; push it again" in reason
     push(mine, store, keys)
@@ -252,10 +290,10 @@ class _Unreliable(SimpleHTTPRequestHandler):
         pass
 
 
-def test_over_http_half_of_the_answers_are_enough(tmp_path, mine, theirs, store, keys):
+def test_over_http_half_of_the_answers_are_enough(tmp_path, mine, theirs, keys):
     digests = fill(mine, 4)
-    push(mine, store, keys)
-    serve = partial(_Unreliable, directory=store.url)
+    push(mine, Remote(str(tmp_path / "store")), keys)
+    serve = partial(_Unreliable, directory=str(tmp_path / "store"))
     with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         web = Remote(f"http://127.0.0.1:{server.server_port}")
@@ -286,3 +324,9 @@ def test_a_name_that_leads_elsewhere_is_none(tmp_path, keys, name):
 def test_a_store_of_no_known_kind_is_refused():
     with pytest.raises(CacheError, match="cannot open ftp://somewhere/"):
         Remote("ftp://somewhere")
+
+
+def test_a_store_to_pull_from_is_not_made(tmp_path):
+    with pytest.raises(CacheError, match=r"stroe: no such directory"):
+        Remote(str(tmp_path / "stroe"), make=False)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Processes that share a store. The functions without test_ are what the other processes run."""
 
+import itertools
 import os
 import random
 import signal
@@ -109,6 +110,16 @@ def compile_quickly(root, compiled):
                 file.write(f"{os.getpid()}\n")
             time.sleep(1.0)  # longer than a lease without a sign of life
             cache.put(KEY, Artifact(b"in time", {}))
+
+
+def write_on(root, number):
+    """Programs and requests until killed; a line for each that is stored."""
+    cache = Cache(Path(root))
+    for count in itertools.count():
+        key, request = (CacheKey.of(kind=kind, of=[number, count]) for kind in "pr")
+        cache.put(key, Artifact(os.urandom(100), {}))
+        cache.link(request, key, graph="train")
+        print(request.digest, key.digest, flush=True)
 
 
 def start(function, *arguments):
@@ -284,6 +295,24 @@ def test_a_process_killed_within_put_leaves_nothing_visible(tmp_path):
     assert cache.gc().leftovers == 1
     cache.put(KEY, Artifact(b"x", {}))
     assert cache.get(KEY) is not None
+
+
+def test_listings_stand_while_others_write_and_are_killed(tmp_path):
+    """Nothing stored is missed, and what gc calls left over never is what somebody needs."""
+    cache = Cache(tmp_path)
+    writers = [start(write_on, tmp_path, number) for number in range(3)]
+    stored = [tuple(writer.stdout.readline().split()) for writer in writers if writer.stdout]
+    for writer in writers:
+        answers, listed = cache.answers(), {entry.program for entry in cache.list()}
+        assert all(answers[request] == program for request, program in stored)
+        assert listed.issuperset(program for _, program in stored)
+        assert cache.explain(CacheKey.of(other=1), graph="train").nearest
+        assert cache.gc().removed == ()
+        writer.kill()
+        stored += [tuple(line.split()) for line in writer.communicate()[0].splitlines()]
+    answers = cache.answers()
+    assert all(answers[request] == program for request, program in stored)
+    assert cache.verify().sound
 
 
 def test_gc_keeps_what_another_process_holds(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lowering.errors import LoweringError
-from lowering.neuron.compiler import Compiler, arguments, environment, forwarded
+from lowering.neuron.compiler import Compiler, arguments, environment, forwarded, tied
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
 from lowering.neuron.persistent_cache.entries import Entry
 from lowering.neuron.persistent_cache.failures import Failure, classify
@@ -199,7 +199,7 @@ class _Pool:
         words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
-            [*_tied(), *_GROUP, *words, "--verbose=35"], cwd=scratch, env=environment(),
+            [*tied(), *_GROUP, *words, "--verbose=35"], cwd=scratch, env=environment(),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         now = time.monotonic()
@@ -277,14 +277,6 @@ class _Pool:
 def _size(entry: Entry) -> int:
     """Larger programs take longer, and none should be left to compile alone at the end."""
     return entry.files[entry.program.name] if entry.program else 0
-
-
-def _tied() -> list[str]:
-    """What sends a command SIGTERM when its parent dies; a part of util-linux.
-
-    Without it a compiler of a killed run works on, for nothing but without harm.
-    """
-    return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
 def _kill(process: subprocess.Popen) -> None:

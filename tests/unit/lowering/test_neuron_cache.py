@@ -158,8 +158,13 @@ def test_a_lock_of_another_tool_is_live_until_it_is_old(entry):
 def test_an_old_lock_is_live_while_a_compiler_here_has_the_entry(entry):
     directory = entry(ALL | {"model.hlo_module.pb.lock": ""})
     words = ["neuronx-cc", "compile", f"/tmp/model.{NAME}.hlo_module.pb"]
-    compiler = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()", *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
+        assert compiler.stdout is not None
+        compiler.stdout.readline()  # its command line is there only once it has begun
         assert state(directory, stale_after=0) == ("locked", "a neuronx-cc that runs here")
     finally:
         compiler.communicate()

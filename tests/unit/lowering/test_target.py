@@ -24,10 +24,34 @@ def test_an_unknown_machine_suggests_the_nearest():
         Target.parse("h10:8")
 
 
-@pytest.mark.parametrize("name", ["cpu:0", "cpu:-1", "cpu:two", "v5p:4xx4", "cpu:²"])
+@pytest.mark.parametrize("name", ["cpu:0", "cpu:-1", "cpu:two", "cpu:", "v5p:4xx4", "cpu:²"])
 def test_devices_that_are_no_numbers_are_refused(name):
     with pytest.raises(LoweringError, match=r"write devices as in cpu:8"):
         Target.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("v4", r"torus of 3 dimensions; write chips as in v4:2x2x1"),
+        ("v5p:2x2", r"torus of 3 dimensions"),
+        ("v5e:4x4x4", r"torus of 2 dimensions; write chips as in v5e:2x2"),
+        ("v5e:16x32", r"a slice of v5e has 256 chips at most"),
+        ("v5p:3x3x3", r"a host has 2x2 chips; the first two sizes must be even"),
+        ("h100:12", r"h100 come 8 to a host; ask for a multiple of 8"),
+        ("trn1:35", r"trn1 come 32 to a host"),
+        ("h100:2x4", r"h100 come by number; write h100:8"),
+        ("cpu:2x2x2", r"write processes and devices of each"),
+    ],
+)
+def test_a_machine_that_nobody_has_is_refused_with_what_to_write(name, advice):
+    with pytest.raises(LoweringError, match=f"target '{name}': .*{advice}"):
+        Target.parse(name)
+
+
+@pytest.mark.parametrize("name", ["v4:1x1x1", "v5e:1x2", "v5p:4x4x6", "h100:7", "trn1:64"])
+def test_small_and_odd_machines_that_exist_are_not_refused(name):
+    assert str(Target.parse(name)) == name
 
 
 def test_a_cpu_is_told_from_another_by_its_instruction_set():

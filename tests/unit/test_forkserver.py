@@ -1,0 +1,44 @@
+"""The process that begins workers may be killed, as whatever takes memory may be."""
+
+import os
+import signal
+from multiprocessing import forkserver as multiprocessing_forkserver
+from pathlib import Path
+
+import pytest
+
+from graphtrain import forkserver
+
+
+def begin(server):
+    """A worker that ends at once."""
+    process, pipe = server.start()
+    process.join()
+    pipe.close()
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """One that imports nothing, and whose workers do nothing."""
+    monkeypatch.setattr(forkserver, "_work", id)
+    server = forkserver.ForkServer()
+    server._context.set_forkserver_preload([])
+    return server
+
+
+def test_a_worker_begins_though_the_forkserver_was_just_killed(server):
+    begin(server)
+    os.kill(multiprocessing_forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    begin(server)
+
+
+def test_the_scratch_of_a_killed_command_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()  # no process has this number
+    (tmp_path / f"graphtrain-compile-{nobody}-abc" / "graph").mkdir(parents=True)
+    alive = tmp_path / f"graphtrain-compile-{os.getpid()}-abc"
+    alive.mkdir()
+    with forkserver.scratch_directory() as ours:
+        assert set(tmp_path.iterdir()) == {alive, ours}
+    assert list(tmp_path.iterdir()) == [alive]
