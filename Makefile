@@ -15,11 +15,13 @@ quickstart: $(VENV)/installed
 	$(BIN)/graphtrain run examples/quickstart.toml
 	$(BIN)/graphtrain evaluate examples/quickstart.toml --bigram
 
+# Files in their order: the short tests of tests/unit come last and fill every core to the end. By
+# default the files with the fewest tests would, and those are the longest.
 test: $(VENV)/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from lowering.errors import LoweringError
 from lowering.neuron.proto import read_dump, write_module
 
 # The pass after which a module is that of one device; the second name is for a single device.
 _PASSES = ("spmd-partitioning", "sharding-remover")
+_CODE_IS_THROWN_AWAY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+if jax.__version_info__ < (0, 11):  # half the time without the emitters of MLIR; 0.11 has no others
+    _CODE_IS_THROWN_AWAY["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,11 @@ def partition(lowered: Any) -> Partitioned:
     """
     with tempfile.TemporaryDirectory(prefix="graphtrain-partitioned-") as directory:
         compiled = lowered.compile(
-            compiler_options={
+            compiler_options=_CODE_IS_THROWN_AWAY
+            | {
                 "xla_dump_to": directory,
                 "xla_dump_hlo_pass_re": "|".join(_PASSES),
                 "xla_dump_hlo_as_proto": True,
-                "xla_backend_optimization_level": 0,  # its code is thrown away
-                "xla_llvm_disable_expensive_passes": True,
             }
         )
         for name in _PASSES:

@@ -22,12 +22,11 @@ xla_client: Any = _client
 Device = Any
 
 
-def compile_module(hlo: bytes, devices: Sequence[Device], *, quickly: bool) -> Any:
+def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mapping[str, Any]) -> Any:
     """Compile a normalised module for CPU devices, one replica on each."""
     stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_with_whole_broadcasts(hlo))
     options = _options(len(devices))
-    if quickly:  # LLVM takes most of the time
-        options.env_option_overrides = [("xla_backend_optimization_level", "1")]
+    options.env_option_overrides = [(name, str(each)) for name, each in options_of_xla.items()]
     return devices[0].client.compile_and_load(
         stablehlo, xla_client.DeviceList(tuple(devices)), options
     )

@@ -51,7 +51,9 @@ def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
 
     ranks = asked.simulated_ranks
     devices = jax_xla.devices(Target("cpu", (ranks,)))
-    executable = compile_module(hlo, devices, quickly=asked.optlevel == 1)
+    # LLVM takes most of the time.
+    quickly = {"xla_backend_optimization_level": 1} if asked.optlevel == 1 else {}
+    executable = compile_module(hlo, devices, quickly)
     memory = executable.get_compiled_memory_stats()
     header = {
         "version": neff.SIMULATOR_VERSION,

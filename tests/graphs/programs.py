@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.models.stages import arrange
@@ -14,6 +15,7 @@ from graphtrain.steps import accumulate_gradients, build_graph
 from lowering import jax_xla
 from lowering.graph import Graph
 from lowering.jax_xla import Executable
+from lowering.lowered import Lowered
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
@@ -46,12 +48,25 @@ def program(**settings: Any) -> Program:
 
 
 @functools.cache
-def loaded(of: Program, graph: str) -> Executable:
-    """Lower, compile and load one graph, by the road that every program takes."""
+def loaded(of: Program, graph: str, optimized: bool = False) -> Executable:
+    """Lower, compile and load one graph, by the road that every program takes.
+
+    Args:
+        optimized: with the options of `graphtrain compile`; else in less time.
+    """
     built = gradients_graph(of) if graph == "gradients" else build_graph(of, graph)
     target = Target.parse(of.target)
     lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    if not optimized:
+        lowered = unoptimized(lowered)
     return jax_xla.load(jax_xla.compile(lowered), target)
+
+
+def unoptimized(lowered: Lowered) -> Lowered:
+    """The same program, to be compiled in less time for a CPU and alike for other machines."""
+    if lowered.target.platform != "cpu":
+        return lowered
+    return dataclasses.replace(lowered, options=lowered.options | OPTIONS)
 
 
 def gradients_graph(of: Program) -> Graph:
@@ -69,8 +84,9 @@ def gradients_graph(of: Program) -> Graph:
 
 
 def state_of(of: Program) -> Tree:
-    """The state that seed 0 gives, on the host; the same for every mesh."""
-    return stored(of, jax.device_get(loaded(alone(of), "init")(np.uint32(0))["state"]))
+    """The state that seed 0 gives, on the host; the same for every mesh and batch."""
+    plain = program(model=of.model, optimizer=of.optimizer)
+    return stored(of, jax.device_get(loaded(plain, "init")(np.uint32(0))["state"]))
 
 
 def alone(of: Program) -> Program:

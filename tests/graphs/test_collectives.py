@@ -154,7 +154,7 @@ def test_scanned_layers_count_as_unrolled_ones_do(unroll, target):
 
 def test_the_record_of_a_program_says_what_a_step_sends():
     of = program(target="cpu:8", mesh=Mesh(fsdp=8), rules=("fsdp",))
-    record = loaded(of, "train").record
+    record = loaded(of, "train", optimized=True).record
     reading = Reading.from_record(record)
     gathered = {
         path

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import CUBE, LLAMA, batch, placed_inputs, program, state_of
+from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
+from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
@@ -163,10 +164,8 @@ def test_the_simulator_computes_what_xla_computes(settings):
     of = program(**settings)
     simulated = lower(program(**settings | {"target": "neuron-sim:8"}), "train")
     devices = jax_xla.devices(Target.parse("cpu:8"))
-    executable = simulation.compile_module(simulated.handle.hlo, devices, quickly=True)
-    quickly = {"xla_backend_optimization_level": 1}
-    lowered = dataclasses.replace(lower(of, "train", jax_xla), options=quickly)
-    want = jax_xla.load(jax_xla.compile(lowered), Target.parse("cpu:8"))
+    executable = simulation.compile_module(simulated.handle.hlo, devices, OPTIONS)
+    want = loaded(of, "train")
     got = simulation.Program(executable, simulated.facts, want.mesh)
     states = [placed_inputs(want, "state", state_of(of)) for _ in range(2)]
     for step in range(3):
@@ -186,8 +185,9 @@ def test_the_simulator_computes_what_xla_computes(settings):
 def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
     handle = lower(program(), "train", jax_xla).handle
     devices = jax_xla.devices(Target.parse("cpu:1"))
-    simulated = simulation.compile_module(partitioned(handle), devices, quickly=True)
-    compiled = handle.compile({"xla_backend_optimization_level": 1})
+    quickly = {"xla_backend_optimization_level": 0}
+    simulated = simulation.compile_module(partitioned(handle), devices, quickly)
+    compiled = handle.compile(quickly)
     texts = compiled.as_text(), simulated.hlo_modules()[0].to_string()
     ours, theirs = (Counter(re.findall(r" = (\S+) ([a-z][\w-]*)\(", text)) for text in texts)
     assert ours == theirs and len(ours) > 50

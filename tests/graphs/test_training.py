@@ -49,8 +49,8 @@ def reference_steps(of, state, batches, rate):
 
 def test_steps_equal_optax_adamw():
     of = program()
-    train = loaded(of, "train")
-    state = loaded(of, "init")(np.uint32(0))["state"]
+    train = loaded(of, "train", optimized=True)
+    state = loaded(of, "init", optimized=True)(np.uint32(0))["state"]
     batches = [batch(of, seed) for seed in range(4)]
     want = reference_steps(of, jax.device_get(state), batches, 0.01)
     for inputs in batches:
@@ -103,7 +103,7 @@ def test_dropout_follows_the_step_and_not_the_process():
 
 def test_a_loaded_program_runs_where_tracing_is_forbidden():
     of = program()
-    init, train = loaded(of, "init"), loaded(of, "train")
+    init, train = loaded(of, "init", optimized=True), loaded(of, "train", optimized=True)
     with jax_xla.forbid_tracing():
         state = init(np.uint32(0))["state"]
         metrics = train(state, placed_inputs(train, "batch", batch(of)), np.float32(0.1))["metrics"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from places import CUBE, Place, furnish
+from unoptimized import XLA_FLAGS
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +43,9 @@ def cold(tmp_path: Path, corpus: Path) -> Place:
     """A fresh directory with a store of its own, empty."""
     furnish(tmp_path / "here", corpus)
     return Place(tmp_path / "here", tmp_path / "cache")
+
+
+@pytest.fixture
+def compiled_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:CPU optimizes nothing, for a store of its own: what is stored has the same parts."""
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)

@@ -7,6 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.usefixtures("compiled_quickly")
 def test_processes_at_once_compile_each_graph_once(cold, count):
     started = [
         cold.start("compile", "config.toml", "--report", f"report{n}.json") for n in range(count)
@@ -20,6 +21,7 @@ def test_processes_at_once_compile_each_graph_once(cold, count):
     cold.command("cache", "verify")
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_graph_that_fails_does_not_stop_the_others(cold):
     words = ["--target", "cpu:2", "--set", "program.batch.microbatches=8"]
     _, err = cold.command("compile", "config.toml", *words, "--report", "r.json", status=2)
@@ -47,6 +49,7 @@ def test_a_worker_that_is_killed_is_tried_again(cold):
     cold.command("cache", "verify")
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_refusal_is_remembered_until_it_is_asked_for_again(cold):
     words = ["compile", "config.toml", "--target", "cpu:2"]
     words += ["--set", "program.batch.microbatches=8", "--report", "r.json"]
@@ -59,6 +62,7 @@ def test_a_refusal_is_remembered_until_it_is_asked_for_again(cold):
     assert "train: tracing" in err and "as before" not in err
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_graph_that_takes_too_long_is_stopped_and_not_remembered(cold):
     words = ["compile", "config.toml", "--report", "r.json"]
     _, err = cold.command(*words, "--timeout", "0.05", status=2)
@@ -67,6 +71,7 @@ def test_a_graph_that_takes_too_long_is_stopped_and_not_remembered(cold):
     assert json.loads((cold.path / "r.json").read_text())["successful"] == 3
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_flipped_byte_is_set_aside_and_compiled_again(cold):
     cold.command("compile", "config.toml")
     for payload in cold.cache.glob("v1/programs/*/payload"):

@@ -66,6 +66,7 @@ def test_what_another_has_compiled_meanwhile_is_not_compiled_again(cold, compile
     assert statuses == {"train": "cached", "evaluate": "compiled", "init": "compiled"}
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_where_memory_is_short_one_graph_is_compiled_at_a_time(cold):
     _, err = cold.command("compile", "config.toml", "--jobs", "3", "--memory", "1MB")
     ends = [line.partition(": ")[2] for line in err.splitlines()]
@@ -107,6 +108,7 @@ def test_whatever_is_killed_whenever_the_next_compile_finishes_the_work(cold):
     cold.command("run", "config.toml", "--set", "run.steps=2")
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_full_disk_is_said_and_the_next_compile_finishes_the_work(cold):
     cold.cache.mkdir()
     disk = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(cold.cache)]

@@ -29,6 +29,7 @@ def install(script, directory, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_the_simulator_trains_as_a_cpu_does(cold):
     for target in ("cpu:4", "neuron-sim:4"):
         words = ["config.toml", "--target", target, *PLACE]

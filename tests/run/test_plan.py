@@ -32,6 +32,7 @@ def test_a_plan_of_what_is_compiled_is_from_the_compiler_and_compiles_nothing(pl
     assert answer["sources"]["collectives"] == "compiler"
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_what_a_plan_compiled_is_there_for_the_run(cold):
     cold.command("plan", "config.toml")
     cold.command("compile", "config.toml", "--report", "report.json")
@@ -128,6 +129,7 @@ def test_help_lists_options_and_subcommands(plan):
     assert "--targets" in out and "diff" in out and "check" in out
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_runs_make_the_error_bar_of_later_plans(cold):
     for directory in ("one", "two"):
         words = ["--set", f"run.directory={directory}", "--compile", "--set", "run.steps=6"]

@@ -78,6 +78,7 @@ def test_a_missing_program_is_explained_with_the_command_that_makes_it(place):
     assert not place.curve()
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_compile_first_says_what_was_missing(cold):
     _, err = cold.command("run", "config.toml", "--compile", "--set", "run.steps=2")
     assert "compiling what is missing: init, train, evaluate" in err
@@ -104,6 +105,7 @@ def test_a_pipeline_trains_as_one_device_does(place):
     assert ends[1] == pytest.approx(ends[0], abs=1e-3)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_pipeline_of_uneven_stages_goes_on_from_its_checkpoint(cold):
     words = [*STAGES, "--set", "program.model.layers=3", "--set", "program.pipeline.schedule=1f1b"]
     cold.command("compile", "config.toml", *words)

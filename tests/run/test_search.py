@@ -3,9 +3,12 @@
 import json
 import tomllib
 
+import pytest
+
 CPU = ["--target", "cpu:2", "--set", "program.mesh.data=rest"]
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_the_best_is_compiled_and_written_as_a_configuration(cold):
     out, err = cold.command(
         "plan", "search", "config.toml", *CPU, "--verify", "1", "--output", "best.toml", "--json"
