@@ -231,6 +231,11 @@ def check_pipeline(program: Program, stages: int) -> Stages:
         ShardingError: layers, microbatches or positions that these stages cannot take.
     """
     model, batch, pipeline = program.model, program.batch, program.pipeline
+    if batch.documents == "apart":
+        raise ShardingError(
+            'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '
+            'documents = "joined"'
+        )
     check_microbatches(batch.microbatches, stages)
     if pipeline.schedule == "1f1b" and batch.length % stages:
         raise ShardingError(
@@ -261,10 +266,9 @@ class Data:
     validation: str | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.train, str)
-            and len({part.weight is None for part in self.train}) > 1
-        ):
+        if isinstance(self.train, str):
+            return
+        if len({part.weight is None for part in self.train}) > 1:
             raise ValueError("the parts of a blend have either all a weight or all epochs")
 
 
