@@ -156,7 +156,10 @@ def train_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_pieces(texts), trainer)
-    return HuggingFaceTokenizer(tokenizer.to_str().encode(), eod=tokens[0])
+    # What transformers' AutoTokenizer wants beside it.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[0]}
+    companions = {COMPANIONS[0]: (json.dumps(config, indent=2) + "\n").encode()}
+    return HuggingFaceTokenizer(tokenizer.to_str().encode(), companions=companions)
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
