@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from graphtrain.errors import DataError
 
@@ -31,12 +31,12 @@ def load_hook(name: str) -> Hook:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        hook: Any = getattr(importlib.import_module(module_name), function_name)
+        hook = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise DataError(f"--clean {name}: {error}") from None
     if not callable(hook):
         raise DataError(f"--clean {name}: is {type(hook).__name__}, not a function")
-    return hook
+    return cast(Hook, hook)
 
 
 def hook_digest(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`data prepare` against Megatron-LM's way of preprocessing, with the same tokenizer on the same text.
+"""`data prepare` against Megatron-LM's preprocessing, with one tokenizer on the same text.
 
     python tests/benchmarks/prepare.py [--megabytes 60] [--rounds 3] [--workers 2] [--json FILE]
 
