@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from graphtrain.data.replacing import replacing
+from graphtrain.data.words import Words, are_exact
 from graphtrain.errors import DataError
 
 
@@ -84,6 +85,7 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise DataError(f"{name}: not a sentencepiece model ({error})") from None
+        self._words: Words | None = None
         self.vocab: int = self._processor.vocab_size()
         end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
         if eod is not None and self._processor.id_to_piece(end) != eod:  # it gives the unknown one
@@ -98,9 +100,12 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._processor.encode(
-            list(texts), num_threads=1
-        )  # processes are the parallelism
+        if self._words is None and are_exact(self._model):
+            self._words = Words(self._processor)
+        if self._words is not None:
+            return self._words.encode(texts)
+        # One thread: processes are the parallelism.
+        encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
