@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphtrain.data.replacing import replacing
+from graphtrain.data.words import GPT2, Words, are_exact_for_gpt2
 from graphtrain.errors import DataError
 
 # Beside tokenizer.json: special tokens by their roles, and the template of a chat.
@@ -48,6 +49,8 @@ class HuggingFaceTokenizer:
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab: int = max(numbers, default=-1) + 1  # numbers may have gaps
         self.eod: int | None = self._eod(eod)
+        exact = are_exact_for_gpt2(json.loads(self._tokenizer.to_str()))
+        self._words = Words(GPT2, self._encode) if exact else None
         self.digest = hashlib.sha256(definition).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,9 +60,9 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # Fast: without the place of each token in the text.
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
+        if self._words is not None:
+            return self._words.encode(texts)
+        return [np.array(numbers, np.int32) for numbers in self._encode(list(texts))]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -69,6 +72,11 @@ class HuggingFaceTokenizer:
             with replacing(directory / name) as file:
                 file.write(content)
         return _MAIN, *self._companions
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        # Fast: without the place of each token in the text.
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [one.ids for one in encoded]
 
     def _eod(self, wanted: str | None) -> int | None:
         if wanted is not None:

@@ -3,13 +3,14 @@
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from graphtrain.data.replacing import replacing
-from graphtrain.data.words import Words, are_exact
+from graphtrain.data.words import PIECES, Words, are_exact
 from graphtrain.errors import DataError
 
 
@@ -101,7 +102,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._words is None and are_exact(self._model):
-            self._words = Words(self._processor)
+            self._words = Words(PIECES, partial(self._processor.encode, num_threads=1))
         if self._words is not None:
             return self._words.encode(texts)
         # One thread: processes are the parallelism.

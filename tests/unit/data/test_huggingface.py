@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers")
 
 from graphtrain.data.description import dataset_tokenizer
-from graphtrain.data.huggingface import train_bpe
+from graphtrain.data.huggingface import HuggingFaceTokenizer, train_bpe
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.learn import learn_tokenizer
 from graphtrain.data.prepare import prepare
@@ -35,6 +35,39 @@ def test_text_comes_back_as_it_was(learned, text):
     assert learned.decode(tokens) == text
     assert learned.encode_batch([text, "x"])[0].tolist() == tokens
     assert all(0 <= token < learned.vocab for token in tokens)
+
+
+@given(
+    texts=st.lists(
+        unicode | st.text("the fox,.'sS \n\t\r\x1c\x85\xa0\u20031é日") | st.just(SPECIAL[0])
+    )
+)
+@settings(max_examples=400, deadline=None)
+def test_words_have_the_numbers_of_whole_texts(learned, texts):
+    assert learned._words is not None
+    texts = [*texts, "".join(texts), " ".join(texts)]
+    assert [each.tolist() for each in learned.encode_batch(texts)] == [
+        learned.encode(text) for text in texts
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["pre_tokenizer"].update(add_prefix_space=True),
+        lambda d: d["pre_tokenizer"].update(use_regex=False),
+        lambda d: d.update(pre_tokenizer=None),
+        lambda d: d.update(normalizer={"type": "NFC"}),
+        lambda d: d["added_tokens"][1].update(lstrip=True),
+        lambda d: d["added_tokens"][1].update(content="<im start>"),
+    ],
+)
+def test_other_tokenizers_encode_whole_texts(learned, change):
+    definition = json.loads(learned._definition)
+    change(definition)
+    other = HuggingFaceTokenizer(json.dumps(definition).encode())
+    assert other._words is None
+    assert other.encode_batch(["the fox\n jumps"])[0].tolist() == other.encode("the fox\n jumps")
 
 
 def test_special_tokens_are_one_token_each_and_end_documents(learned):
