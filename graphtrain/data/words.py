@@ -78,8 +78,9 @@ def _spans(token: dict[str, Any]) -> bool:
 
 def are_exact(model: bytes) -> bool:
     """Whether a sentencepiece model gives every word the same numbers wherever it is."""
-    from sentencepiece import sentencepiece_model_pb2 as proto
+    from sentencepiece import sentencepiece_model_pb2
 
+    proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
     parsed = proto.ModelProto.FromString(model)
     trained, normalizer = parsed.trainer_spec, parsed.normalizer_spec
     plain = (
