@@ -45,7 +45,13 @@ def validation_batches(
 ) -> Iterable[dict[str, np.ndarray]]:
     """The validation set in its own order, in batches of the evaluation step's shape."""
     sequences = batch.sequences // batch.microbatches
-    batches = evaluation_batches(prefix, sequences=sequences, length=batch.length, vocab=vocab)
+    batches = evaluation_batches(
+        prefix,
+        sequences=sequences,
+        length=batch.length,
+        vocab=vocab,
+        apart=batch.documents == "apart",
+    )
     return islice(batches, limit)
 
 
@@ -77,7 +83,13 @@ def checkpoint_loss(
 
 
 def bigram_loss(config: Config) -> float:
-    """Loss of an add-one-smoothed bigram model of the training set, on the same targets."""
+    """Loss of an add-one-smoothed bigram model of the training set, on the same targets.
+
+    Raises:
+        DataError: there is no validation set, or the training set is a blend.
+    """
+    if not isinstance(config.run.data.train, str):
+        raise DataError("run.data.train is a blend; a bigram model is counted in one dataset")
     dataset = IndexedDataset(config.run.data.train)
     # Not the model's vocabulary, which may be padded: every impossible token weakens the smoothing.
     description = read_description(config.run.data.train)

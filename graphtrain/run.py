@@ -120,6 +120,7 @@ def _open_loader(run: Run, program: Program) -> Any:
         length=program.batch.length,
         seed=run.seed,
         vocab=program.model.vocab,
+        apart=program.batch.documents == "apart",
     )
 
 
@@ -240,14 +241,11 @@ class _Loop:
         return round(flops / peak, 6) if peak else None
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
-        documents = self.loader.document_ids(done - 1)
-        some = ", ".join(str(number) for number in documents[:20])
         self.checkpoints.wait()  # so that the last one counts
         saved = saved_steps(Path(self.config.run.directory) / "checkpoints")
         return (
-            f"step {done}: loss {loss}, gradient norm {norm}; the batch holds documents {some}"
-            + (f" and {len(documents) - 20} more" if len(documents) > 20 else "")
-            + f" of {self.config.run.data.train}; last good checkpoint: "
+            f"step {done}: loss {loss}, gradient norm {norm}; the batch holds "
+            f"{self.loader.describe(done - 1)}; last good checkpoint: "
             + (f"{self.config.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
         )
 

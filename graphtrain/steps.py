@@ -14,6 +14,7 @@ from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
 from graphtrain.models.stages import arrange, arrange_specs
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
@@ -135,9 +136,10 @@ def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
         dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
-        out, auxiliary = forward(
-            program.model, parameters, microbatch["tokens"], dropout_key=dropout
-        )
+        with apart(microbatch.get("documents")):
+            out, auxiliary = forward(
+                program.model, parameters, microbatch["tokens"], dropout_key=dropout
+            )
         loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
         added = sum(auxiliary.values()) / program.batch.microbatches
         return (loss + program.loss.z_loss * squares) / targets + added, loss / targets
@@ -162,7 +164,8 @@ def _evaluate(program: Program) -> Graph:
         batch = order_batch(batch)
         if stages is not None:
             return pipelined_loss(program, stages, parameters, batch)
-        out = logits(program.model, parameters, batch["tokens"])
+        with apart(batch.get("documents")):
+            out = logits(program.model, parameters, batch["tokens"])
         return cross_entropy(out, batch["targets"], batch["weights"])[0]
 
     def evaluate(parameters: Tree, batch: Tree) -> Tree:
@@ -216,4 +219,6 @@ def _batch(program: Program, *, train: bool) -> Tree:
     if train:
         shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    if batch.documents == "apart":
+        dtypes["documents"] = "int32"
     return {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}

@@ -44,6 +44,9 @@ def toml(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(toml, value))}]"
+        case _ if is_dataclass(value):
+            pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+            return toml({name: inner for name, inner in pairs if inner is not None})
         case dict():
             pairs = (f"{dotted((name,))} = {toml(inner)}" for name, inner in value.items())
             return f"{{{', '.join(pairs)}}}"

@@ -111,6 +111,7 @@ class Batch:
     length: Positive  # tokens per sequence
     microbatches: Positive = 1  # parts whose gradients are accumulated
     reduce: Literal["each", "last"] = "each"  # microbatch after which data's gradients are summed
+    documents: Literal["joined", "apart"] = "joined"  # apart: none sees another, each begins at 0
 
     def __post_init__(self) -> None:
         if self.sequences % self.microbatches:
@@ -230,6 +231,11 @@ def check_pipeline(program: Program, stages: int) -> Stages:
         ShardingError: layers, microbatches or positions that these stages cannot take.
     """
     model, batch, pipeline = program.model, program.batch, program.pipeline
+    if batch.documents == "apart":
+        raise ShardingError(
+            'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '
+            'documents = "joined"'
+        )
     check_microbatches(batch.microbatches, stages)
     if pipeline.schedule == "1f1b" and batch.length % stages:
         raise ShardingError(
@@ -240,11 +246,30 @@ def check_pipeline(program: Program, stages: int) -> Stages:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Part:
+    """One dataset of a blend, with either a weight or epochs."""
+
+    dataset: str  # without its .bin and .idx
+    weight: PositiveFloat | None = None  # share of the sequences, relative to the other weights
+    epochs: PositiveFloat | None = None  # how often it is read while others are as often as theirs
+
+    def __post_init__(self) -> None:
+        if (self.weight is None) == (self.epochs is None):
+            raise ValueError(f"give {self.dataset} either a weight or epochs")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Data:
     """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
 
-    train: str
+    train: str | Annotated[tuple[Part, ...], Field(min_length=1)]  # a dataset, or parts of a blend
     validation: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.train, str):
+            return
+        if len({part.weight is None for part in self.train}) > 1:
+            raise ValueError("the parts of a blend have either all a weight or all epochs")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

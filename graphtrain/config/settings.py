@@ -65,6 +65,8 @@ def words(node: Node) -> str:
     """What a setting takes: `a whole number, at least 1, or "rest"`."""
     if "anyOf" in node:
         return ", or ".join(words(option) for option in node["anyOf"])
+    if "$ref" in node:
+        return "a table"
     if "const" in node:
         return json.dumps(node["const"])
     if "enum" in node:

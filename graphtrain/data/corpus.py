@@ -1,21 +1,34 @@
-"""Text to train on: files of JSON lines, read in chunks that know where they came from."""
+"""Text to train on: files of documents, read in chunks that know where they came from."""
 
-import gzip
-import hashlib
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from graphtrain.data import tables
+from graphtrain.data.cleaning import clean
+from graphtrain.data.lines import PACKED, open_file, read_lines
 from graphtrain.data.order import chosen
+from graphtrain.data.records import Group, Place, Record, TextDocument
 from graphtrain.errors import DataError
 
-_CHUNK = 1 << 20  # bytes of text, more or less
+TRAIN, VALIDATION, TEST = 0, 1, 2  # splits
 _SPLIT = 0x73706C6974  # keeps this choice apart from other uses of the same seed
+_TEXT = (".txt", ".text")
+
+
+class Position(NamedTuple):
+    """Where in a corpus reading begins; as JSON, so that it can go on after an interruption."""
+
+    file: int = 0
+    place: Place = Place()
+    documents: int = 0  # before it, in the whole corpus
+
+
+BEGINNING = Position()
 
 
 @dataclass(frozen=True)
@@ -23,99 +36,125 @@ class Chunk:
     """Some documents of one file, unparsed."""
 
     path: Path
-    numbers: tuple[int, ...]  # of the lines in the file, from 1
-    lines: tuple[bytes, ...]
+    numbers: tuple[int, ...]  # of the lines or rows in the file, from 1
+    records: tuple[Record, ...]
     first_document: int  # the number of the first in the whole corpus
-    read: int  # bytes of all files read so far, compressed where they are
+    after: Position
+    read: int  # bytes of all files read so far, packed where they are
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of documents, and which of these are for validation."""
+    """Files of documents, and which of these are for validation and for a test."""
 
     paths: tuple[Path, ...]
-    key: str
-    validation: float  # fraction of the documents
-    seed: int
+    keys: tuple[str, ...] = ("text",)
+    clean: tuple[str, ...] = ()  # hooks, MODULE:FUNCTION
+    text_document: TextDocument = "paragraph"
+    validation: float = 0.0  # fraction of the documents
+    test: float = 0.0  # fraction of the documents
+    seed: int = 0
+
+    @classmethod
+    def of(cls, inputs: Sequence[str | Path], **settings: Any) -> "Corpus":
+        """The files named, and those of folders that `datasets` saved.
+
+        Raises:
+            DataError: a folder is of another sort, or the fractions leave nothing to train on.
+        """
+        paths: list[Path] = []
+        for path in map(Path, inputs):
+            paths.extend(tables.arrow_files(path) if path.is_dir() else [path])
+        corpus = cls(tuple(paths), **settings)
+        for name, value in (("validation", corpus.validation), ("test", corpus.test)):
+            if not 0 <= value < 1:
+                raise DataError(f"{name} = {value} is not a fraction from 0 to below 1")
+        if corpus.validation + corpus.test >= 1:
+            raise DataError("validation and test take every document; leave some to train on")
+        return corpus
 
     @property
     def nbytes(self) -> int:
-        """The length of all files, compressed where they are."""
+        """The length of all files, packed where they are."""
         return sum(path.stat().st_size for path in self.paths)
 
-    def chunks(self) -> Iterator[Chunk]:
-        return read_chunks(self.paths)
+    def chunks(self, start: Position = BEGINNING) -> Iterator[Chunk]:
+        """The documents from a position on, a megabyte at a time, in order.
 
-    def is_validation(self, chunk: Chunk) -> np.ndarray:
-        """A mask over the documents of a chunk: the number of each and the seed decide."""
-        numbers = np.arange(chunk.first_document, chunk.first_document + len(chunk.lines))
-        return chosen(numbers, self.validation, _SPLIT, self.seed)
+        Raises:
+            DataError: a file does not exist, or is not what its name says.
+        """
+        documents, place = start.documents, start.place
+        finished = sum(path.stat().st_size for path in self.paths[: start.file])
+        for file, path in enumerate(self.paths[start.file :], start.file):
+            for group in self._groups(path, place):
+                first, documents = documents, documents + len(group.records)
+                after = Position(file, group.after, documents)
+                yield Chunk(path, group.numbers, group.records, first, after, finished + group.read)
+            finished += path.stat().st_size
+            place = Place()
+
+    def split(self, chunk: Chunk) -> np.ndarray:
+        """The split of each document of a chunk: its number and the seed decide."""
+        numbers = np.arange(chunk.first_document, chunk.first_document + len(chunk.records))
+        held_out = chosen(numbers, self.validation + self.test, _SPLIT, self.seed)
+        validation = chosen(numbers, self.validation, _SPLIT, self.seed)
+        return np.where(validation, VALIDATION, np.where(held_out, TEST, TRAIN))
+
+    def texts(self, chunk: Chunk) -> list[str]:
+        """The clean text of each document of a chunk; a blank line joins those of several keys.
+
+        Raises:
+            DataError: a record is not an object with strings under the keys, or a hook fails; names
+                file and line.
+        """
+        unit = "row" if chunk.path.suffix in tables.ENDINGS else "line"
+        found = []
+        for number, record in zip(chunk.numbers, chunk.records, strict=True):
+            place = f"{chunk.path}: {unit} {number}"
+            found.append(clean(self._text(chunk.path, record, place), self.clean, place))
+        return found
+
+    def _text(self, path: Path, record: Record, place: str) -> str:
+        if isinstance(record, bytes):
+            if _is_text(path):
+                return _decoded(record, place)
+            record = _parsed(record, self.keys, place)
+        if len(self.keys) == 1:
+            return _text(record, self.keys[0], place)
+        return "\n\n".join([_text(record, key, place) for key in self.keys])
+
+    def _groups(self, path: Path, start: Place) -> Iterator[Group]:
+        if path.suffix in tables.ENDINGS:
+            open_file(path).close()  # so that one that is absent has the message of any other
+            return tables.read_rows(path, self.keys, start)
+        return read_lines(path, self.text_document if _is_text(path) else "line", start)
 
 
-def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
-    """The lines of files, one after another; blank ones are not documents. Unpacks .gz.
-
-    Raises:
-        DataError: a file does not exist, or is not the gzip file its name says.
-    """
-    documents = finished = 0
-    for path in paths:
-        with _open(path) as raw:
-            for numbers, lines in _line_groups(path, raw):
-                yield Chunk(path, numbers, lines, documents, finished + raw.tell())
-                documents += len(lines)
-            finished += raw.tell()
+def _is_text(path: Path) -> bool:
+    return (Path(path.stem) if path.suffix in PACKED else path).suffix in _TEXT
 
 
-def texts(chunk: Chunk, key: str) -> list[str]:
-    """The text of each document of a chunk.
-
-    Raises:
-        DataError: a line is not a JSON object with a string under the key; names file and line.
-    """
-    return [
-        _text(line, key, f"{chunk.path}: line {number}")
-        for number, line in zip(chunk.numbers, chunk.lines, strict=True)
-    ]
-
-
-def content_digest(path: Path) -> str:
-    """The digest of a file's bytes, whatever its name."""
-    digest = hashlib.sha256()
-    with _open(path) as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _open(path: Path) -> BinaryIO:
+def _decoded(text: bytes, place: str) -> str:
     try:
-        return path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        return text.decode().strip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 at byte {error.start} of it; convert the file"
+        ) from None
 
 
-def _line_groups(path: Path, raw: BinaryIO) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...]]]:
-    file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-    number = 1
-    try:
-        while group := file.readlines(_CHUNK):
-            kept = [(number + i, line) for i, line in enumerate(group) if line.strip()]
-            number += len(group)
-            if kept:
-                numbers, lines = zip(*kept, strict=True)
-                yield numbers, lines
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: after line {number - 1}: damaged gzip file ({error})") from None
-
-
-def _text(line: bytes, key: str, place: str) -> str:
+def _parsed(line: bytes, keys: Sequence[str], place: str) -> dict[str, Any]:
     try:
         document = json.loads(line)
-    except ValueError as error:  # also of bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also of bytes that are not UTF-8
         raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(document, dict):
-        raise DataError(f"{place}: not a JSON object, as in {{{json.dumps(key)}: ...}}")
+        raise DataError(f"{place}: not a JSON object, as in {{{json.dumps(keys[0])}: ...}}")
+    return document
+
+
+def _text(document: dict[str, Any], key: str, place: str) -> str:
     if key not in document:
         found = ", ".join(map(repr, list(document)[:5])) or "nothing"
         raise DataError(f"{place}: no key {key!r}, only {found}; choose one with --key")

@@ -4,8 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.replacing import replacing
+import numpy as np
+
+from graphtrain.data.indexed import IndexedDataset, dataset_paths
+from graphtrain.data.replacing import content_digest, replacing
 from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
@@ -23,6 +25,12 @@ class Description:
     eod: int | None  # the token at the end of every document; None: there is none
     documents: int
     tokens: int
+    digests: dict[str, str] | None = None  # of the .bin and the .idx, by ending
+
+
+def file_digests(prefix: str | Path) -> dict[str, str]:
+    """Of the two files of a dataset."""
+    return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
 
 
 def write_description(prefix: str | Path, description: Description) -> None:
@@ -81,5 +89,6 @@ def summary(prefix: str | Path) -> dict[str, int | str | None]:
         "tokenizer": description.tokenizer if description else None,
         "vocab": description.vocab if description else None,
         "eod": description.eod if description else None,
+        "longest": int(np.diff(dataset.document_offsets).max()),
         "text": tokenizer.decode(beginning) if tokenizer else None,
     }

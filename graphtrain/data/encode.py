@@ -3,6 +3,8 @@
 import collections
 import itertools
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphtrain.data.corpus import Chunk, texts
+from graphtrain.data.corpus import Chunk, Corpus
 from graphtrain.data.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
@@ -31,11 +33,11 @@ class Encoder:
     """What a worker does with a chunk."""
 
     tokenizer: Tokenizer
-    key: str
+    corpus: Corpus
     append_eod: bool
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        documents = self.tokenizer.encode_batch(texts(chunk, self.key))
+        documents = self.tokenizer.encode_batch(self.corpus.texts(chunk))
         if self.append_eod:
             assert self.tokenizer.eod is not None
             end = np.array([self.tokenizer.eod], np.int32)
@@ -83,6 +85,15 @@ _encoders: list[Encoder] = []  # of a worker process: one, kept as it costs more
 
 def _set_encoder(encoder: Encoder) -> None:
     _encoders[:] = [encoder]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and each would wait forever for another chunk."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode(chunk: Chunk) -> Encoded:

@@ -1,9 +1,10 @@
 """Writes an indexed dataset document by document, in memory that does not grow with the corpus."""
 
 import contextlib
+import os
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -13,28 +14,48 @@ from graphtrain.data.replacing import naming, partial_path, settle
 _CHUNK = 1 << 20  # sequences whose pointers are computed at a time
 
 
+class Written(NamedTuple):
+    """How much of a dataset is written."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+NOTHING = Written()
+
+
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx; each document is one sequence.
 
     Both take their names when the block ends; when it raises, neither does, and a dataset that was
-    there before stays as it was.
+    there before stays as it was. An interruption leaves what is written, and a writer that is told
+    how much of it to keep goes on from there.
     """
 
-    def __init__(self, prefix: str | Path, vocab: int) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        vocab: int,
+        *,
+        dtype: np.dtype | None = None,
+        keep: Written = NOTHING,
+    ) -> None:
         self.vocab = vocab
-        self.dtype = token_dtype(vocab)
-        self.documents = 0
-        self.token_count = 0
+        self.dtype = dtype or token_dtype(vocab)
+        self.documents, self.token_count = self._kept = keep
         self._tokens_path, self._index_path = dataset_paths(prefix)
 
     def __enter__(self) -> "IndexedWriter":
-        self._tokens = _open(self._tokens_path, "wb")
+        kept = self._kept
+        index_bytes = HEADER.size + 4 * kept.documents if kept.documents else 0
+        self._tokens = _open(self._tokens_path, kept.tokens * self.dtype.itemsize)
         try:
-            self._index = _open(self._index_path, "w+b")
+            self._index = _open(self._index_path, index_bytes)
         except BaseException:
             _discard(self._tokens, self._tokens_path)
             raise
-        self._index.write(bytes(HEADER.size))  # the counts are known only at the end
+        if not kept.documents:
+            self._index.write(bytes(HEADER.size))  # the counts are known only at the end
         return self
 
     def __exit__(
@@ -43,6 +64,10 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if kind is not None and not issubclass(kind, Exception):  # a person ended it
+            self._tokens.close()
+            self._index.close()
+            return
         try:
             if kind is None:
                 self.complete()
@@ -50,6 +75,10 @@ class IndexedWriter:
         finally:
             _discard(self._tokens, self._tokens_path)
             _discard(self._index, self._index_path)
+
+    @property
+    def written(self) -> Written:
+        return Written(self.documents, self.token_count)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +106,17 @@ class IndexedWriter:
             self._index.write(np.ascontiguousarray(sizes, "<i4").data)
         self.documents += len(sizes)
         self.token_count += len(tokens)
+
+    def sync(self) -> None:
+        """Wait until the disk has all that is written, so that a later writer may keep it.
+
+        Raises:
+            OSError: the disk is full; the error names the file.
+        """
+        for file, path in ((self._tokens, self._tokens_path), (self._index, self._index_path)):
+            with naming(path):
+                file.flush()
+                os.fsync(file.fileno())
 
     def complete(self) -> None:
         """Write all that is left, so that only the names are still to come; then nothing is added.
@@ -123,8 +163,13 @@ class IndexedWriter:
             self._index.write(np.arange(first, last, dtype="<i8").data)
 
 
-def _open(path: Path, mode: str) -> BinaryIO:
-    return partial_path(path).open(mode, buffering=1 << 20)  # type: ignore[return-value]
+def _open(path: Path, keep: int) -> BinaryIO:
+    """Open a partial file behind the bytes to keep, of those that an earlier writer left."""
+    mode = "r+b" if keep else "w+b"
+    file: BinaryIO = partial_path(path).open(mode, buffering=1 << 20)  # type: ignore[assignment]
+    file.truncate(keep)
+    file.seek(keep)
+    return file
 
 
 def _discard(file: BinaryIO, path: Path) -> None:

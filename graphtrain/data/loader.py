@@ -1,57 +1,83 @@
 """Batches for training, read ahead by Grain; batches for validation, once through."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graphtrain.data.blend import Blend, Part, blend_counts
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.packing import Batch, Packing
 from graphtrain.errors import DataError
 
 _THREADS = 4  # reading ahead
 _AHEAD = 4  # batches held in memory
+_NAMED = 20  # documents of a dataset that a message names
 
 
 class Loader:
-    """Batches without end; the batch of a step is a function of the dataset, the seed and the step.
+    """Batches without end; the batch of a step is a function of the data, the seed and the step.
 
     The stream does not depend on the number of data-parallel ranks: rank r of n yields rows
-    r * sequences / n up to (r + 1) * sequences / n of each global batch. Each epoch takes the
-    documents, and then the sequences made of them, in another order.
+    r * sequences / n up to (r + 1) * sequences / n of each global batch. Each epoch of a dataset
+    takes its documents, and then the sequences made of them, in another order.
+
+    Args:
+        data: The prefix of a dataset, or the parts of a blend.
+        sequences: In a global batch.
+        length: Tokens of a sequence.
+        seed: Of the order.
+        vocab: Tokens of the model; without it, tokens are not compared with it.
+        apart: Whether batches say which tokens are of one document.
+        rank: Which part of each batch this loader yields.
+        ranks: Parts in all.
+        start_step: Of the first batch.
 
     Raises:
-        DataError: the dataset cannot be used, or a token is outside the vocabulary.
+        DataError: a dataset cannot be used, or a token is outside the vocabulary.
         ValueError: ranks does not divide sequences, or rank is not one of ranks.
     """
 
     def __init__(
         self,
-        prefix: str | Path,
+        data: str | Path | Sequence[Part],
         *,
         sequences: int,
         length: int,
         seed: int,
         vocab: int | None = None,
+        apart: bool = False,
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,
     ) -> None:
         if sequences % ranks or not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks} ranks, {sequences} sequences in a batch")
-        dataset = IndexedDataset(prefix)
-        self._packing = Packing(dataset, length, seed=seed, vocab=vocab)
-        self._origin = {
+        alone = isinstance(data, str | Path)
+        prefixes = [data] if alone else [part.dataset for part in data]
+        datasets = [IndexedDataset(prefix) for prefix in prefixes]
+        self._packings = [
+            Packing(each, length, seed=seed, vocab=vocab, apart=apart) for each in datasets
+        ]
+        self._origin: dict[str, Any] = {
             "seed": seed,
             "sequences": sequences,
             "length": length,
-            "documents": len(dataset),
-            "tokens": len(dataset.tokens),
+            "documents": sum(map(len, datasets)),
+            "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }
-        self._indices = _sequence_indices(len(self._packing), seed, sequences)
+        counts = [len(packing) for packing in self._packings]
+        if alone:
+            places = _alone(counts[0], seed)
+        else:
+            blend = Blend(blend_counts(data, counts))
+            # With these, other sizes or shares are noticed; where the datasets are may change.
+            self._origin["blend"] = [blend.counts.tolist(), counts]
+            places = _blended(blend, counts, seed)
+        self._places = places.batch(sequences)  # (sequences, 2): the dataset, and which of its own
         mine = slice(rank * sequences // ranks, (rank + 1) * sequences // ranks)
-        self._batches = self._indices.map(lambda indices: self._packing.batch(indices[mine]))
+        self._batches = self._places.map(lambda places: self._batch(places[mine]))
         self._start(start_step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -62,34 +88,54 @@ class Loader:
         self._step += 1
         return batch
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """The position, as JSON: the next step, and what the order of the stream depends on."""
         return {"step": self._step, **self._origin}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state` returned, on any number of ranks.
 
         Raises:
-            DataError: the position belongs to another dataset, seed or shape of batch.
+            DataError: the position belongs to other data, another seed or shape of batch.
         """
-        for name, value in self._origin.items():
-            if state.get(name) != value:
+        for name in {**self._origin, "blend": None}:
+            was, value = state.get(name), self._origin.get(name)
+            if was != value:
+                prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
                 raise DataError(
-                    f"{self._packing.dataset.prefix}: cannot continue at step {state.get('step')}: "
-                    f"{name} was {state.get(name)} and is {value}; restore the setting or the "
-                    "dataset, or start from step 0"
+                    f"{prefixes}: cannot continue at step {state.get('step')}: {name} was {was} "
+                    f"and is {value}; restore the setting or the dataset, or start from step 0"
                 )
         self._iterator.close()
         self._start(state["step"])
 
-    def document_ids(self, step: int) -> np.ndarray:
-        """The numbers of the documents in the global batch of a step, ascending."""
-        touched = [self._packing.documents(int(index)) for index in self._indices[step]]
-        return np.unique(np.concatenate(touched))
+    def documents(self, step: int) -> dict[str, np.ndarray]:
+        """The numbers of the documents in the global batch of a step, ascending, by dataset."""
+        touched: dict[str, list[np.ndarray]] = {}
+        for owner, index in self._places[step]:
+            packing = self._packings[owner]
+            touched.setdefault(packing.dataset.prefix, []).append(packing.documents(int(index)))
+        return {prefix: np.unique(np.concatenate(found)) for prefix, found in touched.items()}
+
+    def describe(self, step: int) -> str:
+        """The documents of a step, for a message."""
+        parts = []
+        for prefix, documents in self.documents(step).items():
+            some = ", ".join(str(number) for number in documents[:_NAMED])
+            more = len(documents) - _NAMED
+            parts.append(f"documents {some}{f' and {more} more' if more > 0 else ''} of {prefix}")
+        return "; ".join(parts)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._iterator.close()
+
+    def _batch(self, places: np.ndarray) -> Batch:
+        """Rows from the datasets they belong to, in the order of the places."""
+        if len(self._packings) == 1:
+            return self._packings[0].batch(places[:, 1])
+        rows = [self._packings[owner].batch([index]) for owner, index in places]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
     def _start(self, step: int) -> None:
         import grain
@@ -101,29 +147,47 @@ class Loader:
 
 
 def evaluation_batches(
-    prefix: str | Path, *, sequences: int, length: int, vocab: int | None = None
+    prefix: str | Path,
+    *,
+    sequences: int,
+    length: int,
+    vocab: int | None = None,
+    apart: bool = False,
 ) -> Iterator[Batch]:
     """A dataset once through in its own order; every token but the first is a target once.
 
     All batches have the same shape: the last sequence and the last batch are padded with weight 0.
+    With documents apart, the first token of each is no target.
 
     Raises:
         DataError: the dataset cannot be used, or a token is outside the vocabulary.
     """
-    packing = Packing(IndexedDataset(prefix), length, vocab=vocab)
+    packing = Packing(IndexedDataset(prefix), length, vocab=vocab, apart=apart)
     for first in range(0, len(packing), sequences):
         last = min(first + sequences, len(packing))
         yield packing.batch([*range(first, last), *[-1] * (first + sequences - last)])
 
 
-def _sequence_indices(count: int, seed: int, sequences: int) -> Any:
-    """A Grain dataset: at step s, the numbers of the sequences in its global batch."""
+def _alone(count: int, seed: int, owner: int = 0) -> Any:
+    """A Grain dataset: at each position, a dataset and the number of a sequence of it."""
     import grain  # here, as it takes a quarter of a second and only training needs it
 
     return (
         grain.MapDataset.range(count)
         .shuffle(seed % 2**32)  # Grain's limit
         .repeat()  # shuffled anew each time
-        .map_with_index(lambda position, row: position // count * count + row)
-        .batch(sequences)
+        .map_with_index(lambda position, row: np.array([owner, position // count * count + row]))
     )
+
+
+def _blended(blend: Blend, counts: Sequence[int], seed: int) -> Any:
+    """The same, of several datasets."""
+    import grain
+
+    streams = [_alone(count, seed, owner) for owner, count in enumerate(counts)]
+
+    def at(position: int, _: int) -> np.ndarray:
+        owner, number = blend.place(position)
+        return streams[owner][number]
+
+    return grain.MapDataset.range(1).repeat().map_with_index(at)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphtrain.data.corpus import Corpus, content_digest
-from graphtrain.data.replacing import replacing
+from graphtrain.data.cleaning import hook_digest
+from graphtrain.data.corpus import Corpus
+from graphtrain.data.lines import open_file
+from graphtrain.data.replacing import content_digest, replacing
 from graphtrain.data.tokenizer import load_tokenizer
 
-_FORMAT = 1  # of what prepare writes; raised when the same request would give other files
+_FORMAT = 2  # of what prepare writes; raised when the same request would give other files
 _LEARNED = "sentencepiece:"
 
 
@@ -19,26 +21,38 @@ class Request:
     """Everything that decides what `prepare` writes; contents, never names or places."""
 
     inputs: tuple[str, ...]  # digests, in order
+    endings: tuple[str, ...]  # of their names, which say how they are read
     tokenizer: str
-    key: str
+    eod: str | None
     append_eod: bool
+    keys: tuple[str, ...]
+    clean: tuple[str, ...]  # digests
+    text_document: str
     validation: float
+    test: float
     seed: int
     format: int = _FORMAT
 
     @classmethod
-    def of(cls, corpus: Corpus, tokenizer: str, append_eod: bool) -> "Request":
-        """Digest the contents of the files and of the tokenizer.
+    def of(cls, corpus: Corpus, tokenizer: str, append_eod: bool, eod: str | None) -> "Request":
+        """Digest the contents of the files, of the tokenizer and of the hooks.
 
         Raises:
             DataError: one of them cannot be read.
         """
+        for path in corpus.paths:
+            open_file(path).close()
         return cls(
             inputs=tuple(content_digest(path) for path in corpus.paths),
-            tokenizer=_tokenizer_identity(tokenizer),
-            key=corpus.key,
+            endings=tuple("".join(path.suffixes[-2:]) for path in corpus.paths),
+            tokenizer=_tokenizer_identity(tokenizer, eod),
+            eod=eod,
             append_eod=append_eod,
+            keys=corpus.keys,
+            clean=tuple(map(hook_digest, corpus.clean)),
+            text_document=corpus.text_document,
             validation=corpus.validation,
+            test=corpus.test,
             seed=corpus.seed,
         )
 
@@ -68,7 +82,7 @@ def is_up_to_date(directory: Path, request: Request) -> bool:
     return all(path.is_file() and path.stat().st_size == length for path, length in files)
 
 
-def _tokenizer_identity(spec: str) -> str:
+def _tokenizer_identity(spec: str, eod: str | None) -> str:
     if spec.startswith(_LEARNED):
         return f"{spec} by {importlib.metadata.version('sentencepiece')}"
-    return load_tokenizer(spec).digest
+    return load_tokenizer(spec, eod).digest

@@ -2,7 +2,8 @@
 
 Documents follow one another in an order drawn anew for each epoch. A sequence is `length` inputs
 and the `length` targets that follow each, so neighbouring sequences share one token and every token
-but an epoch's first is a target once. The last sequence of an epoch is padded, with weight 0.
+but an epoch's first is a target once. The last sequence of an epoch is padded, with weight 0. A
+document that is longer than a sequence goes on in the next ones of its epoch.
 """
 
 import threading
@@ -15,7 +16,9 @@ from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.order import permutation
 from graphtrain.errors import DataError
 
-Batch = dict[str, np.ndarray]  # tokens and targets int32, weights float32: (sequences, length)
+# tokens and targets int32, weights float32, and documents int32 if they are kept apart: each
+# (sequences, length).
+Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class _Pieces:
 class Packing:
     """Random access to the sequences of a dataset; number i is row i % len(self) of its epoch.
 
-    Without a seed the documents keep their order, as a validation set should.
+    Without a seed the documents keep their order, as a validation set should. Kept apart, the
+    documents of a row are numbered from 1, padding is 0, and the first token of a document is no
+    target: what is before it belongs to another.
 
     Raises:
         DataError: the dataset has fewer than two tokens, so there is nothing to predict.
@@ -51,8 +56,10 @@ class Packing:
         *,
         seed: int | None = None,
         vocab: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.dataset = dataset
+        self._apart = apart
         self.length = length
         self._seed = seed
         self._vocab = vocab
@@ -73,12 +80,7 @@ class Packing:
         Raises:
             DataError: a token is outside the vocabulary.
         """
-        pieces = self._pieces(index)
-        skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
-        positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
-        tokens = self.dataset.tokens[positions]
-        self._check(tokens, pieces)
-        return tokens
+        return self._tokens(self._pieces(index))
 
     def documents(self, index: int) -> np.ndarray:
         """The numbers of the documents that a sequence touches, in order."""
@@ -86,18 +88,36 @@ class Packing:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Sequences as rows of inputs, targets and weights; index -1 gives a row of padding."""
-        tokens = np.zeros((len(indices), self.length + 1), np.int32)
-        weights = np.zeros((len(indices), self.length), np.float32)
+        rows = {
+            "tokens": np.zeros((len(indices), self.length), np.int32),
+            "targets": np.zeros((len(indices), self.length), np.int32),
+            "weights": np.zeros((len(indices), self.length), np.float32),
+        }
+        if self._apart:
+            rows["documents"] = np.zeros((len(indices), self.length), np.int32)
         for row, index in enumerate(indices):
             if index >= 0:
-                sequence = self.sequence(int(index))
-                tokens[row, : len(sequence)] = sequence
-                weights[row, : len(sequence) - 1] = 1
-        return {
-            "tokens": np.ascontiguousarray(tokens[:, :-1]),
-            "targets": np.ascontiguousarray(tokens[:, 1:]),
-            "weights": weights,
-        }
+                self._fill({name: array[row] for name, array in rows.items()}, int(index))
+        return rows
+
+    def _fill(self, row: Batch, index: int) -> None:
+        """Write a sequence into the arrays of a row."""
+        pieces = self._pieces(index)
+        tokens = self._tokens(pieces)
+        row["tokens"][: len(tokens)] = tokens[: self.length]
+        row["targets"][: len(tokens) - 1] = tokens[1:]
+        row["weights"][: len(tokens) - 1] = 1
+        if self._apart:
+            numbers = np.repeat(np.arange(1, len(pieces.sizes) + 1), pieces.sizes)
+            row["documents"][: len(tokens)] = numbers[: self.length]
+            row["weights"][: len(tokens) - 1] = numbers[:-1] == numbers[1:]
+
+    def _tokens(self, pieces: _Pieces) -> np.ndarray:
+        skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
+        positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
+        tokens = self.dataset.tokens[positions]
+        self._check(tokens, pieces)
+        return tokens
 
     def _pieces(self, index: int) -> _Pieces:
         number, row = divmod(index, len(self))

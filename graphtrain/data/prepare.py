@@ -1,21 +1,22 @@
-"""Text to indexed datasets: tokenize, split into training and validation, write."""
+"""Text to indexed datasets: tokenize, split into training, validation and test, write."""
 
 import contextlib
 import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock
 
 from graphtrain.data import manifest
-from graphtrain.data.corpus import Corpus, texts
-from graphtrain.data.description import Description, read_description, write_description
-from graphtrain.data.encode import Encoded, Encoder, encode_chunks
-from graphtrain.data.indexed_writer import IndexedWriter
+from graphtrain.data.corpus import TRAIN, Corpus
+from graphtrain.data.description import Description, read_description
+from graphtrain.data.encode import Encoder, encode_chunks
+from graphtrain.data.progress import Progress, read_progress, unfinished, write_progress
+from graphtrain.data.records import TextDocument
+from graphtrain.data.splits import Splits, are_there, split_names
 from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 from graphtrain.errors import DataError
 
@@ -31,6 +32,7 @@ class Prepared:
     directory: Path
     train: Description
     validation: Description | None
+    test: Description | None
     up_to_date: bool  # nothing was done: it held the same before
 
 
@@ -39,39 +41,50 @@ def prepare(
     output: str | Path,
     tokenizer: str,
     *,
-    key: str = "text",
+    keys: Sequence[str] = ("text",),
+    clean: Sequence[str] = (),
+    text_document: TextDocument = "paragraph",
     append_eod: bool = True,
+    eod: str | None = None,
     validation: float = 0.05,
+    test: float = 0.0,
     seed: int = 0,
     workers: int | None = None,
     report: Report = lambda stage, fraction: None,
 ) -> Prepared:
-    """Make OUTPUT/train and OUTPUT/validation from JSON lines; the same inputs, the same bytes.
+    """Make OUTPUT/train, validation and test from files of text; the same inputs, the same bytes.
 
-    The tokenizer is `bytes`, a .model file, or `sentencepiece:VOCAB`, which is learned from the
-    training documents only. Workers are processes; left out, there are as many as pay. They change
-    nothing but the time. Where the directory already holds the result, nothing is done; where
-    preparing fails, the directory keeps what it held.
+    The tokenizer is one that `load_tokenizer` knows, or `sentencepiece:VOCAB`, which is learned
+    from the training documents only. Workers are processes; left out, there are as many as pay.
+    They change nothing but the time. Where the directory already holds the result, nothing is done;
+    where preparing fails, the directory keeps what it held; where it was killed, the next call goes
+    on from what is on the disk.
 
     Raises:
         DataError: an input, the tokenizer or the output cannot be used.
     """
-    corpus = Corpus(tuple(map(Path, inputs)), key, validation, seed)
-    if not 0 <= validation < 1:
-        raise DataError(f"validation = {validation} is not a fraction from 0 to below 1")
-    request = manifest.Request.of(corpus, tokenizer, append_eod)
+    corpus = Corpus.of(
+        inputs,
+        keys=tuple(keys),
+        clean=tuple(clean),
+        text_document=text_document,
+        validation=validation,
+        test=test,
+        seed=seed,
+    )
+    request = manifest.Request.of(corpus, tokenizer, append_eod, eod)
     work = _Work(Path(output), corpus, append_eod, workers, report)
     with work.disk_errors():
         work.directory.mkdir(parents=True, exist_ok=True)
         with FileLock(work.directory / ".lock"):
             up_to_date = manifest.is_up_to_date(work.directory, request)
             if not up_to_date:
-                files = work.write(_tokenizer(tokenizer, corpus, report))
+                files = work.write(request, tokenizer)
                 manifest.write_manifest(work.directory, request, files)
-            descriptions = [read_description(work.directory / name) for name in work.splits]
-    train, held_out = [*descriptions, None][:2]
+            found = {name: read_description(work.directory / name) for name in split_names(corpus)}
+    train = found["train"]
     assert train is not None
-    return Prepared(work.directory, train, held_out, up_to_date)
+    return Prepared(work.directory, train, found.get("validation"), found.get("test"), up_to_date)
 
 
 class _Work:
@@ -86,7 +99,6 @@ class _Work:
         report: Report,
     ) -> None:
         self.directory = directory
-        self.splits = ("train", "validation") if corpus.validation else ("train",)
         self._corpus = corpus
         self._append_eod = append_eod
         self._workers = workers
@@ -94,23 +106,19 @@ class _Work:
         self._fraction = 0.0  # of the corpus that is tokenized
         self._nbytes = 0  # written for it
 
-    def write(self, tokenizer: Tokenizer) -> list[str]:
+    def write(self, request: manifest.Request, spec: str) -> list[str]:
         """Write datasets, descriptions and tokenizer; return the names of the files."""
+        tokenizer, progress = self._beginning(request, spec)
         if self._append_eod and tokenizer.eod is None:
             raise DataError(
-                "the tokenizer has no piece for the end of a document; choose another, or --no-eod"
+                "the tokenizer has no token for the end of a document; name one with --eod-token, "
+                "choose another tokenizer, or --no-eod"
             )
-        with contextlib.ExitStack() as stack:
-            writers = [
-                stack.enter_context(IndexedWriter(self.directory / name, tokenizer.vocab))
-                for name in self.splits
-            ]
-            self._tokenize(tokenizer, writers)
-            self._check_sizes(writers)
-            for writer in writers:
-                writer.complete()
-            self._remove_old()
-        return self._describe(tokenizer, writers)
+        with Splits(self.directory, self._corpus, tokenizer, progress) as splits:
+            self._tokenize(tokenizer, splits, progress)
+            splits.complete()
+        self._report("writing", 1.0)
+        return splits.describe(self._append_eod)
 
     @contextlib.contextmanager
     def disk_errors(self) -> Iterator[None]:
@@ -128,82 +136,53 @@ class _Work:
                 f"in {self.directory}. Free space there, or choose another --output"
             ) from None
 
-    def _tokenize(self, tokenizer: Tokenizer, writers: list[IndexedWriter]) -> None:
-        encoder = Encoder(tokenizer, self._corpus.key, self._append_eod)
+    def _beginning(self, request: manifest.Request, spec: str) -> tuple[Tokenizer, Progress]:
+        """The tokenizer, and how far an interrupted preparation of the same request came."""
+        asked = asdict(request)
+        progress = read_progress(self.directory, asked)
+        if progress is not None:
+            try:
+                tokenizer = load_tokenizer(progress.tokenizer, request.eod)
+            except DataError:  # its folder was moved since; what was asked for is still there
+                pass
+            else:
+                if are_there(self.directory, tokenizer.vocab, progress.written or {}):
+                    return tokenizer, progress
+        kind, _, size = spec.partition(":")
+        if kind != "sentencepiece":
+            return load_tokenizer(spec, request.eod), Progress(asked, spec)
+        if not size.isdecimal():
+            raise DataError(
+                f"--tokenizer {spec}: give the number of pieces, as in sentencepiece:32000"
+            )
+        tokenizer = train_sentencepiece(training_texts(self._corpus, self._report), int(size))
+        (name,) = tokenizer.save(unfinished(self.directory))
+        progress = Progress(asked, str(unfinished(self.directory) / name))
+        write_progress(self.directory, progress)  # learning takes long; it need not be repeated
+        return tokenizer, progress
+
+    def _tokenize(self, tokenizer: Tokenizer, splits: Splits, progress: Progress) -> None:
+        encoder = Encoder(tokenizer, self._corpus, self._append_eod)
         workers = self._workers or _workers_that_pay(self._corpus, tokenizer)
         total = max(self._corpus.nbytes, 1)
-        for encoded in encode_chunks(self._corpus.chunks(), encoder, workers):
+        chunks = self._corpus.chunks(progress.position)
+        for encoded in encode_chunks(chunks, encoder, workers):
             self._fraction = min(encoded.chunk.read / total, 1.0)
-            held_out = self._corpus.is_validation(encoded.chunk)
-            for writer, mask in zip(writers, (~held_out, held_out), strict=False):
-                _write_some(writer, encoded, mask)
-            self._nbytes = sum(writer.nbytes for writer in writers)
+            splits.write(encoded)
+            self._nbytes = splits.nbytes
             self._report("tokenizing", self._fraction)
 
-    def _check_sizes(self, writers: list[IndexedWriter]) -> None:
-        documents = sum(writer.documents for writer in writers)
-        if not documents:
-            names = ", ".join(map(str, self._corpus.paths))
-            raise DataError(f"{names}: the corpus is empty; give files with some text")
-        for name, writer in zip(self.splits, writers, strict=True):
-            if writer.token_count < 2:
-                raise DataError(
-                    f"the {name} split has {writer.token_count} tokens and needs 2: of {documents} "
-                    f"documents, --validation {self._corpus.validation} --seed "
-                    f"{self._corpus.seed} leaves it {writer.documents}; give more documents or "
-                    "another --validation (0 for none)"
-                )
 
-    def _remove_old(self) -> None:
-        """Remove what describes the files about to be replaced, and a validation set not wanted."""
-        manifest.remove_manifest(self.directory)
-        for name in ("train.json", "validation.json"):
-            (self.directory / name).unlink(missing_ok=True)
-        if "validation" not in self.splits:  # it would be part of the new training data
-            for name in ("validation.idx", "validation.bin"):
-                (self.directory / name).unlink(missing_ok=True)
-
-    def _describe(self, tokenizer: Tokenizer, writers: list[IndexedWriter]) -> list[str]:
-        saved = tokenizer.save(self.directory)
-        for name, writer in zip(self.splits, writers, strict=True):
-            description = Description(
-                tokenizer=tokenizer.kind,
-                tokenizer_digest=tokenizer.digest,
-                tokenizer_file=saved,
-                vocab=tokenizer.vocab,
-                eod=tokenizer.eod if self._append_eod else None,
-                documents=writer.documents,
-                tokens=writer.token_count,
-            )
-            write_description(self.directory / name, description)
-        files = [f"{name}.{ending}" for name in self.splits for ending in ("bin", "idx", "json")]
-        return [*files, saved] if saved else files
-
-
-def _tokenizer(spec: str, corpus: Corpus, report: Report) -> Tokenizer:
-    kind, _, size = spec.partition(":")
-    if kind != "sentencepiece":
-        return load_tokenizer(spec)
-    if not size.isdecimal():
-        raise DataError(f"--tokenizer {spec}: give the number of pieces, as in sentencepiece:32000")
-    return train_sentencepiece(_training_texts(corpus, report), int(size))
-
-
-def _training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
+def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
+    """The clean texts of a corpus that are not held out, for a tokenizer to learn from."""
     total = max(corpus.nbytes, 1)
     for chunk in corpus.chunks():
         report("reading for the tokenizer", min(chunk.read / total, 1.0))
-        held_out = corpus.is_validation(chunk)
-        for text, is_held_out in zip(texts(chunk, corpus.key), held_out, strict=True):
-            if not is_held_out:
+        split = corpus.split(chunk)
+        for text, number in zip(corpus.texts(chunk), split, strict=True):
+            if number == TRAIN:
                 yield text
     report("learning the tokenizer", 0.0)
-
-
-def _write_some(writer: IndexedWriter, encoded: Encoded, mask: np.ndarray) -> None:
-    """Write the documents of a chunk that the mask names and that have text."""
-    sizes = encoded.sizes[mask]
-    writer.extend(encoded.tokens[np.repeat(mask, encoded.sizes)], sizes[sizes > 0])
 
 
 def _workers_that_pay(corpus: Corpus, tokenizer: Tokenizer) -> int:

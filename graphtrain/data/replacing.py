@@ -1,5 +1,6 @@
 """Files that appear whole under their name, or not at all."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,3 +44,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def content_digest(path: Path) -> str:
+    """The digest of a file's bytes, whatever its name."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,12 +3,14 @@
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from graphtrain.data.replacing import replacing
+from graphtrain.data.words import PIECES, Words, are_exact
 from graphtrain.errors import DataError
 
 
@@ -39,8 +41,8 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
-    def save(self, directory: Path) -> str | None:
-        """Write what `load_tokenizer` needs; return the file's name, None where it needs none."""
+    def save(self, directory: Path) -> tuple[str, ...]:
+        """Write what `load_tokenizer` needs; return the names of the files, its own first."""
         ...
 
 
@@ -62,81 +64,117 @@ class ByteTokenizer:
         """Text; an incomplete character is replaced, as a model may write one, and 256 left out."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def save(self, directory: Path) -> None:
-        return None
+    def save(self, directory: Path) -> tuple[str, ...]:
+        return ()
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model; `eod` is its end-of-sentence piece.
+    """A sentencepiece model; `eod` is its end-of-sentence piece, unless another is named.
 
     Raises:
-        DataError: the bytes are not a sentencepiece model.
+        DataError: the bytes are not a sentencepiece model, or it has no such piece.
     """
 
     kind = "sentencepiece"
 
-    def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
+    def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
         import sentencepiece
 
-        self._model = model
-        self._name = name
+        self._model, self._name, self._end = model, name, eod
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise DataError(f"{name}: not a sentencepiece model ({error})") from None
+        self._words: Words | None = None
         self.vocab: int = self._processor.vocab_size()
-        end = self._processor.eos_id()
+        end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
+        if eod is not None and self._processor.id_to_piece(end) != eod:  # it gives the unknown one
+            raise DataError(f"{name}: has no piece {eod!r} to end documents with")
         self.eod: int | None = end if end >= 0 else None
         self.digest = hashlib.sha256(model).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SentencePieceTokenizer, (self._model, self._name)
+        return SentencePieceTokenizer, (self._model, self._name, self._end)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._processor.encode(
-            list(texts), num_threads=1
-        )  # processes are the parallelism
+        if self._words is None and are_exact(self._model):
+            self._words = Words(PIECES, partial(self._processor.encode, num_threads=1))
+        if self._words is not None:
+            return self._words.encode(texts)
+        # One thread: processes are the parallelism.
+        encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])
 
-    def save(self, directory: Path) -> str:
+    def save(self, directory: Path) -> tuple[str, ...]:
         path = directory / "tokenizer.model"
         with replacing(path) as file:
             file.write(self._model)
-        return path.name
+        return (path.name,)
 
 
-def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer called `bytes`, or the sentencepiece model in a .model file.
+def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
+    """The tokenizer that a word, a file or a folder names.
+
+    `bytes`; FILE.model of sentencepiece; tokenizer.json; GPT-2's VOCAB.json,MERGES.txt; or a folder
+    that holds one of these. `eod` is the text of the token that ends a document, where it is not
+    the tokenizer's own.
 
     Raises:
-        DataError: there is no such file, it is not a model, or the name has another ending.
+        DataError: there is no such file, it is not a tokenizer, or it has no such token.
     """
     if str(spec) == ByteTokenizer.kind:
+        if eod is not None:
+            raise DataError("--eod-token is for tokenizers with named tokens, and bytes has none")
         return ByteTokenizer()
     path = Path(spec)
-    if path.suffix != ".model":
-        raise DataError(
-            f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model or sentencepiece:VOCAB"
-        )
-    try:
-        return SentencePieceTokenizer(path.read_bytes(), str(path))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+    if path.is_dir():
+        path = _inside(path)
+    if path.suffix == ".model":
+        try:
+            return SentencePieceTokenizer(path.read_bytes(), str(path), eod)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+    from graphtrain.data.huggingface import read_gpt2, read_huggingface
+
+    vocab, comma, merges = str(path).partition(",")
+    if comma:
+        return read_gpt2(Path(vocab), Path(merges), eod)
+    if path.suffix == ".json":
+        return read_huggingface(path, eod)
+    raise DataError(
+        f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model, tokenizer.json, "
+        "VOCAB.json,MERGES.txt, a folder that holds one, or sentencepiece:VOCAB"
+    )
 
 
-def train_sentencepiece(texts: Iterable[str], vocab: int) -> SentencePieceTokenizer:
+def _inside(folder: Path) -> Path:
+    """The tokenizer that a folder holds, as a model's folder does."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return Path(f"{folder / 'vocab.json'},{folder / 'merges.txt'}")
+    raise DataError(
+        f"{folder}: holds no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+    )
+
+
+def train_sentencepiece(
+    texts: Iterable[str], vocab: int, special: Sequence[str] = ()
+) -> SentencePieceTokenizer:
     """Learn `vocab` pieces by byte-pair encoding; the same texts give the same pieces.
 
     Text is learned line by line and comes back from decoding as it was: nothing is normalized,
     runs of spaces may be pieces, and what no piece covers is spelled in bytes. At most
-    5 million lines are held in memory, drawn evenly from all.
+    5 million lines are held in memory, drawn evenly from all. Special tokens are pieces of their
+    own wherever the text spells them out.
 
     Raises:
         DataError: the text does not hold that many pieces, or more than fit in the vocabulary.
@@ -158,6 +196,7 @@ def train_sentencepiece(texts: Iterable[str], vocab: int) -> SentencePieceTokeni
             allow_whitespace_only_pieces=True,
             split_digits=True,  # as Llama: numbers are spelled, https://arxiv.org/abs/2302.13971
             max_sentence_length=1 << 16,  # bytes; longer lines are not learned from
+            user_defined_symbols=list(special),
             input_sentence_size=5_000_000,
             shuffle_input_sentence=True,
             num_threads=4,  # a constant: it is written into the model, and so into its digest

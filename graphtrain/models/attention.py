@@ -12,6 +12,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
+from graphtrain.models.documents import hide_others
 from graphtrain.models.dot import dot
 from graphtrain.models.order import positions
 from graphtrain.models.positions import alibi_slopes, rotate
@@ -127,6 +128,6 @@ def attention(
         by_head = jnp.array(slopes, jnp.float32).reshape(kv_heads, 1, -1, 1)
         scores = scores - by_head * distance
     scores = jnp.where(distance >= 0, scores, -jnp.inf)
-    shares = jax.nn.softmax(scores, axis=-1)
+    shares = jax.nn.softmax(hide_others(scores), axis=-1)
     mixed = dot("bhqgk,bkhd->bqhgd", shares, value)
     return mixed.reshape(query.shape)

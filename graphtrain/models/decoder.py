@@ -16,6 +16,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
+from graphtrain.models.documents import places
 from graphtrain.models.dot import dot
 from graphtrain.models.layers import (
     WHOLE,
@@ -58,7 +59,12 @@ class Embedding(nnx.Module):
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
                 raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
-            x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
+            if (of_documents := places()) is not None:
+                # Gathered over embed first, as the rows of tokens are.
+                table = constrain(self.positions[:length], "positions", "embed")
+                x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
+            else:
+                x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
         return x.astype(self.model.dtype)
 
 

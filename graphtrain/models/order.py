@@ -14,13 +14,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from graphtrain.models.documents import places
 from lowering.constrain import constrain, size_of, split_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
 
 def positions(length: int) -> jax.Array:
-    """The position of every place of a sequence, int32 (length,)."""
+    """The position of every place of a sequence, int32 (length,).
+
+    In its document, (batch, length), where these are kept apart.
+    """
+    if (of_documents := places()) is not None:
+        return of_documents
     devices = size_of("attended")
     if devices == 1:
         return jnp.arange(length)
@@ -34,6 +40,11 @@ def order_batch(batch: Tree) -> Tree:
     """Put a step's arrays (..., batch, seq) into the order in which it works on them."""
     if not split_of("attended"):
         return batch
+    if "documents" in batch:
+        raise ShardingError(
+            'batch.documents = "apart" and attention in a ring (the rules context) do not go '
+            "together; take rules that keep the keys of a sequence on one device"
+        )
     return jax.tree.map(_order, batch)
 
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], base: float
+    x: Float[Array, "batch seq heads head_dim"],
+    positions: Int[Array, "#batch seq"] | Int[Array, " seq"],
+    base: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Turn each pair (i, i + head_dim / 2) by an angle proportional to its position.
 
@@ -23,7 +25,7 @@ def rotate(
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

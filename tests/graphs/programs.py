@@ -111,11 +111,14 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
     shape = sizes.microbatches, sizes.sequences // sizes.microbatches, sizes.length
     tokens = random.integers(0, of.model.vocab, (*shape[:-1], sizes.length + 1), np.int32)
     weights = (random.random(shape) < np.linspace(0.4, 1, shape[0])[:, None, None]) * 1.0
-    return {
+    made = {
         "tokens": tokens[..., :-1].copy(),
         "targets": tokens[..., 1:].copy(),
         "weights": weights.astype(np.float32),
     }
+    if sizes.documents == "apart":
+        made["documents"] = np.cumsum(random.random(shape) < 0.2, -1, np.int32)
+    return made
 
 
 def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:

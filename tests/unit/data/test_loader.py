@@ -101,7 +101,7 @@ def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
     for step in range(9):
         scored = batches["weights"][step] == 1
         tokens = np.concatenate([batches[n][step][scored] for n in ("tokens", "targets")])
-        assert loader.document_ids(step).tolist() == np.unique(tokens // 100).tolist()
+        assert loader.documents(step)[prefix].tolist() == np.unique(tokens // 100).tolist()
     loader.close()
 
 

@@ -40,7 +40,7 @@ def test_every_document_is_in_one_split_and_ends_with_the_mark(make_corpus, tmp_
 
 
 def test_workers_change_nothing_but_the_time(make_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.corpus._CHUNK", 1000)
+    monkeypatch.setattr("graphtrain.data.records.CHUNK", 1000)
     corpus = make_corpus(TEXTS)
     for workers in (1, 2):
         prepare([corpus], tmp_path / str(workers), "sentencepiece:300", workers=workers)
@@ -157,7 +157,9 @@ def test_a_missing_file_and_a_damaged_gzip_file_are_named(tmp_path):
         prepare([tmp_path / "absent.jsonl"], tmp_path / "out", "bytes")
     damaged = tmp_path / "damaged.jsonl.gz"
     damaged.write_bytes(gzip.compress(json.dumps({"text": "x" * 999}).encode())[:-9])
-    with pytest.raises(DataError, match=r"damaged\.jsonl\.gz: after line 0: damaged gzip file"):
+    with pytest.raises(
+        DataError, match=r"damaged\.jsonl\.gz: after line 0, byte 0 of the text: damaged gzip"
+    ):
         prepare([damaged], tmp_path / "out", "bytes")
 
 
@@ -186,7 +188,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(
     make_corpus, small_disk, monkeypatch
 ):
-    monkeypatch.setattr("graphtrain.data.corpus._CHUNK", 1 << 16)
+    monkeypatch.setattr("graphtrain.data.records.CHUNK", 1 << 16)
     corpus = make_corpus(["x" * 10_000] * 100)
     message = r"train\.bin: the disk is full after .* kB \(\d+% of the text\); about .*--output"
     with pytest.raises(DataError, match=message):

@@ -1,0 +1,117 @@
+"""Files of JSON lines and of text, plain or packed."""
+
+import gzip
+import importlib
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from graphtrain.data import records
+from graphtrain.data.records import Group, Item, Place, TextDocument, gathered
+from graphtrain.errors import DataError
+
+PACKED = (".gz", ".zst")
+
+
+def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Group]:
+    """Documents of a file from a place on; those that are blank are left out.
+
+    Raises:
+        DataError: the file does not exist, or is not packed as its name says.
+    """
+    place = start
+    with open_file(path) as raw, _damage(path, lambda: place):
+        file = _unpacked(path, raw)
+        _skip(file, start.offset)
+        if document == "line":
+            groups = _lines(file, raw, start)
+        elif document == "paragraph":
+            groups = gathered(_paragraphs(file, raw, start))
+        else:
+            groups = gathered(_whole(file, raw, start))
+        for group in groups:
+            place = group.after
+            yield group
+
+
+def open_file(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _unpacked(path: Path, raw: BinaryIO) -> Any:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if path.suffix == ".zst":
+        return _zstd(path).ZstdFile(raw)
+    return raw
+
+
+def _zstd(path: Path) -> Any:
+    for name in ("compression.zstd", "backports.zstd"):  # Python 3.14 has it, earlier ones do not
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise DataError(f"{path}: unpacking .zst needs backports.zstd; pip install 'graphtrain[data]'")
+
+
+@contextmanager
+def _damage(path: Path, place: Any) -> Iterator[None]:
+    """Turn the errors of unpacking into one that names the file and the place."""
+    kinds: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+    if path.suffix == ".zst":
+        kinds = (_zstd(path).ZstdError, EOFError)
+    try:
+        yield
+    except kinds as error:
+        kind = "gzip" if path.suffix == ".gz" else "zstd"
+        at = place()
+        raise DataError(
+            f"{path}: after line {at.number - 1}, byte {at.offset} of the text: "
+            f"damaged {kind} file ({error})"
+        ) from None
+
+
+def _skip(file: Any, offset: int) -> None:
+    """Go to a byte of the text; a packed file is unpacked up to there."""
+    if offset:
+        file.seek(offset)
+
+
+def _lines(file: Any, raw: BinaryIO, start: Place) -> Iterator[Group]:
+    offset, number = start
+    while group := file.readlines(records.CHUNK):
+        kept = [(number + i, line) for i, line in enumerate(group) if line.strip()]
+        number += len(group)
+        offset += sum(map(len, group))
+        if kept:
+            numbers, lines = zip(*kept, strict=True)
+            yield Group(numbers, lines, Place(offset, number), raw.tell())
+
+
+def _paragraphs(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
+    """Texts between blank lines."""
+    offset, number = start
+    lines: list[bytes] = []
+    for line in file:
+        offset += len(line)
+        number += 1
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            yield Item(number - 1 - len(lines), b"".join(lines), Place(offset, number), raw.tell())
+            lines = []
+    if lines:
+        yield Item(number - len(lines), b"".join(lines), Place(offset, number), raw.tell())
+
+
+def _whole(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
+    text = file.read()
+    if text.strip():
+        end = Place(start.offset + len(text), start.number + text.count(b"\n") + 1)
+        yield Item(start.number, text, end, raw.tell())

@@ -1,0 +1,99 @@
+"""Several datasets, end to end, as one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from graphtrain.data.description import (
+    Description,
+    dataset_tokenizer,
+    file_digests,
+    read_description,
+    write_description,
+)
+from graphtrain.data.indexed import DTYPES, IndexedDataset
+from graphtrain.data.indexed_writer import IndexedWriter
+from graphtrain.data.tokenizer import load_tokenizer
+from graphtrain.errors import DataError
+
+_TOKENS = 1 << 22  # copied at a time
+
+
+def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | None:
+    """Write the documents of datasets, one dataset after another; memory does not grow with them.
+
+    The result has a description if all have one; a document of several sequences becomes one.
+
+    Raises:
+        DataError: a dataset cannot be used, or they do not have one tokenizer and one dtype.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    descriptions = [read_description(prefix) for prefix in prefixes]
+    _check(datasets, descriptions)
+    directory = Path(output).parent
+    directory.mkdir(parents=True, exist_ok=True)
+    described = descriptions[0] if all(descriptions) else None
+    tokenizer = dataset_tokenizer(prefixes[0]) if described else None
+    _check_directory(directory, described)
+    # Without a vocabulary, one of which the dtype and every token are those of the datasets.
+    vocab = described.vocab if described else int(np.iinfo(datasets[0].dtype).max) + 1
+    with IndexedWriter(output, vocab, dtype=datasets[0].dtype) as writer:
+        for dataset in datasets:
+            _copy(dataset, writer)
+    Path(f"{output}.json").unlink(missing_ok=True)
+    if described is None or tokenizer is None:
+        return None
+    saved = tokenizer.save(directory)
+    made = Description(
+        tokenizer=described.tokenizer,
+        tokenizer_digest=described.tokenizer_digest,
+        tokenizer_file=saved[0] if saved else None,
+        vocab=described.vocab,
+        eod=described.eod,
+        documents=writer.documents,
+        tokens=writer.token_count,
+        digests=file_digests(output),
+    )
+    write_description(output, made)
+    return made
+
+
+def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Description | None]) -> None:
+    first = datasets[0]
+    for dataset, description in zip(datasets, descriptions, strict=True):
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{dataset.prefix} has tokens of {dataset.dtype} and {first.prefix} of "
+                f"{first.dtype}; prepare both with one tokenizer"
+            )
+        if dataset.dtype not in (DTYPES[8], DTYPES[4]):
+            raise DataError(f"{dataset.prefix}: tokens of {dataset.dtype} are not merged")
+        known = [each for each in (descriptions[0], description) if each is not None]
+        facts = {(each.tokenizer_digest, each.eod) for each in known}
+        if len(facts) > 1:
+            raise DataError(
+                f"{dataset.prefix} and {first.prefix} were made with different tokenizers or ends "
+                "of documents; prepare both in one way"
+            )
+
+
+def _check_directory(directory: Path, described: Description | None) -> None:
+    """Refuse to replace the tokenizer of other datasets in the same directory."""
+    if described is None or described.tokenizer_file is None:
+        return
+    there = directory / described.tokenizer_file
+    if there.is_file() and load_tokenizer(there).digest != described.tokenizer_digest:
+        raise DataError(f"{there}: is another tokenizer; choose another directory for --output")
+
+
+def _copy(dataset: IndexedDataset, writer: IndexedWriter) -> None:
+    """Add all documents of a dataset, several at a time."""
+    offsets = dataset.document_offsets
+    first = 0
+    while first < len(dataset):
+        last = int(np.searchsorted(offsets, offsets[first] + _TOKENS, side="right")) - 1
+        last = min(max(last, first + 1), len(dataset))
+        sizes = np.diff(offsets[first : last + 1])
+        writer.extend(dataset.tokens[offsets[first] : offsets[last]], sizes)
+        first = last

@@ -1,0 +1,149 @@
+"""The datasets of a directory while they are written: one for each split of a corpus."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from graphtrain.data import manifest
+from graphtrain.data.corpus import Corpus
+from graphtrain.data.description import Description, file_digests, write_description
+from graphtrain.data.encode import Encoded
+from graphtrain.data.indexed import HEADER, dataset_paths, token_dtype
+from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.progress import Progress, remove_progress, write_progress
+from graphtrain.data.replacing import partial_path
+from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.errors import DataError
+
+NAMES = ("train", "validation", "test")
+_ENDINGS = ("bin", "idx", "json")
+_SAVE_EVERY = 10.0  # seconds between records of the progress; a kill loses so much work
+
+
+def split_names(corpus: Corpus) -> tuple[str, ...]:
+    """The splits that a corpus has."""
+    fractions = (1.0, corpus.validation, corpus.test)
+    return tuple(name for name, fraction in zip(NAMES, fractions, strict=True) if fraction)
+
+
+class Splits:
+    """Writers of all splits; on disk they appear together, or not at all.
+
+    An error leaves the directory as it was. An interruption leaves partial files and a record of
+    them, from which the next preparation of the same request goes on.
+    """
+
+    def __init__(self, directory: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progress):
+        self._directory, self._corpus, self._tokenizer = directory, corpus, tokenizer
+        self._progress = progress
+        self._saved = time.monotonic()
+        kept = progress.written or {}
+        self._writers = {
+            name: IndexedWriter(directory / name, tokenizer.vocab, keep=kept.get(name, NOTHING))
+            for name in split_names(corpus)
+        }
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Splits":
+        with self._stack:
+            for writer in self._writers.values():
+                self._stack.enter_context(writer)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if kind is None or issubclass(kind, Exception):
+            remove_progress(self._directory)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of all files, were they finished now."""
+        return sum(writer.nbytes for writer in self._writers.values())
+
+    def write(self, encoded: Encoded) -> None:
+        """Write the documents of a chunk that have text, each to its split."""
+        split = self._corpus.split(encoded.chunk)
+        for number, name in enumerate(NAMES):
+            mask = split == number
+            if mask.any():
+                sizes = encoded.sizes[mask]
+                tokens = encoded.tokens[np.repeat(mask, encoded.sizes)]
+                self._writers[name].extend(tokens, sizes[sizes > 0])
+        if time.monotonic() - self._saved > _SAVE_EVERY:
+            self._save(encoded)
+
+    def complete(self) -> None:
+        """Write all that is left, then remove what describes the files about to be replaced.
+
+        Raises:
+            DataError: a split is too small to be used.
+        """
+        self._check_sizes()
+        for writer in self._writers.values():
+            writer.complete()
+        manifest.remove_manifest(self._directory)
+        for name in NAMES:
+            unwanted = _ENDINGS if name not in self._writers else ("json",)
+            for ending in unwanted:
+                (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
+
+    def describe(self, append_eod: bool) -> list[str]:
+        """Write tokenizer and descriptions beside finished datasets; return the files' names."""
+        saved = self._tokenizer.save(self._directory)
+        for name, writer in self._writers.items():
+            description = Description(
+                tokenizer=self._tokenizer.kind,
+                tokenizer_digest=self._tokenizer.digest,
+                tokenizer_file=saved[0] if saved else None,
+                vocab=self._tokenizer.vocab,
+                eod=self._tokenizer.eod if append_eod else None,
+                documents=writer.documents,
+                tokens=writer.token_count,
+                digests=file_digests(self._directory / name),
+            )
+            write_description(self._directory / name, description)
+        return [*(f"{name}.{ending}" for name in self._writers for ending in _ENDINGS), *saved]
+
+    def _save(self, encoded: Encoded) -> None:
+        for writer in self._writers.values():
+            writer.sync()
+        written = {name: writer.written for name, writer in self._writers.items()}
+        write_progress(self._directory, self._progress.at(encoded.chunk.after, written))
+        self._saved = time.monotonic()
+
+    def _check_sizes(self) -> None:
+        documents = sum(writer.documents for writer in self._writers.values())
+        if not documents:
+            names = ", ".join(map(str, self._corpus.paths))
+            raise DataError(f"{names}: the corpus is empty; give files with some text")
+        for name, writer in self._writers.items():
+            if writer.token_count < 2:
+                test = f"--test {self._corpus.test} " if self._corpus.test else ""
+                raise DataError(
+                    f"the {name} split has {writer.token_count} tokens and needs 2: of {documents} "
+                    f"documents, --validation {self._corpus.validation} {test}--seed "
+                    f"{self._corpus.seed} leaves it {writer.documents}; give more documents or "
+                    "other fractions (0 for none)"
+                )
+
+
+def are_there(directory: Path, vocab: int, written: Mapping[str, Written]) -> bool:
+    """Whether partial files hold what a record of the progress says."""
+    width = token_dtype(vocab).itemsize
+    for name, (documents, tokens) in written.items():
+        needed = tokens * width, documents and HEADER.size + 4 * documents
+        for path, nbytes in zip(dataset_paths(directory / name), needed, strict=True):
+            partial = partial_path(path)
+            if nbytes and not (partial.is_file() and partial.stat().st_size >= nbytes):
+                return False
+    return True

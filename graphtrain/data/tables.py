@@ -1,0 +1,124 @@
+"""Tables of texts: parquet files, and the Arrow files of a folder that `datasets` saved."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphtrain.data.records import Group, Item, Place, gathered
+from graphtrain.errors import DataError
+
+ENDINGS = (".parquet", ".arrow")
+_ROWS = 256  # read at a time
+
+Batches = Iterator[tuple[int, Any, float]]  # number of the first row, rows, fraction of the file
+
+
+def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
+    """Rows of a table from a place on, as dictionaries of the columns asked for.
+
+    Raises:
+        DataError: the file does not exist, is not what its name says, or has no such column.
+    """
+    pyarrow = _pyarrow(path)
+    row = start.offset
+    try:
+        for group in gathered(_items(path, keys, start.offset)):
+            row = group.after.offset
+            yield group
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        kind = "Arrow" if path.suffix == ".arrow" else "parquet"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(
+            f"{path}: after row {row}: not a {kind} file, or damaged ({reason})"
+        ) from None
+
+
+def arrow_files(folder: Path) -> list[Path]:
+    """The files of a folder written by `datasets.Dataset.save_to_disk`, in order.
+
+    Raises:
+        DataError: the folder holds several splits, or is another sort of folder.
+    """
+    state, splits = folder / "state.json", folder / "dataset_dict.json"
+    try:
+        if splits.is_file():
+            names = json.loads(splits.read_text())["splits"]
+            raise DataError(
+                f"{folder}: holds the splits {', '.join(names)}; name one, as {folder / names[0]}"
+            )
+        files = json.loads(state.read_text())["_data_files"]
+        return [folder / file["filename"] for file in files]
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: is a folder without state.json, so not one that datasets saved; "
+            "name the files in it"
+        ) from None
+    except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
+        raise DataError(f"{state}: not that of a folder that datasets saved ({error})") from None
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{path}: reading tables needs pyarrow; pip install 'graphtrain[data]'"
+        ) from None
+    return pyarrow
+
+
+def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[Item]:
+    size = path.stat().st_size
+    batches = (
+        _arrow_batches(path) if path.suffix == ".arrow" else _parquet_batches(path, keys, start)
+    )
+    for first, batch, fraction in batches:
+        if first + batch.num_rows <= start:
+            continue
+        _check_columns(path, batch.schema.names, keys)
+        for begin in range(max(start - first, 0), batch.num_rows, _ROWS):
+            rows = batch.slice(begin, _ROWS).select(list(keys)).to_pylist()
+            for number, record in enumerate(rows, first + begin + 1):
+                yield Item(number, record, Place(number, number + 1), int(size * fraction))
+
+
+def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> Batches:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_columns(path, file.schema_arrow.names, keys)
+        rows = max(file.metadata.num_rows, 1)
+        first = 0
+        for group in range(file.num_row_groups):
+            after = first + file.metadata.row_group(group).num_rows
+            if after > start:
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=list(keys)):
+                    yield first, batch, min(first / rows, 1.0)
+                    first += batch.num_rows
+            first = after
+
+
+def _arrow_batches(path: Path) -> Batches:
+    """Of a stream, as `datasets` writes, or of a file, as Arrow's own tools do."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        first, size = 0, max(source.size(), 1)
+        if source.read(6) == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(source))
+        for batch in batches:
+            batch.validate(full=True)  # lengths and offsets come from the file
+            yield first, batch, source.tell() / size
+            first += batch.num_rows
+
+
+def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in names:
+            found = ", ".join(map(repr, names[:5])) or "nothing"
+            raise DataError(f"{path}: no column {key!r}, only {found}; choose one with --key")

@@ -1,0 +1,58 @@
+"""Documents that share a sequence: none sees another, and each begins at position 0.
+
+A step says once which token is of which document; attention and positions ask here, so that nothing
+between them carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from lowering.constrain import constrain
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+_numbers: ContextVar[jax.Array | None] = ContextVar("documents", default=None)
+
+
+@contextmanager
+def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
+    """Keep documents apart in what is traced inside; None: all of a sequence is one document."""
+    if documents is not None:
+        documents = constrain(documents, "batch", None)  # integers: whole on each device
+    token = _numbers.set(documents)
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+def places() -> Int[Array, "batch seq"] | None:
+    """The position of each token in its document, from 0; None where they are not kept apart."""
+    numbers = _numbers.get()
+    if numbers is None:
+        return None
+    index = jnp.arange(numbers.shape[1])
+    begins = jnp.concatenate(
+        [jnp.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]], 1
+    )
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), 1)
+
+
+def hide_others(
+    scores: Float[Array, "batch kv_heads query group key"],
+) -> Float[Array, "batch kv_heads query group key"]:
+    """Scores with minus infinity where query and key are of different documents."""
+    numbers = _numbers.get()
+    if numbers is None:
+        return scores
+    same = numbers[:, :, None] == numbers[:, None, :]
+    return jnp.where(same[:, None, :, None, :], scores, -jnp.inf)

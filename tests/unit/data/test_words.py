@@ -1,0 +1,76 @@
+import io
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphtrain.data import words
+from graphtrain.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from graphtrain.data.words import are_exact
+
+TEXTS = [
+    "the quick brown fox\n    jumps over the lazy dog 123\n" * 3,
+    "def f(x):\n\treturn x  +  1\n",
+] * 9
+LETTERS = "theqikbown fjmpsvrlazydg \u2581\n\t123()é\u3000\0日"
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return train_sentencepiece(TEXTS, 300, ["<|end|>"])
+
+
+@given(texts=st.lists(st.text(LETTERS) | st.text(st.characters(exclude_categories=["Cs"]))))
+@settings(max_examples=300, deadline=None)
+def test_words_have_the_numbers_of_the_model(learned, texts):
+    model = sentencepiece.SentencePieceProcessor(model_proto=learned._model)
+    texts = [*texts, *(f"{text}<|end|> {text}" for text in texts)]
+    assert [each.tolist() for each in learned.encode_batch(texts)] == [
+        model.encode(text) for text in texts
+    ]
+
+
+def test_words_are_kept_within_bounds(learned, monkeypatch):
+    monkeypatch.setattr(words, "_KEPT", 10)
+    tokenizer = SentencePieceTokenizer(learned._model)
+    for start in range(5):
+        text = " ".join(f"w{start}{i}" for i in range(8)) + " " + "x" * 100
+        assert tokenizer.encode_batch([text])[0].tolist() == tokenizer.encode(text)
+    assert tokenizer._words is not None
+    assert len(tokenizer._words._known) <= 10
+    assert all(len(word) <= 32 for word in tokenizer._words._known)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"split_by_whitespace": False},
+        {"add_dummy_prefix": True},
+        {"model_type": "unigram"},
+        {"byte_fallback": False},
+        {"remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"treat_whitespace_as_suffix": True},
+        {"user_defined_symbols": ["a b"]},
+    ],
+)
+def test_other_models_encode_whole_texts(setting):
+    model = io.BytesIO()
+    defaults = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 5),
+        model_writer=model,
+        vocab_size=310,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **defaults | setting,
+    )
+    assert not are_exact(model.getvalue())
+    assert SentencePieceTokenizer(model.getvalue()).encode_batch(["a b"])[0].tolist()
