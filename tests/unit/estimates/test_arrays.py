@@ -27,6 +27,9 @@ MODELS = {
     "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
     "merged gate": {"merged_gate": True, "bias": "all"},
     "gated with all biases": {"bias": "all", "norm": "layer"},
+    "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
+    "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
+    "internlm": {"bias": "attention"},
 }
 
 
