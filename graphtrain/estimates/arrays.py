@@ -66,6 +66,8 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
 
 
 def _mlp(model: Model) -> dict[str, ArraySpec]:
+    if model.mixture is not None:
+        return _experts(model)
     names = ("gate", "up") if is_gated(model) else ("up",)
     wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
     if model.merged_gate:
@@ -78,12 +80,27 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
     return arrays
 
 
+def _experts(model: Model) -> dict[str, ArraySpec]:
+    names = ("gate", "up") if is_gated(model) else ("up",)
+    return {
+        "router": _array(model, "embed", "routes"),
+        **{name: _array(model, "experts", "embed", "mlp") for name in names},
+        "down": _array(model, "experts", "mlp", "embed"),
+    }
+
+
 def _norm(model: Model, axis: str = "embed") -> dict[str, ArraySpec]:
     names = ("scale", "bias") if norm_has_bias(model) else ("scale",)
     return {name: _array(model, axis) for name in names}
 
 
 def _array(model: Model, *axes: str | None) -> ArraySpec:
-    names = {"positions": "max_length"}
-    sizes = (2 if axis is None else getattr(model, names.get(axis, axis)) for axis in axes)
-    return ArraySpec(tuple(sizes), axes)
+    return ArraySpec(tuple(_size(model, axis) for axis in axes), axes)
+
+
+def _size(model: Model, axis: str | None) -> int:
+    """As models.weights has it: a pair for None, the rows of tables that have no setting."""
+    if axis in ("experts", "routes"):
+        assert model.mixture is not None
+        return model.mixture.experts
+    return 2 if axis is None else getattr(model, "max_length" if axis == "positions" else axis)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphtrain.config.schema import Batch, Mesh, Model, Optimizer, Program
+from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
 from graphtrain.estimates.arrays import parameter_arrays, state_arrays
 from graphtrain.estimates.weights import place_weights
 from graphtrain.models.counts import parameter_count
@@ -30,6 +30,7 @@ MODELS = {
     "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
     "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
+    "mixtral": {"mixture": Mixture(experts=4)},
 }
 
 
