@@ -322,6 +322,7 @@ class Run:
     steps: Positive
     data: Data
     schedule: Schedule = Schedule()
+    initial: str | None = None  # weights to start from: a converted folder, or another run's
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the weights and the order of the data
     report_every: Positive = 10  # steps
     save_every: Positive = 1000  # steps; the last step is always saved

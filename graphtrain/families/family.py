@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-from einops import rearrange
+from einops import EinopsError, rearrange
 
 from graphtrain.config.schema import Mixture, Model
 from graphtrain.errors import WeightsError
@@ -198,7 +198,7 @@ def _move(piece: Piece, array: np.ndarray, pattern: str, model: Model) -> np.nda
     }
     try:
         return rearrange(array, pattern, **sizes)
-    except ValueError as error:
+    except EinopsError as error:
         raise WeightsError(
             f"{piece.names[0]} has the shape {array.shape}, which is no {pattern} of {sizes}"
         ) from error

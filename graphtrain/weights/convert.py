@@ -162,8 +162,9 @@ def _dtype_of(piece: Piece, folder: Folder) -> np.dtype:
 
 
 def _config_dtype(config: dict[str, Any] | None) -> str:
-    named = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
-    return named if named in map(str, CODES) else "float32"
+    told = config or {}
+    named = str(told.get("dtype") or told.get("torch_dtype"))
+    return named if named in {str(dtype) for dtype in CODES} else "float32"
 
 
 def _without_padding(model: Model, config: dict[str, Any] | None) -> Model:

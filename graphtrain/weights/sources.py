@@ -36,6 +36,8 @@ class Source(Protocol):
 
     def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]: ...
 
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray: ...
+
 
 def stored_name(path: str, layer: int | None) -> str:
     """Of an array in a converted folder: layers/3/mlp/up for layers/mlp/up of layer 3."""
@@ -74,6 +76,9 @@ class Converted:
     def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
         return [self.folder.read(stored_name(path, layer)) for path in paths]
 
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        return self.folder.part(stored_name(path, layer), index)
+
 
 class RunCheckpoint:
     """A checkpoint of a run, its last if no step is named; it holds the arrays read last.
@@ -108,6 +113,9 @@ class RunCheckpoint:
             self._held = {path: self._load(path) for path in paths}
         whole = list(self._held.values())
         return whole if layer is None else [array[self._row_of[layer]] for array in whole]
+
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read([path], layer)[0][index]
 
     def _load(self, path: str) -> np.ndarray:
         from graphtrain.checkpoint import restore_array
