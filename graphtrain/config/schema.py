@@ -42,6 +42,7 @@ class Mixture:
     experts: Annotated[int, Field(ge=2)]
     per_token: Positive = 2  # experts that work on a token
     normalise: bool = True  # the shares of a token's experts add up to 1
+    shared: Positive | None = None  # width of an expert that every token has, by a share of its own
     capacity: PositiveFloat | None = None  # tokens an expert takes over the mean; None: all of them
     balance_loss: NotNegativeFloat = 0.01  # Switch (arxiv.org/abs/2101.03961): weight of f * P
     z_loss: NotNegativeFloat = 0.001  # ST-MoE (arxiv.org/abs/2202.08906): of the router's log(Z)^2

@@ -82,11 +82,17 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
 
 def _experts(model: Model) -> dict[str, ArraySpec]:
     names = ("gate", "up") if is_gated(model) else ("up",)
-    return {
+    assert model.mixture is not None
+    arrays = {
         "router": _array(model, "embed", "routes"),
         **{name: _array(model, "experts", "embed", "mlp") for name in names},
         "down": _array(model, "experts", "mlp", "embed"),
     }
+    if model.mixture.shared is not None:
+        arrays |= {f"shared_{name}": _array(model, "embed", "shared") for name in names}
+        arrays["shared_down"] = _array(model, "shared", "embed")
+        arrays["shared_share"] = _array(model, "embed")
+    return arrays
 
 
 def _norm(model: Model, axis: str = "embed") -> dict[str, ArraySpec]:
@@ -100,7 +106,7 @@ def _array(model: Model, *axes: str | None) -> ArraySpec:
 
 def _size(model: Model, axis: str | None) -> int:
     """As models.weights has it: a pair for None, the rows of tables that have no setting."""
-    if axis in ("experts", "routes"):
+    if axis in ("experts", "routes", "shared"):
         assert model.mixture is not None
-        return model.mixture.experts
+        return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts
     return 2 if axis is None else getattr(model, "max_length" if axis == "positions" else axis)

@@ -16,7 +16,7 @@ from graphtrain.families.gemma import GEMMA2, GEMMA3
 from graphtrain.families.gpt2 import GPT2
 from graphtrain.families.internlm import INTERNLM, INTERNLM2
 from graphtrain.families.llama import AQUILA, LLAMA, MISTRAL
-from graphtrain.families.mixtral import MIXTRAL, QWEN3_MOE
+from graphtrain.families.mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from graphtrain.families.qwen import QWEN2, QWEN3
 
 # In the order in which a model that came from no family looks for one.
@@ -30,6 +30,7 @@ FAMILIES = (
     GEMMA2,
     GEMMA3,
     MIXTRAL,
+    QWEN2_MOE,
     QWEN3_MOE,
     BAICHUAN,
     INTERNLM,

@@ -168,7 +168,10 @@ def mathematics(model: Model) -> Model:
     every, mixture = model.full_every, model.mixture
     if mixture is not None:
         mixture = Mixture(
-            experts=mixture.experts, per_token=mixture.per_token, normalise=mixture.normalise
+            experts=mixture.experts,
+            per_token=mixture.per_token,
+            normalise=mixture.normalise,
+            shared=mixture.shared,
         )
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
     how = ("dtype", "remat", "dropout", "initial_deviation")

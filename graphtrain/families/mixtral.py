@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, and Qwen3's."""
+"""Mixtures of experts: Mixtral, and those of Qwen 1.5, 2 and 3."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Experts:
 
     count: tuple[str, ...]  # keys; the first is written
     normalise: str | None = None  # key; None: always
+    shared: str | None = None  # key of the width of one that every token has; None: there is none
 
     def read(self, config: Config) -> dict[str, Any]:
         count = next((config[key] for key in self.count if key in config), None)
@@ -25,13 +26,20 @@ class Experts:
             raise WeightsError(f"config.json: {self.count[0]} or num_experts_per_tok is missing")
         normalise = bool(config.get(self.normalise)) if self.normalise else True
         per_token = config["num_experts_per_tok"]
-        return {"mixture": Mixture(experts=count, per_token=per_token, normalise=normalise)}
+        shared = config[self.shared] if self.shared else None
+        return {
+            "mixture": Mixture(
+                experts=count, per_token=per_token, normalise=normalise, shared=shared
+            )
+        }
 
     def write(self, model: Model) -> dict[str, Any]:
         if model.mixture is None:
             raise WeightsError("the model has no mixture")
         told = dict.fromkeys(self.count, model.mixture.experts)
         told["num_experts_per_tok"] = model.mixture.per_token
+        if self.shared:
+            told[self.shared] = model.mixture.shared
         return told | ({self.normalise: model.mixture.normalise} if self.normalise else {})
 
 
@@ -61,26 +69,53 @@ MIXTRAL = Family(
         *rows("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
     ),
 )
+_WIDTH = (
+    *(setting for setting in SIZES if getattr(setting, "setting", "") != "mlp"),
+    Key("mlp", "moe_intermediate_size"),
+)
+_EVERY_LAYER = (Only("decoder_sparse_step", 1), Only("mlp_only_layers", []))
+_BLOCK = "model.layers.{layer}.mlp"
+_ROWS = (
+    *TABLES,
+    *NORMS,
+    *ATTENTION,
+    *rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *_WIDTH,
+        GROUPED[0],
+        *HEAD,
+        Rope(),
+        QwenWindow(),
+        Experts(("num_experts",), "norm_topk_prob", "shared_expert_intermediate_size"),
+        *_EVERY_LAYER,
+        Only("qkv_bias", True),
+    ),
+    (
+        *_ROWS,
+        Row(f"{_BLOCK}.shared_expert.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),
+        Row(f"{_BLOCK}.shared_expert.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"),
+        Row(f"{_BLOCK}.shared_expert.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"),
+        Row(f"{_BLOCK}.shared_expert_gate.weight", ("layers/mlp/shared_share",), "1 e -> e"),
+    ),
+    always={"bias": "qkv"},
+)
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     (
-        *(setting for setting in SIZES if getattr(setting, "setting", "") != "mlp"),
-        Key("mlp", "moe_intermediate_size"),
+        *_WIDTH,
         *GROUPED,
         *HEAD,
         Rope(),
         QwenWindow(),
         Choice("bias", "attention_bias", {False: "none", True: "attention"}, False),
         Experts(("num_experts", "num_local_experts"), "norm_topk_prob"),
-        Only("decoder_sparse_step", 1),
-        Only("mlp_only_layers", []),
+        *_EVERY_LAYER,
     ),
-    (
-        *TABLES,
-        *NORMS,
-        *ATTENTION,
-        *rows("model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
+    _ROWS,
     always={"query_key_norm": True},
 )

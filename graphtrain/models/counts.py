@@ -33,7 +33,10 @@ def _weights(model: Model, *, active: bool = False) -> int:
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
     if (mixture := model.mixture) is not None:
         experts = mixture.per_token if active else mixture.experts
-        mlp = experts * mlp + embed * mixture.experts
+        shared = (
+            (3 if is_gated(model) else 2) * embed * mixture.shared + embed if mixture.shared else 0
+        )
+        mlp = experts * mlp + embed * mixture.experts + shared
     return model.layers * (attention + mlp)
 
 

@@ -31,6 +31,7 @@ MODELS = {
     "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
     "mixtral": {"mixture": Mixture(experts=4)},
+    "qwen2 mixture": {"mixture": Mixture(experts=4, shared=24)},
 }
 
 

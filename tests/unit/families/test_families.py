@@ -109,6 +109,11 @@ CASES = {
     ),
     "gemma 3": Case("Gemma3Text", GEMMA | {"rope_parameters": GEMMA3_ROPES}),
     "mixtral": Case("Mixtral", EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "qwen2 mixture": Case(
+        "Qwen2Moe",
+        EXPERTS
+        | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
+    ),
     "qwen3 mixture": Case(
         "Qwen3Moe",
         EXPERTS
