@@ -36,7 +36,7 @@ class Experts:
     def write(self, model: Model) -> dict[str, Any]:
         if model.mixture is None:
             raise WeightsError("the model has no mixture")
-        told = dict.fromkeys(self.count, model.mixture.experts)
+        told: dict[str, Any] = dict.fromkeys(self.count, model.mixture.experts)
         told["num_experts_per_tok"] = model.mixture.per_token
         if self.shared:
             told[self.shared] = model.mixture.shared

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
-from programs import GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
+from programs import GEMMA, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
@@ -23,20 +23,6 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 BLOOM = dataclasses.replace(LLAMA, positions="alibi", norm="layer", activation="gelu")
-GEMMA = dataclasses.replace(  # a window narrower than a chunk of the ring, and one layer without
-    LLAMA,
-    activation="geglu_tanh",
-    tied_head=True,
-    post_norm=True,
-    query_key_norm=True,
-    scale_offset=True,
-    scaled_embedding=True,
-    window=3,
-    full_every=2,
-    window_rope_base=1000.0,
-    score_cap=2.0,
-    logit_cap=5.0,
-)
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "bloom": BLOOM, "gemma": GEMMA}
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
 WAYS = {
