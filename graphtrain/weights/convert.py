@@ -153,10 +153,10 @@ def _some(names: list[str]) -> str:
 
 def _dtype_of(piece: Piece, folder: Folder) -> np.dtype:
     found = {folder.dtype(name) for name in piece.names}
-    if len(found) > 1 or not found <= set(CODES):
+    if len(found) > 1:
         raise WeightsError(
-            f"{piece.names[0]} is of dtype {', '.join(map(str, found))}; "
-            f"{', '.join(str(dtype) for dtype in CODES)} can be converted"
+            f"{piece.names[0]} and its like are of {' and '.join(sorted(map(str, found)))}; "
+            "graphtrain keeps them in one array, of one dtype"
         )
     return found.pop()
 

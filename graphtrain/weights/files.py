@@ -24,6 +24,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+_TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; what the safetensors library takes
 
 
@@ -33,7 +34,11 @@ class Folder(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def dtype(self, name: str) -> np.dtype: ...
+    def dtype(self, name: str) -> np.dtype:
+        """Raises:
+        WeightsError: it is one that cannot be converted.
+        """
+        ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -45,7 +50,7 @@ class Folder(Protocol):
 @dataclass(frozen=True)
 class _Entry:
     path: Path
-    dtype: np.dtype
+    code: str  # of the dtype
     shape: tuple[int, ...]
     offset: int
 
@@ -65,7 +70,7 @@ class SafetensorsFolder:
         return tuple(self._entries)
 
     def dtype(self, name: str) -> np.dtype:
-        return self._entries[name].dtype
+        return _known(name, self._entries[name].code)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
@@ -73,13 +78,13 @@ class SafetensorsFolder:
     def read(self, name: str) -> np.ndarray:
         entry = self._entries[name]
         count = math.prod(entry.shape)
-        array = np.fromfile(entry.path, entry.dtype, count, offset=entry.offset)
+        array = np.fromfile(entry.path, self.dtype(name), count, offset=entry.offset)
         return array.reshape(entry.shape)
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of an array; only that is read."""
         entry = self._entries[name]
-        mapped = np.memmap(entry.path, entry.dtype, "r", entry.offset, entry.shape)
+        mapped = np.memmap(entry.path, self.dtype(name), "r", entry.offset, entry.shape)
         return np.array(mapped[index])
 
 
@@ -96,15 +101,10 @@ def _entries(path: Path) -> dict[str, _Entry]:
     except (OSError, SafetensorError, ValueError) as error:
         raise WeightsError(f"{path} is no whole safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    for name, about in header.items():
-        if about["dtype"] not in DTYPES:
-            raise WeightsError(
-                f"{path}: {name} is of dtype {about['dtype']}; {', '.join(DTYPES)} can be converted"
-            )
     return {
         name: _Entry(
             path,
-            DTYPES[about["dtype"]],
+            about["dtype"],
             tuple(about["shape"]),
             8 + length + about["data_offsets"][0],
         )
@@ -121,18 +121,19 @@ class BinFolder:
 
     def __init__(self, paths: list[Path]) -> None:
         self._where: dict[str, Path] = {}
-        self._about: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in paths:
             for name, tensor in _load_bin(path).items():
                 self._where[name] = path
-                self._about[name] = _dtype_of(tensor), tuple(tensor.shape)
+                kind = str(tensor.dtype).removeprefix("torch.")
+                self._about[name] = _TORCH.get(kind, kind), tuple(tensor.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._where)
 
     def dtype(self, name: str) -> np.dtype:
-        return self._about[name][0]
+        return _known(name, self._about[name][0])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._about[name][1]
@@ -168,10 +169,10 @@ def _load_bin(path: Path) -> Mapping[str, Any]:
     return {name: one for name, one in loaded.items() if isinstance(one, torch.Tensor)}
 
 
-def _dtype_of(tensor: Any) -> np.dtype:
-    names = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-    found = str(tensor.dtype).removeprefix("torch.")
-    return np.dtype(names.get(found, found if found != "bool" else np.bool_))
+def _known(name: str, code: str) -> np.dtype:
+    if code not in DTYPES:
+        raise WeightsError(f"{name} is of dtype {code}; {', '.join(_TORCH)} can be converted")
+    return DTYPES[code]
 
 
 def open_folder(directory: Path, stem: str = "model", bin_stem: str = "pytorch_model") -> Folder:

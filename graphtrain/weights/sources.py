@@ -144,6 +144,8 @@ def open_source(directory: Path, step: int | None = None) -> Source:
         WeightsError: it is neither, or has no such step.
     """
     if (directory / "model.toml").is_file():
+        if step is not None:
+            raise WeightsError(f"{directory} is a converted folder, which has no steps")
         return Converted(directory)
     if (directory / "checkpoints").is_dir():
         return RunCheckpoint(directory, step)

@@ -168,6 +168,16 @@ def test_weights_of_another_model_are_refused(source):
     assert "q_proj.weight has the shape (32, 32)" in told
 
 
+def test_dtypes_that_cannot_be_kept_are_refused(source):
+    tensors = load_file(source / "model.safetensors")
+    doubled = tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}
+    save_file(doubled, source / "model.safetensors")
+    assert "model.norm.weight is of dtype F64; float32, float16, bfloat16" in broken(source)
+    (source / "model.safetensors").unlink()
+    torch.save(doubled, source / "pytorch_model.bin")
+    assert "model.norm.weight is of dtype float64" in broken(source)
+
+
 def test_damaged_files_are_named(source):
     file = source / "model.safetensors"
     whole = file.read_bytes()
