@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from graphtrain.errors import TrainingError
 from lowering import processes
-from lowering.trees import Tree, flatten
+from lowering.trees import Tree, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,24 @@ def restore_parameters(directory: Path, step: int, described: Tree) -> Tree:
         return checkpoints.restore(step, {"parameters": described}).state["parameters"]
     finally:
         checkpoints.close()
+
+
+def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
+    """Load one array of a checkpoint's state by its path, whole, into the host's memory.
+
+    Raises:
+        TrainingError: it cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    where = directory.absolute() / str(step)
+    restore = ocp.args.PyTreeRestore(
+        item=unflatten({path: 0}),
+        restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray)}),
+        partial_restore=True,
+    )
+    with _errors(where, "read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as opened:
+        return flatten(opened.restore(where / "state", args=restore))[path]
 
 
 @contextmanager

@@ -35,3 +35,7 @@ class PlanError(GraphtrainError):
 
 class LaunchError(GraphtrainError):
     """A run cannot be handed to a scheduler."""
+
+
+class WeightsError(GraphtrainError):
+    """Weights cannot be converted, or are of another model."""

@@ -18,6 +18,7 @@ from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.loader import evaluation_batches
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
+from graphtrain.weights.start import open_initial, start_parameters
 from lowering.target import Target
 from lowering.trees import Tree
 
@@ -60,6 +61,8 @@ def checkpoint_loss(
 ) -> dict[str, float]:
     """Validation loss and perplexity of a checkpoint of a run, the last one if step is None.
 
+    Of a run that has none yet, those of the weights it would start from, as step 0.
+
     Raises:
         MissingProgram: the evaluation step is not in the cache.
         TrainingError: there is no such checkpoint.
@@ -69,14 +72,20 @@ def checkpoint_loss(
     prefix = _validation_set(config)
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    if not steps or (step is not None and step not in steps):
+    weights = None if steps or step else open_initial(config)
+    if weights is None and (not steps or (step is not None and step not in steps)):
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
-    step = steps[-1] if step is None else step
+    step = steps[-1] if steps and step is None else step or 0
     evaluate = Programs(program, cache, ["evaluate"], remedy)["evaluate"]
     target = Target.parse(program.target)
     with lowering.backend(target).forbid_tracing():
-        parameters = restore_parameters(directory, step, evaluate.inputs("parameters"))
+        described = evaluate.inputs("parameters")
+        if weights is None:
+            parameters = restore_parameters(directory, step, described)
+        else:
+            fill = lowering.backend(target).fill
+            parameters = start_parameters(weights, program, described, fill)
         batches = validation_batches(prefix, program.batch, program.model.vocab, None)
         loss = validation_loss(evaluate, parameters, batches, target)
     return {"step": step, "validation_loss": loss, "perplexity": math.exp(loss)}

@@ -62,6 +62,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         saved = saved_steps(directory / "checkpoints")
         check_steps(run.directory, saved)
         start = saved[-1] if saved else 0
+        weights = None if saved else together(lambda: _open_initial(config))
         # Importing the loader and filling its buffers overlaps with loading the programs.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
@@ -80,16 +81,42 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         else:
             restored = None
             state = programs["init"](np.uint32(run.seed))["state"]
+            if weights is not None:
+                state = _start_from(weights, program, programs, state)
             programs["train"]  # loads while init computes
         loader = together(opening.result)
         stack.callback(loader.close)
         if restored is not None:
             loader.restore(restored.loader)
         write = _writer(config, start, report, stack) if first else _silent
+        if first and weights is not None:
+            from graphtrain.weights.start import keep_side
+
+            keep_side(weights, directory)
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, loader, checkpoints, write, start)
         return loop.take_steps(state, stop)
+
+
+def _open_initial(config: Config) -> Any:
+    """The weights to start from, if there are any; imported only then."""
+    if config.run.initial is None:
+        return None
+    from graphtrain.weights.start import open_initial
+
+    return open_initial(config)
+
+
+def _start_from(weights: Any, program: Program, programs: Programs, state: Tree) -> Tree:
+    """A new state with these weights in place of the random ones, which are given up first."""
+    from graphtrain.weights.start import start_parameters
+
+    others = {name: tree for name, tree in state.items() if name != "parameters"}
+    state.clear()
+    described = programs["train"].inputs("state")["parameters"]
+    fill = lowering.backend(Target.parse(program.target)).fill
+    return others | {"parameters": start_parameters(weights, program, described, fill)}
 
 
 def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Report:

@@ -6,7 +6,7 @@ from a cache hit serializes to a broken payload (jaxlib 0.10.2).
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -354,6 +354,26 @@ def put(tree: Tree, described: Tree) -> Tree:
         )
 
     return jax.tree.map(placed, tree, described)
+
+
+def fill(
+    described: Tree, read: Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
+) -> Tree:
+    """Arrays on the devices, as described; each device's part is read by itself.
+
+    Args:
+        described: Shapes, dtypes and shardings.
+        read: Of a path, the shape of its array and an index into that: the part.
+    """
+
+    def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_callback(
+            like.shape,
+            like.sharding,
+            lambda index: read(path, like.shape, index or ()).astype(like.dtype, copy=False),
+        )
+
+    return unflatten({path: make(path, like) for path, like in flatten(described).items()})
 
 
 def storable(tree: Tree) -> Tree:

@@ -36,6 +36,7 @@ ARRAY_AXES = {
     "rounds": "times a microbatch passes the stages of a pipeline",
     "routes": "experts, as a router scores them",
     "seq": "positions, where a block works on all that tensor parallelism leaves whole",
+    "shared": "the hidden width of the expert that every token has",
     "stages": "stages of a pipeline, side by side",
     "vocab": "tokens of the vocabulary",
 }

@@ -18,6 +18,7 @@ _COMMANDS = {
     "cache": "list, explain, verify and collect compiled programs",
     "compile": "compile every graph of a run into the cache, in parallel",
     "config": "show a resolved configuration, or the JSON schema for editors",
+    "convert": "bring weights from Hugging Face's files and back",
     "data": "make a sample corpus; prepare text for training",
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.overrides import parse_overrides
+from graphtrain.config.presets import apply_preset
 from graphtrain.config.schema import Config
 from graphtrain.errors import ConfigError
 
@@ -30,6 +31,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
     except ValueError as error:  # besides TOMLDecodeError: Python refuses numbers of 5000 digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     blocked = [change for change in changes if not change.apply(document)]
+    apply_preset(document)
     foreign = set(_foreign((), document))
     errors = []
     try:

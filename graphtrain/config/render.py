@@ -7,12 +7,17 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.schema import Config
+from graphtrain.config.schema import Config, Model
 
 
 def render(config: Config) -> str:
     """The resolved settings as TOML, each with its meaning; those without a value are left out."""
     return "\n".join(_table((), config)).lstrip("\n") + "\n"
+
+
+def render_model(model: Model) -> str:
+    """The settings of a model as TOML, as a configuration holds them."""
+    return "\n".join(_table(("program", "model"), model)).lstrip("\n") + "\n"
 
 
 def _table(path: KeyPath, table: Any) -> Iterator[str]:

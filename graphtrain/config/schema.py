@@ -42,6 +42,7 @@ class Mixture:
     experts: Annotated[int, Field(ge=2)]
     per_token: Positive = 2  # experts that work on a token
     normalise: bool = True  # the shares of a token's experts add up to 1
+    shared: Positive | None = None  # width of an expert that every token has, by a share of its own
     capacity: PositiveFloat | None = None  # tokens an expert takes over the mean; None: all of them
     balance_loss: NotNegativeFloat = 0.01  # Switch (arxiv.org/abs/2101.03961): weight of f * P
     z_loss: NotNegativeFloat = 0.001  # ST-MoE (arxiv.org/abs/2202.08906): of the router's log(Z)^2
@@ -49,6 +50,38 @@ class Mixture:
     def __post_init__(self) -> None:
         if self.per_token > self.experts:
             raise ValueError(f"per_token = {self.per_token} is more than experts = {self.experts}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RopeScaling:
+    """Rotary angles of a model stretched to longer sequences.
+
+    Source: linear: Chen et al. 2023, https://arxiv.org/abs/2306.15595; llama3: the function
+    apply_scaling of https://github.com/meta-llama/llama-models, models/llama3/model.py
+    """
+
+    kind: Literal["linear", "llama3"]  # linear: all angles; llama3: those of long wavelengths
+    factor: PositiveFloat  # what angles are divided by
+    low_frequency: PositiveFloat | None = None  # llama3: turns in original_length, fewer: stretched
+    high_frequency: PositiveFloat | None = None  # llama3: turns in original_length, more: not
+    original_length: Positive | None = None  # llama3: tokens, before the stretching
+
+    def __post_init__(self) -> None:
+        own = (self.low_frequency, self.high_frequency, self.original_length)
+        if self.kind == "llama3" and None in own:
+            raise ValueError(
+                'kind = "llama3" needs low_frequency, high_frequency and original_length'
+            )
+        if self.kind == "linear" and own != (None, None, None):
+            raise ValueError('kind = "linear" takes only factor; leave the others out')
+        if self.low_frequency and self.high_frequency and self.low_frequency >= self.high_frequency:
+            raise ValueError(
+                f"low_frequency = {self.low_frequency} is not below "
+                f"high_frequency = {self.high_frequency}"
+            )
+
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -64,12 +97,25 @@ class Model:
     vocab: Positive  # rows of the embedding; at least the tokenizer's
     positions: Literal["rope", "learned", "alibi"] = "rope"
     rope_base: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None  # None: angles as they are
+    window: Positive | None = None  # positions a query sees, its own included; None: all before it
+    full_every: Positive | None = None  # of so many layers the last sees all; None: none does
+    window_rope_base: PositiveFloat | None = None  # of layers with a window, which are not scaled
     max_length: Positive | None = None  # rows of the position table; only for learned positions
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: PositiveFloat = 1e-5
-    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh"] = "swiglu"
-    bias: Literal["none", "qkv", "all"] = "none"
+    scale_offset: bool = False  # norms multiply by 1 + scale, which begins at 0
+    embedding_norm: bool = False  # norm what the embedding gives
+    query_key_norm: bool = False  # norm queries and keys, each over head_dim
+    post_norm: bool = False  # norm what attention and MLP add to the residual stream
+    activation: Activation = "swiglu"
+    bias: Literal["none", "qkv", "attention", "all"] = "none"
+    score_divisor: PositiveFloat | None = None  # scores are over its root; head_dim if left out
+    score_cap: PositiveFloat | None = None  # attention's scores are cap * tanh(score / cap)
+    logit_cap: PositiveFloat | None = None  # the head's scores, likewise
+    scaled_embedding: bool = False  # rows of the embedding are multiplied by the root of embed
     tied_head: bool = False  # the head is the embedding, transposed
+    normalised_head: bool = False  # the head's weights for a token are divided by their length
     merged_gate: bool = False  # gate and up are one array and one product
     mixture: Mixture | None = None  # None: dense
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after embedding, attention and MLP
@@ -89,7 +135,7 @@ class Model:
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}"
             )
-        if self.merged_gate and self.activation not in ("swiglu", "geglu"):
+        if self.merged_gate and self.activation in ("gelu", "gelu_tanh"):
             raise ValueError(
                 f'activation = "{self.activation}" has no gate to merge; set merged_gate = false'
             )
@@ -101,6 +147,14 @@ class Model:
             raise ValueError('positions = "learned" needs max_length')
         if self.positions != "learned" and self.max_length is not None:
             raise ValueError('max_length is only for positions = "learned"; leave it out')
+        self._check_window()
+
+    def _check_window(self) -> None:
+        if self.positions != "rope" and self.rope_scaling is not None:
+            raise ValueError('rope_scaling is only for positions = "rope"; leave it out')
+        for name in ("full_every", "window_rope_base"):
+            if self.window is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is only for models with a window; set window too")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -294,6 +348,7 @@ class Run:
     steps: Positive
     data: Data
     schedule: Schedule = Schedule()
+    initial: str | None = None  # weights to start from: a converted folder, or another run's
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the weights and the order of the data
     report_every: Positive = 10  # steps
     save_every: Positive = 1000  # steps; the last step is always saved

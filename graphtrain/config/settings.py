@@ -18,6 +18,13 @@ Node = dict[str, Any]
 
 def json_schema() -> Node:
     """JSON schema (draft 2020-12) of a configuration file."""
+    made = _schema()
+    _with_preset(made["$defs"]["Model"])
+    return made
+
+
+def _schema() -> Node:
+    """Of the settings alone, without presets."""
     made = TypeAdapter(schema.Config).json_schema()
     made["$defs"]["Config"] = {key: value for key, value in made.items() if key != "$defs"}
     for name, table in made["$defs"].items():
@@ -34,6 +41,15 @@ def json_schema() -> Node:
     }
 
 
+def _with_preset(model: Node) -> None:
+    """A preset is no setting: it stands for some, and then none is required."""
+    model["properties"]["preset"] = {
+        "type": "string",
+        "description": "a published model by name, or a .toml file with a [program.model]",
+    }
+    model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
+
+
 def _without_null(node: Node) -> None:
     """TOML has no null: a setting without a value is left out."""
     if "anyOf" in node:
@@ -46,7 +62,7 @@ def _without_null(node: Node) -> None:
 @cache
 def known_settings() -> dict[KeyPath, Node]:
     """Every table and setting by its path, with its part of the JSON schema."""
-    made = json_schema()
+    made = _schema()
     known: dict[KeyPath, Node] = {}
 
     def visit(path: KeyPath, node: Node) -> None:

@@ -14,13 +14,16 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         "embedding/tokens": _array(model, "vocab", "embed"),
         **{f"final_norm/{name}": spec for name, spec in _norm(model).items()},
     }
+    if model.embedding_norm:
+        arrays |= {f"embedding/norm/{name}": spec for name, spec in _norm(model).items()}
     if model.positions == "learned":
         arrays["embedding/positions"] = _array(model, "positions", "embed")
     if not model.tied_head:
         arrays["head"] = _array(model, "embed", "vocab")
     layer = {f"attention/{name}": spec for name, spec in _attention(model).items()}
     layer |= {f"mlp/{name}": spec for name, spec in _mlp(model).items()}
-    for norm in ("attention_norm", "mlp_norm"):
+    post = ("attention_post_norm", "mlp_post_norm") if model.post_norm else ()
+    for norm in ("attention_norm", "mlp_norm", *post):
         layer |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
     for name, spec in layer.items():
         shape, axes = (model.layers, *spec.shape), ("layers", *spec.axes)
@@ -53,12 +56,18 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
         arrays["query_bias"] = _array(model, "heads", "head_dim")
         arrays["key_bias"] = _array(model, "kv_heads", "head_dim")
         arrays["value_bias"] = _array(model, "kv_heads", "head_dim")
-    if model.bias == "all":
+    if model.bias in ("attention", "all"):
         arrays["output_bias"] = _array(model, "embed")
+    if model.query_key_norm:
+        for norm in ("query_norm", "key_norm"):
+            own = _norm(model, "head_dim")
+            arrays |= {f"{norm}/{name}": spec for name, spec in own.items()}
     return arrays
 
 
 def _mlp(model: Model) -> dict[str, ArraySpec]:
+    if model.mixture is not None:
+        return _experts(model)
     names = ("gate", "up") if is_gated(model) else ("up",)
     wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
     if model.merged_gate:
@@ -71,12 +80,33 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
     return arrays
 
 
-def _norm(model: Model) -> dict[str, ArraySpec]:
+def _experts(model: Model) -> dict[str, ArraySpec]:
+    names = ("gate", "up") if is_gated(model) else ("up",)
+    assert model.mixture is not None
+    arrays = {
+        "router": _array(model, "embed", "routes"),
+        **{name: _array(model, "experts", "embed", "mlp") for name in names},
+        "down": _array(model, "experts", "mlp", "embed"),
+    }
+    if model.mixture.shared is not None:
+        arrays |= {f"shared_{name}": _array(model, "embed", "shared") for name in names}
+        arrays["shared_down"] = _array(model, "shared", "embed")
+        arrays["shared_share"] = _array(model, "embed")
+    return arrays
+
+
+def _norm(model: Model, axis: str = "embed") -> dict[str, ArraySpec]:
     names = ("scale", "bias") if norm_has_bias(model) else ("scale",)
-    return {name: _array(model, "embed") for name in names}
+    return {name: _array(model, axis) for name in names}
 
 
 def _array(model: Model, *axes: str | None) -> ArraySpec:
-    names = {"positions": "max_length"}
-    sizes = (2 if axis is None else getattr(model, names.get(axis, axis)) for axis in axes)
-    return ArraySpec(tuple(sizes), axes)
+    return ArraySpec(tuple(_size(model, axis) for axis in axes), axes)
+
+
+def _size(model: Model, axis: str | None) -> int:
+    """As models.weights has it: a pair for None, the rows of tables that have no setting."""
+    if axis in ("experts", "routes", "shared"):
+        assert model.mixture is not None
+        return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts
+    return 2 if axis is None else getattr(model, "max_length" if axis == "positions" else axis)

@@ -14,10 +14,12 @@ from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.documents import hide_others
 from graphtrain.models.dot import dot
+from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
-from graphtrain.models.positions import alibi_slopes, rotate
+from graphtrain.models.positions import frequencies, rotate
 from graphtrain.models.projection import project, projects
 from graphtrain.models.ring import ring_attention
+from graphtrain.models.scores import Scoring, score
 from lowering.constrain import constrain, size_of, split_of
 
 if TYPE_CHECKING:
@@ -40,29 +42,46 @@ class Attention(nnx.Module):
             self.query_bias = weights.zeros(model, "heads", "head_dim")
             self.key_bias = weights.zeros(model, "kv_heads", "head_dim")
             self.value_bias = weights.zeros(model, "kv_heads", "head_dim")
-        if model.bias == "all":
+        if model.bias in ("attention", "all"):
             self.output_bias = weights.zeros(model, "embed")
+        if model.query_key_norm:
+            self.query_norm, self.key_norm = Norm(model, "head_dim"), Norm(model, "head_dim")
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], full: jax.Array | None = None
+    ) -> Float[Array, "batch seq embed"]:
+        """Args:
+        x: Normed.
+        full: Whether there is no window in this layer of a model with one.
+        """
         query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
+        if self.model.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
-            places = positions(x.shape[1])
-            query = rotate(query, places, self.model.rope_base)
-            key = rotate(key, places, self.model.rope_base)
-        mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY))
+            places, turns = positions(x.shape[1]), frequencies(self.model, full)
+            query, key = rotate(query, places, turns), rotate(key, places, turns)
+        mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY), full)
         return project(self, "output", "bshd,hde->bse", _outside(mixed, QUERY))
 
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def _attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, full: jax.Array | None
+    ) -> jax.Array:
         """As a ring where the rules split keys by position, else each device by itself."""
-        slopes = alibi_slopes(self.model.heads) if self.model.positions == "alibi" else None
+        scoring, window = Scoring.of(self.model), self._window(full)
         if ring := split_of("attended"):
-            by_head = None if slopes is None else tuple(slopes)
-            return ring_attention(query, key, value, by_head, ring)
-        attend = partial(attention, slopes=slopes)
+            return ring_attention(query, key, value, scoring, ring, window)
+        attend = partial(attention, scoring=scoring)
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=False)
-        return attend(query, key, value)
+        return attend(query, key, value, window=window)
+
+    def _window(self, full: jax.Array | None) -> jax.Array | None:
+        """The distance at which a query sees a key no more."""
+        if self.model.window is None:
+            return None
+        window = jnp.int32(self.model.window)
+        return window if full is None else jnp.where(full, jnp.iinfo(jnp.int32).max, window)
 
 
 # Array axes of positions inside attention, of heads, and of heads that the split of heads leaves
@@ -106,12 +125,19 @@ def attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    slopes: list[float] | None = None,
+    scoring: Scoring | None = None,
+    window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal attention in which groups of query heads share one key and value head.
 
-    Scores and softmax are float32 whatever the dtype of the inputs. Slopes, one per query head,
-    lower a score by the distance (ALiBi).
+    Scores and softmax are float32 whatever the dtype of the inputs.
+
+    Args:
+        query: Of every position.
+        key: Of every position.
+        value: Of every position.
+        scoring: What becomes of products; by default they are over the root of head_dim.
+        window: The distance at which a query sees a key no more; without it, it sees all.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
@@ -121,13 +147,10 @@ def attention(
 
     # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
     # comes in; any other would transpose the largest array of the model.
-    scores = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32) * head_dim**-0.5
+    products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
     positions = jnp.arange(length)
     distance = positions[:, None, None] - positions  # (q, 1, k)
-    if slopes is not None:
-        by_head = jnp.array(slopes, jnp.float32).reshape(kv_heads, 1, -1, 1)
-        scores = scores - by_head * distance
-    scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    scores = score(products, distance, scoring or Scoring(head_dim**-0.5), window)
     shares = jax.nn.softmax(hide_others(scores), axis=-1)
     mixed = dot("bhqgk,bkhd->bqhgd", shares, value)
     return mixed.reshape(query.shape)

@@ -33,7 +33,10 @@ def _weights(model: Model, *, active: bool = False) -> int:
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
     if (mixture := model.mixture) is not None:
         experts = mixture.per_token if active else mixture.experts
-        mlp = experts * mlp + embed * mixture.experts
+        shared = (
+            (3 if is_gated(model) else 2) * embed * mixture.shared + embed if mixture.shared else 0
+        )
+        mlp = experts * mlp + embed * mixture.experts + shared
     return model.layers * (attention + mlp)
 
 
@@ -42,13 +45,16 @@ def _biases(model: Model) -> int:
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
     inside = 0 if model.mixture is not None else hidden + embed  # experts have no biases
-    by_choice = {"none": 0, "qkv": qkv, "all": qkv + embed + inside}
+    attention = qkv + embed
+    by_choice = {"none": 0, "qkv": qkv, "attention": attention, "all": attention + inside}
     return model.layers * by_choice[model.bias]
 
 
 def _scales(model: Model) -> int:
-    norms = 2 * model.layers + 1
-    return norms * model.embed * (2 if norm_has_bias(model) else 1)
+    assert model.head_dim
+    norms = (4 if model.post_norm else 2) * model.layers + 1 + model.embedding_norm
+    heads = 2 * model.layers * model.head_dim if model.query_key_norm else 0
+    return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1)
 
 
 def _tables(model: Model) -> int:
@@ -64,7 +70,7 @@ def _widths(model: Model) -> tuple[int, int, int]:
 
 def is_gated(model: Model) -> bool:
     """Whether the MLP multiplies two projections of its input."""
-    return model.activation in ("swiglu", "geglu")
+    return model.activation in ("swiglu", "geglu", "geglu_tanh")
 
 
 def norm_has_bias(model: Model) -> bool:

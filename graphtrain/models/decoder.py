@@ -30,6 +30,7 @@ from graphtrain.models.layers import (
 )
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import ordered
+from graphtrain.models.scores import cap
 from lowering.constrain import by_hand_now, constrain
 from lowering.pending import complete
 from sharding_rules.arrays import ArraySpec
@@ -47,6 +48,8 @@ class Embedding(nnx.Module):
     def __init__(self, model: Model, rngs: nnx.Rngs):
         self.model = model
         self.tokens = weights.normal(model, rngs, "vocab", "embed")
+        if model.embedding_norm:
+            self.norm = Norm(model)
         if model.positions == "learned":
             self.positions = weights.normal(model, rngs, "positions", "embed")
 
@@ -55,6 +58,8 @@ class Embedding(nnx.Module):
         # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
         rows = _rows(self.tokens[...], tokens, self.model.dtype, by_hand_now())
         x = residual(constrain(jnp.asarray(rows), *WHOLE))
+        if self.model.scaled_embedding:
+            x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
@@ -65,6 +70,8 @@ class Embedding(nnx.Module):
                 x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
             else:
                 x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
+        if self.model.embedding_norm:
+            x = self.norm(x)
         return x.astype(self.model.dtype)
 
 
@@ -129,11 +136,19 @@ class Decoder(nnx.Module):
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         x = enter(hidden)
-        if self.model.tied_head:
-            scores = dot("bse,ve->bsv", x, self.embedding.tokens[...], jnp.float32)
-        else:
-            scores = dot("bse,ev->bsv", x, self.head[...], jnp.float32)
-        return constrain(scores, "batch", "seq", "vocab")
+        tied, model = self.model.tied_head, self.model
+        head = self.embedding.tokens[...] if tied else self.head[...]
+        if model.normalised_head:
+            head = _unit_length(head, axis=1 if tied else 0)
+        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, head, jnp.float32)
+        return constrain(cap(scores, model.logit_cap), "batch", "seq", "vocab")
+
+
+def _unit_length(weights: jax.Array, axis: int) -> jax.Array:
+    """Divided by the length along an axis, or by 1e-12 if that is more, as PyTorch's normalize."""
+    squares = jnp.sum(jnp.square(weights.astype(jnp.float32)), axis, keepdims=True)
+    # Under the root, so that rows of zeros have gradients.
+    return (weights * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(weights.dtype)
 
 
 def parameter_specs(model: Model) -> dict[str, Any]:

@@ -25,21 +25,33 @@ class Block(nnx.Module):
 
     def __init__(self, model: Model, rngs: nnx.Rngs):
         self.dropout = model.dropout
+        self.post_norm = model.post_norm
         self.attention_norm = Norm(model)
         self.attention = Attention(model, rngs)
         self.mlp_norm = Norm(model)
+        if model.post_norm:
+            self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
         self.mlp = MLP(model, rngs) if model.mixture is None else MixtureMLP(model, rngs)
 
     def __call__(
-        self, x: jax.Array, dropout_key: jax.Array | None = None
+        self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
     ) -> tuple[jax.Array, Auxiliary]:
-        """(batch, seq, embed) to the same; without a key nothing is dropped."""
+        """(batch, seq, embed) to the same; without a key nothing is dropped.
+
+        Args:
+            full: Whether this layer's queries see all positions before them although the model has
+                a window; without it none does.
+        """
         for_attention, for_mlp = split_key(dropout_key)
-        update = leave(self.attention(enter(self.attention_norm(x))))
+        update = leave(self.attention(enter(self.attention_norm(x)), full))
+        if self.post_norm:
+            update = self.attention_post_norm(update)
         x = x + dropout(update, self.dropout, for_attention)
         wide = self.mlp(enter(self.mlp_norm(x)))
         update, auxiliary = wide if isinstance(wide, tuple) else (wide, {})
         update = leave(update)
+        if self.post_norm:
+            update = self.mlp_post_norm(update)
         x = x + dropout(update, self.dropout, for_mlp)
         return residual(x), auxiliary
 
@@ -91,7 +103,15 @@ def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Auxiliary]:
     """Run x through all layers of a model, one after the other."""
-    return apply_stack(model, layers, x, layer_keys(model, dropout_key))
+    keys = layer_keys(model, dropout_key)
+    return apply_stack(model, layers, x, keys, full=full_layers(model))
+
+
+def full_layers(model: Model) -> jax.Array | None:
+    """Of each layer whether it has no window, where some have and some have not."""
+    if model.full_every is None:
+        return None
+    return (jnp.arange(model.layers) + 1) % model.full_every == 0
 
 
 def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:
@@ -105,6 +125,7 @@ def apply_stack(
     x: jax.Array,
     keys: jax.Array | None = None,
     real: jax.Array | None = None,
+    full: jax.Array | None = None,
 ) -> tuple[jax.Array, Auxiliary]:
     """Run x through a stack of layers; add up what they add to the loss.
 
@@ -116,18 +137,19 @@ def apply_stack(
         x: (batch, seq, embed).
         keys: Of each layer, for dropout; without them nothing is dropped.
         real: Of each layer, whether it does anything; without it, all do.
+        full: Of each layer, whether it has no window; see full_layers.
     """
     block, parameters = nnx.split(layers)
 
     def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, Auxiliary]:
-        parameters, key, real = layer
-        y, auxiliary = nnx.merge(block, complete(parameters))(x, key)
+        parameters, key, real, full = layer
+        y, auxiliary = nnx.merge(block, complete(parameters))(x, key, full)
         if real is None:
             return y, auxiliary
         return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
 
     body = _checkpoint(one_layer, model.remat)
-    x, auxiliary = jax.lax.scan(body, x, (parameters, keys, real))
+    x, auxiliary = jax.lax.scan(body, x, (parameters, keys, real, full))
     return x, jax.tree.map(jnp.sum, auxiliary)
 
 

@@ -28,7 +28,7 @@ from graphtrain.models.counts import is_gated
 from graphtrain.models.dot import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.order import positions
-from graphtrain.models.projection import PROJECTION
+from graphtrain.models.projection import PROJECTION, project, projects
 from lowering.constrain import constrain, placement, split_of
 
 if TYPE_CHECKING:
@@ -56,6 +56,14 @@ class MixtureMLP(nnx.Module):
             model, rngs, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
 
+        if self.mixture.shared is not None:
+            for name in self._shared_names():
+                setattr(self, name, weights.normal(model, rngs, "embed", "shared"))
+            self.shared_down = weights.normal(
+                model, rngs, "shared", "embed", scale=(2 * model.layers) ** -0.5
+            )
+            self.shared_share = weights.zeros(model, "embed")
+
     @jax.named_scope("mixture")
     def __call__(
         self, x: Float[Array, "batch seq embed"]
@@ -66,8 +74,27 @@ class MixtureMLP(nnx.Module):
         shares, experts = choose(scores, self.mixture)
         terms = router_losses(scores, experts, self.mixture, self.model.layers)
         if self.mixture.capacity is None:
-            return self._dropless(x, shares, experts), terms
-        return self._within_capacity(x, shares, experts, self.mixture.capacity), terms
+            mixed = self._dropless(x, shares, experts)
+        else:
+            mixed = self._within_capacity(x, shares, experts, self.mixture.capacity)
+        return (mixed if self.mixture.shared is None else mixed + self._shared(x)), terms
+
+    @jax.named_scope("shared")
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """The expert that every token has, times the token's share of it.
+
+        Source: Qwen team 2024, "Qwen1.5-MoE", https://qwenlm.github.io/blog/qwen-moe/
+        """
+        activate = ACTIVATIONS[self.model.activation]
+        wide = projects(self, self._shared_names(), "bse,em->bsm", x)
+        *gate, up = (constrain(each, "batch", "seq", "shared") for each in wide)
+        hidden = activate(gate[0]) * up if gate else activate(up)
+        score = (x.astype(jnp.float32) * self.shared_share[...]).sum(-1, keepdims=True)
+        share = jax.nn.sigmoid(score).astype(x.dtype)
+        return project(self, "shared_down", "bsm,me->bse", hidden) * share
+
+    def _shared_names(self) -> tuple[str, ...]:
+        return ("shared_gate", "shared_up") if is_gated(self.model) else ("shared_up",)
 
     def _widths(self) -> list[jax.Array]:
         return [self.gate[...], self.up[...]] if is_gated(self.model) else [self.up[...]]

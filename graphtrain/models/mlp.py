@@ -14,6 +14,7 @@ from lowering.constrain import constrain
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=False),
+    "geglu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream."""
+"""Normalisation of the residual stream, or of each head."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,17 @@ from graphtrain.models.counts import norm_has_bias
 
 
 class Norm(nnx.Module):
-    """RMS or layer norm over embed, in float32.
+    """RMS or layer norm over the last axis, in float32.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467;
     Ba et al. 2016, https://arxiv.org/abs/1607.06450
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, axis: str = "embed"):
         self.model = model
-        self.scale = weights.ones(model, "embed")
+        self.scale = (weights.zeros if model.scale_offset else weights.ones)(model, axis)
         if norm_has_bias(model):
-            self.bias = weights.zeros(model, "embed")
+            self.bias = weights.zeros(model, axis)
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -28,7 +28,8 @@ class Norm(nnx.Module):
         if self.model.norm == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(mean_square + self.model.norm_epsilon) * self.scale[...]
+        scale = 1 + self.scale[...] if self.model.scale_offset else self.scale[...]
+        y = y * jax.lax.rsqrt(mean_square + self.model.norm_epsilon) * scale
         if norm_has_bias(self.model):
             y = y + self.bias[...]
         return y.astype(x.dtype)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
+
+from graphtrain.config.schema import Model, RopeScaling
 
 if TYPE_CHECKING:
     from jax import Array
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     positions: Int[Array, "#batch seq"] | Int[Array, " seq"],
-    base: float,
+    frequencies: Float[Array, " half"],
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Turn each pair (i, i + head_dim / 2) by an angle proportional to its position.
 
@@ -23,13 +27,45 @@ def rotate(
     Source: Su et al. 2021, "RoFormer", equation 34, https://arxiv.org/abs/2104.09864; the pairs are
     Hugging Face Llama's: halves, not neighbours.
     """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " half"]:
+    """Radians by which each pair turns from one position to the next.
+
+    Args:
+        model: Whose layers may have two bases, one for those with a window.
+        full: Whether the layer has no window, of a model in which others have.
+    """
+    assert model.head_dim
+    half = model.head_dim // 2
+
+    def of(base: float) -> Float[Array, " half"]:
+        return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+    everywhere = _stretched(of(model.rope_base), model.rope_scaling)
+    if model.window_rope_base is None:
+        return everywhere
+    near = of(model.window_rope_base)
+    return near if full is None else jnp.where(full, everywhere, near)
+
+
+def _stretched(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
+    if scaling is None:
+        return turns
+    slow = turns / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    assert scaling.low_frequency and scaling.high_frequency and scaling.original_length
+    # Turns in the original length: few are slowed down, many stay, and those between are mixed.
+    count = scaling.original_length * turns / (2 * math.pi)
+    low, high = scaling.low_frequency, scaling.high_frequency
+    share = jnp.clip((count - low) / (high - low), 0, 1)
+    return (1 - share) * slow + share * turns
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -35,6 +35,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 
 from graphtrain.models.projection import PROJECTION
+from graphtrain.models.scores import Scoring
 from graphtrain.models.tiles import (
     Mixed,
     Pair,
@@ -54,48 +55,54 @@ if TYPE_CHECKING:
 
 FIRST, LAST = 0, 1  # chunks of a device, from the two ends of a sequence
 Chunk = int | jax.Array
-Slopes = tuple[float, ...] | None
 
 
 def ring_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    slopes: Slopes,
+    scoring: Scoring,
     mesh_axes: tuple[str, ...],
+    window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """What `attention` computes, of positions in the order of a ring along these mesh axes."""
     found = placement()  # the gradient may be traced after the block that placed the arrays
     assert found is not None, "a ring needs a mesh"
-    over = partial(_over, found, mesh_axes, slopes)
+    over = partial(_over, found, mesh_axes, scoring)
     by_position, by_chunk = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
+    # An input where there is one: it may be another in each layer.
+    windows = () if window is None else (window,)
+    whole = (PartitionSpec(),) * len(windows)
 
     @jax.custom_vjp
-    def ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return forward(query, key, value)[0]
+    def ring(
+        query: jax.Array, key: jax.Array, value: jax.Array, windows: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        return forward(query, key, value, windows)[0]
 
     def forward(
-        query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        mixed, log_sum = over(_forward, (by_position,) * 3, (by_position, by_chunk))(
-            query, key, value
-        )
+        query: jax.Array, key: jax.Array, value: jax.Array, windows: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        ins = (*(by_position,) * 3, *whole)
+        mixed, log_sum = over(_forward, ins, (by_position, by_chunk))(query, key, value, *windows)
         # Kept wherever products with weights are: to compute it again would send all again.
         mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
-        return mixed, (query, key, value, mixed, log_sum)
+        return mixed, (query, key, value, mixed, log_sum, windows)
 
-    def backward(residuals: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
-        ins = (*(by_position,) * 4, by_chunk, by_position)
-        return over(_backward, ins, (by_position,) * 3)(*residuals, gradient)
+    def backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        *arrays, windows = residuals
+        ins = (*(by_position,) * 4, by_chunk, by_position, *whole)
+        found = over(_backward, ins, (by_position,) * 3)(*arrays, gradient, *windows)
+        return (*found, tuple(None for _ in windows))
 
     ring.defvjp(forward, backward)
-    return ring(query, key, value)
+    return ring(query, key, value, windows)
 
 
 def _over(
     found: Placement,
     mesh_axes: tuple[str, ...],
-    slopes: Slopes,
+    scoring: Scoring,
     local: Callable,
     ins: tuple,
     outs: tuple,
@@ -105,7 +112,7 @@ def _over(
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with by_hand(mesh_axes, found):
-            return local(ring, slopes, *arrays)
+            return local(ring, scoring, *arrays)
 
     names = set(mesh_axes)
     whole = jax.shard_map(
@@ -152,7 +159,12 @@ class _Ring:
 
 
 def _forward(
-    ring: _Ring, slopes: Slopes, query: jax.Array, key: jax.Array, value: jax.Array
+    ring: _Ring,
+    scoring: Scoring,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Mixed values, and the log-sums of scores: (chunk, tile, batch, kv_heads, query, group)."""
     queries = divide_queries(query, key.shape[2])
@@ -161,7 +173,7 @@ def _forward(
 
     def step(mixed: Mixed, keys: Any, number: int | jax.Array) -> Mixed:
         for here, there, pair in ring.pairs(number, length):
-            part = attend(_pick(queries, here), _pick(keys, there), pair, slopes)
+            part = attend(_pick(queries, here), _pick(keys, there), pair, scoring, window)
             mixed = _put(mixed, here, merge(_pick(mixed, here), part))
         return mixed
 
@@ -177,13 +189,14 @@ def _forward(
 
 def _backward(
     ring: _Ring,
-    slopes: Slopes,
+    scoring: Scoring,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mixed: jax.Array,
     log_sum: jax.Array,
     gradient: jax.Array,
+    window: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value."""
     kv_heads, length = key.shape[2], query.shape[1] // 2
@@ -194,7 +207,7 @@ def _backward(
 
     def step(of_queries: Any, of_keys: Any, keys: Any, number: int | jax.Array) -> tuple[Any, Any]:
         for here, there, pair in ring.pairs(number, length):
-            added = gradients(_pick(rows, here), _pick(keys, there), pair, slopes)
+            added = gradients(_pick(rows, here), _pick(keys, there), pair, scoring, window)
             of_queries = _add(of_queries, here, added[0])
             of_keys = _add(of_keys, there, added[1])
         return of_queries, of_keys

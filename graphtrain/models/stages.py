@@ -13,7 +13,7 @@ import numpy as np
 
 from graphtrain.config.schema import Model
 from graphtrain.models.decoder import Parameters, merge
-from graphtrain.models.layers import apply_stack, layer_keys, split_key
+from graphtrain.models.layers import apply_stack, full_layers, layer_keys, split_key
 from lowering.pipeline import Pipeline
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
@@ -77,16 +77,18 @@ def decoder_pipeline(
         return merge(model, weights).embed(microbatch["tokens"], keys_of(number)[0])
 
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
-        drop = layer_keys(model, keys_of(number)[1])
+        drop, full = layer_keys(model, keys_of(number)[1]), full_layers(model)
         begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
         here = begin + jnp.arange(stages.depth)
+        which = jnp.minimum(here, model.layers - 1)  # rows of zeros are no layer's
         count = jnp.array(stages.layers)[chunk]
         x, terms = apply_stack(
             model,
             merge(model, {"layers": rows}).layers,
             x,
-            None if drop is None else drop[jnp.minimum(here, model.layers - 1)],
+            None if drop is None else drop[which],
             here < begin + count if stages.waste else None,
+            None if full is None else full[which],
         )
         return x, jax.tree.map(lambda term: term * term_weight, terms)
 

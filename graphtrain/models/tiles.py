@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from graphtrain.models.dot import dot
+from graphtrain.models.scores import Scoring, score, steepness
 
 _TILE = 512  # queries whose scores exist at once, at most
 
@@ -71,16 +72,19 @@ def attend(
     queries: jax.Array,
     keys: tuple[jax.Array, jax.Array],
     pair: Pair,
-    slopes: tuple[float, ...] | None,
+    scoring: Scoring,
+    window: jax.Array | None = None,
 ) -> Mixed:
     """Attention of a chunk of queries to chunks of keys and values, as if these were all."""
     key, value = keys
 
     def one(tile: tuple[jax.Array, jax.Array]) -> Mixed:
         query, begin = tile
-        scores = _scores(query, key, Pair(begin, pair.key), slopes)
+        _, scores = _scores(query, key, Pair(begin, pair.key), scoring, window)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
-        shares = jnp.exp(scores - log_sum[..., None])
+        # A window may leave a query nothing of these keys: minus infinity less itself is no number.
+        base = log_sum if window is None else jnp.where(jnp.isfinite(log_sum), log_sum, 0)
+        shares = jnp.exp(scores - base[..., None])
         return Mixed(dot("bhqgk,bhkd->bhqgd", shares, value, jnp.float32), log_sum)
 
     return lax.map(one, (queries, _begins(queries, pair)))
@@ -97,7 +101,8 @@ def gradients(
     rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     keys: tuple[jax.Array, jax.Array],
     pair: Pair,
-    slopes: tuple[float, ...] | None,
+    scoring: Scoring,
+    window: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What a pair of chunks adds to the gradients of its queries, and of its keys and values.
 
@@ -106,19 +111,19 @@ def gradients(
             over all keys, and the sum over head_dim of that gradient times what they mix.
         keys: a chunk of keys, and of their values.
         pair: where the chunks begin.
-        slopes: of ALiBi, by query head.
+        scoring: what becomes of products.
+        window: the distance at which a query sees a key no more.
     """
     key, value = keys
-    scale = key.shape[-1] ** -0.5
 
     def one(sums: tuple[jax.Array, jax.Array], tile: tuple) -> tuple[tuple, jax.Array]:
         (query, gradient, log_sum, mean), begin = tile
-        scores = _scores(query, key, Pair(begin, pair.key), slopes)
+        products, scores = _scores(query, key, Pair(begin, pair.key), scoring, window)
         shares = jnp.exp(scores - log_sum[..., None])
         of_shares = dot("bhqgd,bhkd->bhqgk", gradient, value, jnp.float32)
-        of_scores = shares * (of_shares - mean[..., None]) * scale
-        of_query = dot("bhqgk,bhkd->bhqgd", of_scores, key, jnp.float32)
-        of_key = dot("bhqgk,bhqgd->bhkd", of_scores, query, jnp.float32)
+        of_products = shares * (of_shares - mean[..., None]) * steepness(products, scoring)
+        of_query = dot("bhqgk,bhkd->bhqgd", of_products, key, jnp.float32)
+        of_key = dot("bhqgk,bhqgd->bhkd", of_products, query, jnp.float32)
         of_value = dot("bhqgk,bhqgd->bhkd", shares, gradient, jnp.float32)
         return (sums[0] + of_key, sums[1] + of_value), of_query
 
@@ -129,16 +134,13 @@ def gradients(
 
 
 def _scores(
-    query: jax.Array, key: jax.Array, pair: Pair, slopes: tuple[float, ...] | None
-) -> jax.Array:
-    """Masked scores of a tile, (batch, kv_heads, query, group, key), float32."""
-    scores = dot("bhqgd,bhkd->bhqgk", query, key, jnp.float32) * key.shape[-1] ** -0.5
+    query: jax.Array, key: jax.Array, pair: Pair, scoring: Scoring, window: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Products of a tile and its masked scores, (batch, kv_heads, query, group, key), float32."""
+    products = dot("bhqgd,bhkd->bhqgk", query, key, jnp.float32)
     within = jnp.arange(query.shape[2])[:, None, None] - jnp.arange(key.shape[2])
     distance = pair.query - pair.key + within  # (query, 1, key)
-    if slopes is not None:
-        by_head = jnp.array(slopes, jnp.float32).reshape(key.shape[1], 1, -1, 1)
-        scores = scores - by_head * distance
-    return jnp.where(distance >= 0, scores, -jnp.inf)
+    return products, score(products, distance, scoring, window)
 
 
 def _begins(queries: jax.Array, pair: Pair) -> jax.Array:

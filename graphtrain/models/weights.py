@@ -28,7 +28,7 @@ def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
 def _size(model: Model, axis: str) -> int:
     """All but the position table's rows and the experts are settings of the same name."""
-    if axis in ("experts", "routes"):
+    if axis in ("experts", "routes", "shared"):
         assert model.mixture is not None
-        return model.mixture.experts
+        return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts
     return getattr(model, "max_length" if axis == "positions" else axis)

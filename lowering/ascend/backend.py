@@ -21,6 +21,7 @@ from lowering.graph import Graph
 from lowering.jax_xla import (
     Device,
     Executable,
+    fill,
     forbid_tracing,
     make_mesh,
     plan_graph,
@@ -41,6 +42,7 @@ __all__ = [
     "compile",
     "described_devices",
     "devices",
+    "fill",
     "forbid_tracing",
     "load",
     "lower",

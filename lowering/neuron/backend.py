@@ -13,6 +13,7 @@ from lowering.graph import Graph
 from lowering.jax_xla import (
     Device,
     Executable,
+    fill,
     forbid_tracing,
     make_mesh,
     memory_in_use,
@@ -36,6 +37,7 @@ __all__ = [
     "compile",
     "described_devices",
     "devices",
+    "fill",
     "forbid_tracing",
     "load",
     "lower",

@@ -38,6 +38,20 @@ GPT2 = Model(
     tied_head=True,
     dtype="float32",
 )
+GEMMA = dataclasses.replace(  # a window narrower than a chunk of the ring, and one layer without
+    LLAMA,
+    activation="geglu_tanh",
+    tied_head=True,
+    post_norm=True,
+    query_key_norm=True,
+    scale_offset=True,
+    scaled_embedding=True,
+    window=3,
+    full_every=2,
+    window_rope_base=1000.0,
+    score_cap=2.0,
+    logit_cap=5.0,
+)
 CUBE = {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=2, tensor=2)}
 
 

@@ -2,18 +2,20 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
-from programs import GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
+from programs import GEMMA, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.models import tiles
 from graphtrain.models.order import ordered, positions
 from graphtrain.models.ring import ring_attention
+from graphtrain.models.scores import Scoring
 from lowering import jax_xla
 from lowering.constrain import placed
 from sharding_rules.errors import ShardingError
@@ -21,7 +23,7 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 BLOOM = dataclasses.replace(LLAMA, positions="alibi", norm="layer", activation="gelu")
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "bloom": BLOOM}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "bloom": BLOOM, "gemma": GEMMA}
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
 WAYS = {
     "ring 8": {"mesh": Mesh(context=8), "rules": RING},
@@ -43,6 +45,7 @@ CASES = [
     *(("llama", way) for way in WAYS),
     *(("gpt2", way) for way in ("ring 4", "ring, sequence", "ulysses")),
     *(("bloom", way) for way in ("ring, tensor", "ulysses, tensor")),
+    *(("gemma", way) for way in ("ring 4", "ulysses, sequence")),
 ]
 
 
@@ -126,7 +129,8 @@ def test_every_device_of_a_ring_does_half_the_products():
     mesh = jax_xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
     array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
     with placed(mesh, Rules.load(["context"])):
-        traced = jax.make_jaxpr(lambda *qkv: ring_attention(*qkv, None, ("context",)))(*[array] * 3)
+        run = partial(ring_attention, scoring=Scoring(head_dim**-0.5), mesh_axes=("context",))
+        traced = jax.make_jaxpr(run)(*[array] * 3)
     whole = 2 * 2 * length * length * heads * head_dim
     share = devices * products(traced.jaxpr) / whole
     assert share == (2 * devices + 1) / (4 * devices)

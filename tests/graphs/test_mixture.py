@@ -40,6 +40,14 @@ def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, batch=batch)))
 
 
+@pytest.mark.parametrize("way", ["expert, tensor, sequence", "expert, fsdp"])
+def test_an_expert_that_every_token_has_is_split_as_an_mlp(way):
+    shared = dataclasses.replace(DROPLESS, shared=24)
+    batch = Batch(sequences=16, length=16, microbatches=2)
+    split = mixed(shared, target="cpu:8", mesh=WAYS[way], batch=batch)
+    assert_close(loss_and_gradients(split), loss_and_gradients(mixed(shared, batch=batch)))
+
+
 @pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
 def test_stages_of_mixtures_have_the_gradients_of_one_device(mixture):
     settings = {"batch": Batch(sequences=16, length=16, microbatches=2)}

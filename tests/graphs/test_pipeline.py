@@ -5,7 +5,18 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from programs import GPT2, LLAMA, alone, batch, loaded, placed_inputs, program, state_of, stored
+from programs import (
+    GEMMA,
+    GPT2,
+    LLAMA,
+    alone,
+    batch,
+    loaded,
+    placed_inputs,
+    program,
+    state_of,
+    stored,
+)
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
@@ -15,6 +26,7 @@ from sharding_rules.pipeline import divide_layers
 DEEP = {
     "llama": dataclasses.replace(LLAMA, layers=8),
     "gpt2": dataclasses.replace(GPT2, layers=8),
+    "gemma": dataclasses.replace(GEMMA, layers=8),
 }
 GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
 CIRCULAR = Pipeline(rounds=2)
@@ -62,6 +74,11 @@ def test_loss_and_gradients_equal_those_of_one_device(case):
 @pytest.mark.parametrize("case", ["circular, cube", "gpipe, uneven", "1f1b, uneven"])
 def test_a_tied_head_and_biases_have_the_gradients_of_one_device(case):
     assert_equals_one_device(in_stages(*CASES[case], model=DEEP["gpt2"]))
+
+
+@pytest.mark.parametrize("case", ["circular, uneven", "1f1b, cube"])
+def test_layers_with_and_without_a_window_have_the_gradients_of_one_device(case):
+    assert_equals_one_device(in_stages(*CASES[case], model=DEEP["gemma"]))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def test_the_watch_above_sees_a_compilation(place):
 def test_a_second_compile_compiles_nothing(place):
     place.command("compile", "config.toml", "--report", "report.json")
     report = json.loads((place.path / "report.json").read_text())
-    assert {"total", "successful", "failed", "cached", "seconds", "graphs"} == set(report)
+    counts = {"total", "successful", "failed", "cached", "bundled"}
+    assert {*counts, "seconds", "host", "graphs"} == set(report)
     assert (report["total"], report["successful"], report["cached"]) == (3, 0, 3)
 
 

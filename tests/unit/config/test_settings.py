@@ -28,7 +28,8 @@ def test_the_schema_is_one_for_editors():
     assert made["$ref"] == "#/$defs/Config"
     model = made["$defs"]["Model"]
     assert model["additionalProperties"] is False
-    assert model["required"] == ["layers", "embed", "heads", "mlp", "vocab"]
+    sizes = ["layers", "embed", "heads", "mlp", "vocab"]
+    assert model["anyOf"] == [{"required": ["preset"]}, {"required": sizes}]
     assert model["properties"]["kv_heads"] == {
         "type": "integer",
         "minimum": 1,

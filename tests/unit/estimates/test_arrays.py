@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphtrain.config.schema import Batch, Mesh, Model, Optimizer, Program
+from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
 from graphtrain.estimates.arrays import parameter_arrays, state_arrays
 from graphtrain.estimates.weights import place_weights
 from graphtrain.models.counts import parameter_count
@@ -27,6 +27,11 @@ MODELS = {
     "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
     "merged gate": {"merged_gate": True, "bias": "all"},
     "gated with all biases": {"bias": "all", "norm": "layer"},
+    "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
+    "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
+    "internlm": {"bias": "attention"},
+    "mixtral": {"mixture": Mixture(experts=4)},
+    "qwen2 mixture": {"mixture": Mixture(experts=4, shared=24)},
 }
 
 

@@ -4,17 +4,22 @@ import pytest
 
 from graphtrain.models.attention import attention
 from graphtrain.models.positions import alibi_slopes
+from graphtrain.models.scores import Scoring
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 9, 6, 2, 4
 
 
-def reference(query, key, value, slopes):
+def reference(query, key, value, scoring, window):
     """One head, one query and float64 at a time."""
     mixed = np.zeros(query.shape)
     for b, q, h in np.ndindex(query.shape[:3]):
         shared = h // (HEADS // KV_HEADS)
-        scores = key[b, : q + 1, shared] @ query[b, q, h] / np.sqrt(HEAD_DIM)
-        scores = scores - slopes[h] * np.arange(q, -1, -1)
+        scores = key[b, : q + 1, shared] @ query[b, q, h] * scoring.scale
+        if scoring.cap:
+            scores = scoring.cap * np.tanh(scores / scoring.cap)
+        if scoring.slopes:
+            scores = scores - scoring.slopes[h] * np.arange(q, -1, -1)
+        scores[: max(0, q + 1 - window)] = -np.inf
         shares = np.exp(scores - scores.max())
         mixed[b, q, h] = shares @ value[b, : q + 1, shared] / shares.sum()
     return mixed
@@ -29,12 +34,19 @@ def inputs(dtype: str) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("slopes", [None, alibi_slopes(HEADS)], ids=["plain", "alibi"])
-def test_attention_equals_one_query_at_a_time(slopes, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("scoring", "window"),
+    [
+        (Scoring(0.5), LENGTH),
+        (Scoring(0.5, slopes=tuple(alibi_slopes(HEADS))), LENGTH),
+        (Scoring(0.3, cap=0.7), 3),
+    ],
+    ids=["plain", "alibi", "capped in a window"],
+)
+def test_attention_equals_one_query_at_a_time(scoring, window, dtype, tolerance):
     arrays = inputs(dtype)
-    exact = (np.asarray(x, np.float64) for x in arrays)
-    want = reference(*exact, slopes or [0] * HEADS)
-    got = attention(*arrays, slopes)
+    want = reference(*(np.asarray(x, np.float64) for x in arrays), scoring, window)
+    got = attention(*arrays, scoring, None if window == LENGTH else jax.numpy.int32(window))
     assert got.dtype == dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance)
 

@@ -27,6 +27,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"norm": "layer", "activation": "geglu", "bias": "all", "positions": "alibi"},
     {"norm": "layer", "activation": "gelu", "tied_head": True},
     {"bias": "all"},
+    {"bias": "attention", "embedding_norm": True},
+    {"query_key_norm": True, "post_norm": True, "scale_offset": True, "head_dim": 8},
 ]
 
 

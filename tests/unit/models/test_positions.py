@@ -10,7 +10,7 @@ def test_rotation_multiplies_pairs_of_halves_by_a_complex_phase():
     frequencies = 500_000.0 ** (-np.arange(4) / 4)
     turned = pairs * np.exp(1j * np.arange(50)[:, None, None] * frequencies)
     want = np.concatenate([turned.real, turned.imag], axis=-1)
-    got = rotate(x.astype(np.float32), np.arange(50), 500_000.0)
+    got = rotate(x.astype(np.float32), np.arange(50), np.float32(frequencies))
     np.testing.assert_allclose(got, want, atol=2e-5)  # angles near 50, in float32
 
 

@@ -1,0 +1,85 @@
+"""`graphtrain convert`: weights from Hugging Face's files and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cli.options import json_option
+
+if TYPE_CHECKING:
+    from graphtrain.weights.convert import Progress, Summary
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group("convert")
+def command() -> None:
+    """Bring weights from Hugging Face's files and back."""
+
+
+@command.command("hf-to-graphtrain")
+@click.argument("source", type=_FOLDER)
+@click.argument("destination", type=_FOLDER)
+@json_option
+def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
+    """Make DESTINATION, which a run can start from, of SOURCE, a folder of Hugging Face.
+
+    SOURCE holds config.json and weights as .safetensors or .bin, in one file or in several with an
+    index.
+    """
+    from graphtrain.weights.convert import from_hugging_face
+
+    with _progress() as show:
+        summary = from_hugging_face(source, destination, show)
+    _tell(summary, destination, as_json)
+    if not as_json:
+        click.echo(
+            f'in a configuration: [program.model] preset = "{destination}/model.toml" and '
+            f'[run] initial = "{destination}"'
+        )
+
+
+@command.command("graphtrain-to-hf")
+@click.argument("source", type=_FOLDER)
+@click.argument("destination", type=_FOLDER)
+@click.option("--step", type=click.IntRange(0), help="Of a run's checkpoint; the last one.")
+@json_option
+def graphtrain_to_hf(source: Path, destination: Path, step: int | None, as_json: bool) -> None:
+    """Make DESTINATION, which transformers loads, of SOURCE: a run's directory or a converted one.
+
+    Configuration, tokenizer and chat template are those that the weights began with.
+    """
+    from graphtrain.weights.convert import to_hugging_face_folder
+
+    with _progress() as show:
+        summary = to_hugging_face_folder(source, destination, show, step)
+    _tell(summary, destination, as_json)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as display:
+        row = display.add_task("arrays", total=None)
+        yield lambda done, count: display.update(row, completed=done, total=count)
+
+
+def _tell(summary: Summary, destination: Path, as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))
+        return
+    click.echo(
+        f"{destination}: {summary.family}, {summary.parameters:,} parameters in {summary.arrays} "
+        f"arrays, {summary.dtype}"
+    )

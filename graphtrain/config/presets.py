@@ -1,0 +1,72 @@
+"""Models by name: what [program.model] preset stands for."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import ConfigError
+
+_FILE = Path(__file__).with_name("presets.toml")
+
+
+def preset_names() -> tuple[str, ...]:
+    """Of the published models."""
+    return tuple(_read(_FILE))
+
+
+def published_parameters(name: str) -> float:
+    """How many numbers a published model holds, by its publisher; a float is in billions."""
+    return _read(_FILE)[name]["parameters"]
+
+
+def preset_settings(preset: str) -> dict[str, Any]:
+    """The settings of a published model, or those in a .toml file with a [program.model].
+
+    Raises:
+        ConfigError: there is no such model, or no such file.
+    """
+    if preset.endswith(".toml"):
+        return _settings_in(Path(preset))
+    known = _read(_FILE)
+    if preset not in known:
+        near = get_close_matches(preset, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f'program.model.preset = "{preset}": no such model; {hint}')
+    settings = dict(known[preset])
+    del settings["parameters"]
+    if "like" in settings:
+        settings = preset_settings(settings.pop("like")) | settings
+    return settings
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    try:
+        return _read(path)["program"]["model"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f'program.model.preset = "{path}": the file has no [program.model] ({error})'
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())
+
+
+def apply_preset(document: dict[str, Any]) -> None:
+    """Put a preset's settings under those that the document has itself.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    program = document.get("program")
+    model = program.get("model") if isinstance(program, dict) else None
+    if (
+        isinstance(program, dict)
+        and isinstance(model, dict)
+        and isinstance(model.get("preset"), str)
+    ):
+        own = {name: value for name, value in model.items() if name != "preset"}
+        program["model"] = preset_settings(model["preset"]) | own

@@ -1,0 +1,49 @@
+"""Baichuan 1 and 2: of 7B with rotary positions, of 13B with ALiBi; 2 with a head of unit rows.
+
+All have one model_type. 7B says max_position_embeddings and 13B does not; 2 says z_loss_weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import Model
+from graphtrain.families.family import Config, Family, Row
+from graphtrain.families.llama import HEAD, MLP, NORMS, OUTPUT, SIZES, TABLES
+
+_QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
+
+
+@dataclass(frozen=True)
+class _Generation:
+    def read(self, config: Config) -> dict[str, Any]:
+        return {
+            "positions": "rope" if config.get("max_position_embeddings") else "alibi",
+            "normalised_head": "z_loss_weight" in config,
+        }
+
+    def write(self, model: Model) -> dict[str, Any]:
+        told: dict[str, Any] = {"model_max_length": 4096}
+        if model.positions == "rope":
+            told["max_position_embeddings"] = 4096
+        return told | ({"z_loss_weight": 0} if model.normalised_head else {})
+
+
+BAICHUAN = Family(
+    "baichuan",
+    "BaichuanForCausalLM",
+    (*SIZES, *HEAD, _Generation()),
+    (
+        *TABLES,
+        *NORMS,
+        Row(
+            "model.layers.{layer}.self_attn.W_pack.weight",
+            _QKV,
+            "(three heads head_dim) embed -> three embed heads head_dim",
+        ),
+        Row("model.layers.{layer}.self_attn.o_proj.weight", ("layers/attention/output",), OUTPUT),
+        *MLP,
+    ),
+    without_weights=(r".*\.rotary_emb\.inv_freq", r"model\.(future_mask|alibi_mask)"),
+)

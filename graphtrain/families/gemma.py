@@ -1,0 +1,110 @@
+"""Gemma 2 and 3: norms around attention and MLP, alternating windows, soft caps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import Model
+from graphtrain.families.family import Config, Family, Row
+from graphtrain.families.llama import ATTENTION, MLP, TABLES
+from graphtrain.families.settings import (
+    Choice,
+    Key,
+    Only,
+    Rope,
+    WindowedLayers,
+    read_scaling,
+    write_scaling,
+)
+
+_LAYER, _TANH = "model.layers.{layer}", "gelu_pytorch_tanh"
+_ROWS = (
+    *TABLES,
+    Row(f"{_LAYER}.input_layernorm.weight", ("layers/attention_norm/scale",)),
+    Row(f"{_LAYER}.post_attention_layernorm.weight", ("layers/attention_post_norm/scale",)),
+    Row(f"{_LAYER}.pre_feedforward_layernorm.weight", ("layers/mlp_norm/scale",)),
+    Row(f"{_LAYER}.post_feedforward_layernorm.weight", ("layers/mlp_post_norm/scale",)),
+    *ATTENTION,
+    *MLP,
+)
+_SETTINGS = (
+    Key("layers", "num_hidden_layers", 26),
+    Key("embed", "hidden_size", 2304),
+    Key("heads", "num_attention_heads", 8),
+    Key("kv_heads", "num_key_value_heads", 4),
+    Key("head_dim", "head_dim", 256),
+    Key("mlp", "intermediate_size", 9216),
+    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    Key("score_divisor", "query_pre_attn_scalar", 256),
+    Key("tied_head", "tie_word_embeddings", True),
+    Choice("activation", "hidden_activation", {_TANH: "geglu_tanh"}, _TANH),
+    Choice("bias", "attention_bias", {False: "none", True: "attention"}, False),
+    Only("use_bidirectional_attention", False),
+)
+_ALWAYS = {"scale_offset": True, "post_norm": True, "scaled_embedding": True}
+
+
+@dataclass(frozen=True)
+class _TwoRopes:
+    """Gemma 3's: one for layers with a window and one, perhaps stretched, for those without."""
+
+    def read(self, config: Config) -> dict[str, Any]:
+        if told := config.get("rope_parameters"):
+            full, near = told["full_attention"], told["sliding_attention"]
+            base, near_base = full["rope_theta"], near["rope_theta"]
+        else:
+            full = config.get("rope_scaling") or {}
+            base = config.get("rope_theta", 1e6)
+            near_base = config.get("rope_local_base_freq", 1e4)
+        return {
+            "rope_base": base,
+            "rope_scaling": read_scaling(full),
+            "window_rope_base": near_base,
+        }
+
+    def write(self, model: Model) -> dict[str, Any]:
+        scaling = write_scaling(model.rope_scaling)
+        near = model.window_rope_base or model.rope_base
+        return {
+            "rope_theta": model.rope_base,
+            "rope_local_base_freq": near,
+            "rope_scaling": scaling,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_theta": model.rope_base,
+                    **(scaling or {"rope_type": "default"}),
+                },
+                "sliding_attention": {"rope_theta": near, "rope_type": "default"},
+            },
+        }
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (
+        *_SETTINGS,
+        Key("vocab", "vocab_size", 256_000),
+        Key("score_cap", "attn_logit_softcapping", None),
+        Key("logit_cap", "final_logit_softcapping", None),
+        Rope(),
+        WindowedLayers(4096, every=2),
+    ),
+    _ROWS,
+    always=_ALWAYS,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (
+        *_SETTINGS,
+        Key("vocab", "vocab_size", 262_208),
+        Key("score_cap", "attn_logit_softcapping", None),
+        Key("logit_cap", "final_logit_softcapping", None),
+        _TwoRopes(),
+        WindowedLayers(4096, every=6),
+    ),
+    _ROWS,
+    always=_ALWAYS | {"query_key_norm": True},
+)

@@ -1,0 +1,121 @@
+"""Mixtures of experts: Mixtral, and those of Qwen 1.5, 2 and 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import Mixture, Model
+from graphtrain.errors import WeightsError
+from graphtrain.families.family import Config, Family, Row
+from graphtrain.families.llama import ATTENTION, GROUPED, HEAD, NORMS, SIZES, TABLES
+from graphtrain.families.settings import Choice, Key, Only, QwenWindow, Rope, Window
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How many there are, how many work on a token, and what their shares add up to."""
+
+    count: tuple[str, ...]  # keys; the first is written
+    normalise: str | None = None  # key; None: always
+    shared: str | None = None  # key of the width of one that every token has; None: there is none
+
+    def read(self, config: Config) -> dict[str, Any]:
+        count = next((config[key] for key in self.count if key in config), None)
+        if count is None or "num_experts_per_tok" not in config:
+            raise WeightsError(f"config.json: {self.count[0]} or num_experts_per_tok is missing")
+        normalise = bool(config.get(self.normalise)) if self.normalise else True
+        per_token = config["num_experts_per_tok"]
+        shared = config[self.shared] if self.shared else None
+        return {
+            "mixture": Mixture(
+                experts=count, per_token=per_token, normalise=normalise, shared=shared
+            )
+        }
+
+    def write(self, model: Model) -> dict[str, Any]:
+        if model.mixture is None:
+            raise WeightsError("the model has no mixture")
+        told: dict[str, Any] = dict.fromkeys(self.count, model.mixture.experts)
+        told["num_experts_per_tok"] = model.mixture.per_token
+        if self.shared:
+            told[self.shared] = model.mixture.shared
+        return told | ({self.normalise: model.mixture.normalise} if self.normalise else {})
+
+
+def rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A router and its experts, under the names that a family has for them."""
+    widen, narrow = (
+        "experts mlp embed -> experts embed mlp",
+        "experts embed mlp -> experts mlp embed",
+    )
+    experts = f"{block}.experts.{{expert}}"
+    return (
+        Row(f"{block}.gate.weight", ("layers/mlp/router",), "routes embed -> embed routes"),
+        Row(f"{experts}.{gate}.weight", ("layers/mlp/gate",), widen),
+        Row(f"{experts}.{up}.weight", ("layers/mlp/up",), widen),
+        Row(f"{experts}.{down}.weight", ("layers/mlp/down",), narrow),
+    )
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    (*SIZES, *GROUPED, *HEAD, Rope(1e6), Window(), Experts(("num_local_experts",))),
+    (
+        *TABLES,
+        *NORMS,
+        *ATTENTION,
+        *rows("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
+    ),
+)
+_WIDTH = (
+    *(setting for setting in SIZES if getattr(setting, "setting", "") != "mlp"),
+    Key("mlp", "moe_intermediate_size"),
+)
+_EVERY_LAYER = (Only("decoder_sparse_step", 1), Only("mlp_only_layers", []))
+_BLOCK = "model.layers.{layer}.mlp"
+_ROWS = (
+    *TABLES,
+    *NORMS,
+    *ATTENTION,
+    *rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *_WIDTH,
+        GROUPED[0],
+        *HEAD,
+        Rope(),
+        QwenWindow(),
+        Experts(("num_experts",), "norm_topk_prob", "shared_expert_intermediate_size"),
+        *_EVERY_LAYER,
+        Only("qkv_bias", True),
+    ),
+    (
+        *_ROWS,
+        Row(f"{_BLOCK}.shared_expert.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),
+        Row(f"{_BLOCK}.shared_expert.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"),
+        Row(f"{_BLOCK}.shared_expert.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"),
+        Row(f"{_BLOCK}.shared_expert_gate.weight", ("layers/mlp/shared_share",), "1 e -> e"),
+    ),
+    always={"bias": "qkv"},
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (
+        *_WIDTH,
+        *GROUPED,
+        *HEAD,
+        Rope(),
+        QwenWindow(),
+        Choice("bias", "attention_bias", {False: "none", True: "attention"}, False),
+        Experts(("num_experts", "num_local_experts"), "norm_topk_prob"),
+        *_EVERY_LAYER,
+    ),
+    _ROWS,
+    always={"query_key_norm": True},
+)

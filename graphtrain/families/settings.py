@@ -1,0 +1,231 @@
+"""What config.json files say, one class for each sort of saying."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import Model, RopeScaling
+from graphtrain.errors import WeightsError
+from graphtrain.families.family import Config
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting under another name."""
+
+    setting: str
+    key: str
+    default: Any = _REQUIRED  # where config.json leaves it out
+
+    def read(self, config: Config) -> dict[str, Any]:
+        value = config.get(self.key)
+        if value is None:
+            value = self.default
+        if value is _REQUIRED:
+            raise WeightsError(f"config.json: {self.key} is missing")
+        return {self.setting: value}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {self.key: getattr(model, self.setting)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting whose values have other names."""
+
+    setting: str
+    key: str
+    values: dict[Any, Any]  # Hugging Face's to ours
+    default: Any  # Hugging Face's, where config.json leaves it out
+
+    def read(self, config: Config) -> dict[str, Any]:
+        value = config.get(self.key)
+        value = self.default if value is None else value
+        if value not in self.values:
+            known = ", ".join(map(repr, self.values))
+            raise WeightsError(f"config.json: {self.key} = {value!r} is not one of {known}")
+        return {self.setting: self.values[value]}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        mine = getattr(model, self.setting)
+        for theirs, ours in self.values.items():
+            if ours == mine:
+                return {self.key: theirs}
+        raise WeightsError(f"{self.setting} = {mine!r} has no name under {self.key}")
+
+
+@dataclass(frozen=True)
+class Only:
+    """What a family may say and the decoder does in one way only."""
+
+    key: str
+    value: Any
+
+    def read(self, config: Config) -> dict[str, Any]:
+        found = config.get(self.key)
+        if found is not None and found != self.value:
+            raise WeightsError(
+                f"config.json: {self.key} = {found!r} is not supported, only {self.value!r}"
+            )
+        return {}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {self.key: self.value}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base and scaling, as transformers 4 and as transformers 5 say them."""
+
+    base: float = 10_000.0
+
+    def read(self, config: Config) -> dict[str, Any]:
+        told = config.get("rope_parameters") or {}
+        base = told.get("rope_theta") or config.get("rope_theta") or self.base
+        scaling = read_scaling(told or config.get("rope_scaling") or {})
+        return {"rope_base": base, "rope_scaling": scaling}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        scaling = write_scaling(model.rope_scaling)
+        whole = scaling or {"rope_type": "default"}
+        return {
+            "rope_theta": model.rope_base,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_theta": model.rope_base, **whole},
+        }
+
+
+def read_scaling(told: Config) -> RopeScaling | None:
+    """What stretches angles.
+
+    Raises:
+        WeightsError: a way that the decoder has not.
+    """
+    match told.get("rope_type", told.get("type", "default")):
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling(kind="linear", factor=told["factor"])
+        case "dynamic":
+            warnings.warn(
+                "config.json: dynamic scaling of rotary angles begins past "
+                "max_position_embeddings; graphtrain trains without it, so keep batch.length below",
+                stacklevel=2,
+            )
+            return None
+        case "llama3":
+            return RopeScaling(
+                kind="llama3",
+                factor=told["factor"],
+                low_frequency=told["low_freq_factor"],
+                high_frequency=told["high_freq_factor"],
+                original_length=told["original_max_position_embeddings"],
+            )
+        case other:
+            raise WeightsError(
+                f"config.json: rotary angles of type {other!r} are not supported; "
+                "default, linear and llama3 are"
+            )
+
+
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """What read_scaling reads."""
+    if scaling is None:
+        return None
+    told = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        told |= {
+            "low_freq_factor": scaling.low_frequency,
+            "high_freq_factor": scaling.high_frequency,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    return told
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window in all layers or in none: null is none."""
+
+    def read(self, config: Config) -> dict[str, Any]:
+        return {"window": config.get("sliding_window")}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {"sliding_window": model.window}
+
+
+@dataclass(frozen=True)
+class WindowedLayers:
+    """A window in some layers: a list of types, or where there is none, every so many is full."""
+
+    window: int
+    every: int
+
+    def read(self, config: Config) -> dict[str, Any]:
+        window = config.get("sliding_window", self.window)
+        types = config.get("layer_types")
+        if types is None:
+            every = config.get("sliding_window_pattern", self.every)
+            return {"window": window, "full_every": every}
+        return {"window": window, "full_every": full_every(types)}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        every = model.full_every or model.layers + 1
+        return {
+            "sliding_window": model.window,
+            "sliding_window_pattern": every,
+            "layer_types": [
+                "sliding_attention" if (layer + 1) % every else "full_attention"
+                for layer in range(model.layers)
+            ],
+        }
+
+
+def full_every(types: list[str]) -> int | None:
+    """After how many layers a full one comes; none: never.
+
+    Raises:
+        WeightsError: they come at other places than at multiples of one number.
+    """
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    if not full:
+        return None
+    every = full[0] + 1
+    if full != list(range(every - 1, len(types), every)):
+        raise WeightsError(
+            "config.json: the full layers of layer_types do not come at equal distances, "
+            "which no setting here can say"
+        )
+    return every
+
+
+@dataclass(frozen=True)
+class QwenWindow:
+    """Qwen's models say a window and, apart from it, that it is not used."""
+
+    def read(self, config: Config) -> dict[str, Any]:
+        if not config.get("use_sliding_window"):
+            return {}
+        types = config.get("layer_types")
+        if types is None:
+            first, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+            types = ["full_attention"] * min(first, layers)
+            types += ["sliding_attention"] * (layers - len(types))
+        if "sliding_attention" not in types:
+            return {}
+        return {"window": config["sliding_window"], "full_every": full_every(types)}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        if model.full_every is not None:
+            raise WeightsError("Qwen's windows begin at a layer and do not alternate")
+        windowed = model.window is not None
+        kind = "sliding_attention" if windowed else "full_attention"
+        return {
+            "use_sliding_window": windowed,
+            "sliding_window": model.window,
+            "max_window_layers": 0 if windowed else model.layers,
+            "layer_types": [kind] * model.layers,
+        }

@@ -1,0 +1,102 @@
+"""Safetensors files written array by array, in any order, in memory of one block.
+
+The library writes a file from arrays that are all in memory. The format allows more: its header
+says where each array will be, so files of the right length come first and arrays as they are ready.
+
+Source: https://huggingface.co/docs/safetensors, "Format"
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from graphtrain.weights.files import CODES
+
+_MOST = 5_000_000_000  # bytes of a file; transformers' own limit
+_BLOCK = 16 << 20  # bytes copied at once
+
+Specs = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+class Writer:
+    """Files of one folder, with an index where they are several."""
+
+    def __init__(self, directory: Path, arrays: Specs, most: int = _MOST) -> None:
+        """Begin files that will hold these arrays."""
+        self._directory = directory
+        self._left = dict(arrays)
+        self._where: dict[str, tuple[str, int]] = {}
+        self._bytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        shards = _divide(arrays, most)
+        for number, shard in enumerate(shards, 1):
+            name = "model.safetensors"
+            if len(shards) > 1:
+                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            self._begin(name, shard)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Put an array into its place, whatever the order of its elements in memory."""
+        dtype, shape = self._left.pop(name)
+        assert (array.dtype, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
+        file_name, offset = self._where[name]
+        rows = array.reshape(1) if array.ndim == 0 else array
+        step = max(1, _BLOCK // max(1, array.nbytes // len(rows)))
+        with (self._directory / file_name).open("r+b") as file:
+            file.seek(offset)
+            for begin in range(0, len(rows), step):
+                file.write(np.ascontiguousarray(rows[begin : begin + step]).tobytes())
+
+    def close(self) -> None:
+        """Write the index; every array must have been written."""
+        assert not self._left, f"not written: {', '.join(self._left)}"
+        files = {name: file for name, (file, _) in self._where.items()}
+        if len(set(files.values())) > 1:
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": files}
+            path = self._directory / "model.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, file_name: str, arrays: Specs) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        end = 0
+        for name, (dtype, shape) in arrays.items():
+            begin, end = end, end + _size(dtype, shape)
+            header[name] = {
+                "dtype": CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
+        with (self._directory / file_name).open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+        place = 8 + len(text)
+        for name, (dtype, shape) in arrays.items():
+            self._where[name] = file_name, place
+            place += _size(dtype, shape)
+        self._bytes += end
+
+
+def _divide(arrays: Specs, most: int) -> list[dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """Into files of at most so many bytes, or of one array, in order."""
+    shards: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, (dtype, shape) in arrays.items():
+        size = _size(dtype, shape)
+        if shards[-1] and filled + size > most:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = dtype, shape
+        filled += size
+    return shards
+
+
+def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)

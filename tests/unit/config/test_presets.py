@@ -1,0 +1,78 @@
+"""Published models: their settings have as many parameters as their publishers say."""
+
+import pytest
+
+from graphtrain.config import load_config
+from graphtrain.config.presets import preset_names, preset_settings, published_parameters
+from graphtrain.config.schema import Model
+from graphtrain.errors import ConfigError
+from graphtrain.families import family_for, mathematics
+from graphtrain.models.counts import parameter_count
+
+TEXT = """\
+[program.model]
+preset = "llama2-7b"
+layers = 2
+
+[program.batch]
+sequences = 4
+length = 128
+
+[run]
+directory = "runs/small"
+steps = 10
+data = { train = "data/train" }
+"""
+
+
+def model(name: str) -> Model:
+    settings = preset_settings(name)
+    for table in ("mixture", "rope_scaling"):
+        if table in settings:
+            kind = Model.__dataclass_fields__[table].type.__args__[0]
+            settings[table] = kind(**settings[table])
+    return Model(**settings)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_settings_have_the_published_number_of_parameters(name):
+    count, published = parameter_count(model(name)), published_parameters(name)
+    if isinstance(published, int):
+        assert count == published
+    else:
+        assert count / 1e9 == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_family_of_hugging_face_can_say_every_preset(name):
+    family = family_for(model(name))
+    written = family.config(model(name))
+    assert mathematics(family.model(written)) == mathematics(model(name))
+
+
+def test_a_preset_stands_for_settings_that_the_file_may_change(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(TEXT)
+    loaded = load_config(path, ["program.model.vocab=32768"]).program.model
+    assert (loaded.layers, loaded.embed, loaded.mlp, loaded.vocab) == (2, 4096, 11008, 32768)
+    other = load_config(path, ["program.model.preset=gpt2"]).program.model
+    assert (other.layers, other.positions) == (2, "learned")
+
+
+def test_a_preset_may_be_a_file(tmp_path):
+    path, own = tmp_path / "a.toml", tmp_path / "model.toml"
+    own.write_text(TEXT.partition("[program.batch]")[0].replace("layers = 2", "layers = 3"))
+    path.write_text(TEXT.replace("llama2-7b", str(own)).replace("layers = 2", "embed = 64"))
+    with pytest.raises(ConfigError, match=r"has no \[program\.model\]"):
+        load_config(path, [f"program.model.preset={tmp_path}/none.toml"])
+    text = "[program.model]\nlayers = 3\nembed = 32\nheads = 4\nmlp = 64\nvocab = 64\n"
+    own.write_text(text)
+    loaded = load_config(path).program.model
+    assert (loaded.layers, loaded.embed) == (3, 64)
+
+
+def test_a_misspelt_preset_is_met_with_the_nearest(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(TEXT.replace("llama2-7b", "lama2-7b"))
+    with pytest.raises(ConfigError, match="no such model; did you mean llama2-7b"):
+        load_config(path)

@@ -1,0 +1,90 @@
+"""Weights to start from reach the place that a program keeps them in."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from graphtrain.config.schema import Batch, Config, Data, Mesh, Pipeline, Program, Run
+from graphtrain.errors import WeightsError
+from graphtrain.models.decoder import parameter_specs
+from graphtrain.models.stages import arrange
+from graphtrain.requests import stages_of
+from graphtrain.steps import parameter_specs_of
+from graphtrain.weights.convert import from_hugging_face
+from graphtrain.weights.sources import Converted, open_source
+from graphtrain.weights.start import open_initial, start_parameters
+from lowering.trees import flatten, unflatten
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 65}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
+    model.save_pretrained(path / "source")
+    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    return path / "ours"
+
+
+def config(directory: Path, **model) -> Config:
+    program = Program(
+        target="cpu:2",
+        mesh=Mesh(stage=2),
+        model=replace(Converted(directory).model, **model),
+        batch=Batch(sequences=4, length=8, microbatches=4),
+        pipeline=Pipeline(rounds=2),
+    )
+    run = Run(directory="run", steps=1, data=Data(train="data"), initial=str(directory))
+    return Config(program=program, run=run)
+
+
+def in_halves(described, read):
+    """Every array from two reads, as if its first axis were split over two devices."""
+    made = {}
+    for path, spec in flatten(described).items():
+        middle = (spec.shape[0] + 1) // 2
+        rest = (slice(None),) * (len(spec.shape) - 1)
+        parts = [
+            read(path, spec.shape, (one, *rest)) for one in (slice(middle), slice(middle, None))
+        ]
+        made[path] = np.concatenate(parts)
+    return unflatten(made)
+
+
+def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(converted):
+    """5 layers in 2 rounds of 2 stages, so that some rows are no layer's."""
+    made = config(converted, vocab=72)
+    weights = open_initial(made)
+    assert weights is not None
+    got = start_parameters(weights, made.program, parameter_specs_of(made.program), in_halves)
+    whole = {}
+    for path, spec in flatten(parameter_specs(weights.model)).items():
+        layers = range(5) if path.startswith("layers/") else [None]
+        read = [weights.read([path], layer)[0].astype(np.float32) for layer in layers]
+        whole[path] = np.stack(read) if path.startswith("layers/") else read[0]
+        assert whole[path].shape == spec.shape
+    whole["embedding/tokens"] = np.pad(whole["embedding/tokens"], ((0, 7), (0, 0)))
+    whole["head"] = np.pad(whole["head"], ((0, 0), (0, 7)))
+    stages = stages_of(made.program)
+    assert stages is not None
+    jax.tree.map(np.testing.assert_array_equal, got, arrange(unflatten(whole), stages))
+
+
+def test_another_model_is_refused_with_what_differs(converted):
+    with pytest.raises(WeightsError, match=r"rope_base = 5\.0 \(there 10000\.0\)"):
+        open_initial(config(converted, rope_base=5.0))
+    with pytest.raises(WeightsError, match=r"vocabulary of 65 and program\.model\.vocab = 64"):
+        open_initial(config(converted, vocab=64))
+    assert open_initial(config(converted, remat="full", dropout=0.1)) is not None
+
+
+def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
+    with pytest.raises(WeightsError, match="is neither a folder of graphtrain convert"):
+        open_source(tmp_path)
