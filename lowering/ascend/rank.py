@@ -123,6 +123,9 @@ def _condensed(message: str) -> str:
 
 def main() -> None:
     """Serve the host until it is gone."""
+    if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun's own, through which the ranks meet
+        Rank(os.environ["GRAPHTRAIN_RANKS_DEVICE"], is_alone=False)
+        return
     key = os.environ["GRAPHTRAIN_RANKS_KEY"].encode()
     with Client(os.environ["GRAPHTRAIN_RANKS_ADDRESS"], "AF_UNIX", authkey=key) as host:
         try:

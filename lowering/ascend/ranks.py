@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Ranks:
             KEY: key,
             ADDRESS: str(self.directory / "ranks"),
             DEVICE: device,
+            # msrun starts the first "python" that it finds.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))),
         }
         environment.setdefault("GLOG_v", "3")  # MindSpore's errors, not its warnings
@@ -92,18 +94,19 @@ class Ranks:
 
     def _meet(self, listener: Listener) -> list[Connection]:
         """Accept every rank; what they say first is who they are, or why they cannot begin."""
+        until = time.monotonic() + _PATIENCE
+        for pause in (self._process.wait, functools.partial(time.sleep, _PATIENCE)):
+            threading.Thread(target=self._wake, args=(pause,), daemon=True).start()
         met: dict[int, Connection] = {}
-        for wait in (self._process.wait, functools.partial(time.sleep, _PATIENCE)):
-            threading.Thread(target=self._wake, args=(wait,), daemon=True).start()
         try:
-            while len(met) < self.count:
-                connection: Any = listener.accept()
-                rank, failed = connection.recv()
-                if failed:
-                    raise LoweringError(f"a rank did not begin: {failed}")
-                if rank is None:
-                    raise LoweringError(f"the ranks did not begin: {self._last_words()}")
-                met[rank] = connection
+            # All are let in before any is listened to: each begins only when all have.
+            waiting: list[Any] = [listener.accept() for _ in range(self.count)]
+            while waiting:
+                ready: Any = wait(waiting, max(0.0, until - time.monotonic()))
+                for connection in ready or waiting:
+                    rank = self._who(connection if ready else None)
+                    waiting.remove(connection)
+                    met[rank] = connection
         except LoweringError:
             self._kill()
             raise
@@ -111,15 +114,29 @@ class Ranks:
             listener.close()
         return [met[rank] for rank in range(self.count)]
 
-    def _wake(self, wait: Callable[[], Any]) -> None:
-        """Say that no more ranks will come, once they have ended or it took too long; a listener
-        that is closed would go on waiting."""
-        wait()
-        with contextlib.suppress(OSError, EOFError), self._client() as waker:
-            waker.send((None, ""))
+    def _who(self, connection: Connection | None) -> int:
+        """The rank at the other end.
 
-    def _client(self) -> Any:
-        return Client(str(self.directory / "ranks"), "AF_UNIX", authkey=self._key)
+        Raises:
+            LoweringError: it did not begin, or nobody is there in time.
+        """
+        try:
+            rank, failed = (None, "") if connection is None else connection.recv()
+        except (OSError, EOFError):
+            rank, failed = None, ""
+        if failed:
+            raise LoweringError(f"a rank did not begin: {failed}")
+        if rank is None:
+            raise LoweringError(f"the ranks did not begin: {self._last_words()}")
+        return rank
+
+    def _wake(self, pause: Callable[[], Any]) -> None:
+        """Come in place of a rank, once they have ended or it took too long; a listener that is
+        closed would go on waiting."""
+        pause()
+        address = str(self.directory / "ranks")
+        with contextlib.suppress(OSError, EOFError), Client(address, "AF_UNIX", authkey=self._key):
+            pass  # it has nothing to say
 
     def new_number(self) -> int:
         return next(self._numbers)
