@@ -2,7 +2,9 @@
 
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,15 @@ WORDS = ["config.toml", "--target", "trn1:1", "--jobs", "1"]
 
 
 @pytest.fixture
-def begun(cold, tmp_path, monkeypatch) -> Path:
+def scratch(monkeypatch) -> Iterator[Path]:
+    """Where temporary files go; with a short name, since that of a socket in it is limited."""
+    with tempfile.TemporaryDirectory(prefix="gt-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture
+def begun(cold, scratch, tmp_path, monkeypatch) -> Path:
     """A slow compiler on the path; the file to which it writes its processes."""
     directory = tmp_path / "bin"
     directory.mkdir()
@@ -27,8 +37,6 @@ def begun(cold, tmp_path, monkeypatch) -> Path:
     compiler.write_text(SLOW)
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    (tmp_path / "scratch").mkdir()
     return directory / "neuronx-cc.begun"
 
 
@@ -52,7 +60,7 @@ def processes(begun):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_the_command_and_leaves_nothing(cold, begun, number):
+def test_it_ends_with_the_command_and_leaves_nothing(cold, begun, scratch, number):
     process = cold.start("compile", *WORDS)
     try:
         wait_until(begun.exists)
@@ -61,7 +69,6 @@ def test_it_ends_with_the_command_and_leaves_nothing(cold, begun, number):
         process.communicate(timeout=60)
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     wait_until(lambda: all(map(is_gone, processes(begun))))
-    scratch = Path(os.environ["TMPDIR"])
     wait_until(lambda: not [path for path in scratch.iterdir() if path.name[:5] == "graph"])
 
 

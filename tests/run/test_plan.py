@@ -40,7 +40,8 @@ def test_what_a_plan_compiled_is_there_for_the_run(cold):
     assert {one["label"]: one["status"] for one in report["graphs"]}["train"] == "cached"
 
 
-def test_every_number_says_whose_it_is(plan):
+def test_every_number_says_whose_it_is(plan, place):
+    (place.cache / "ledger.jsonl").unlink(missing_ok=True)  # runs of other tests
     out, _ = plan("config.toml", *CUBE)
     words = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.strip()}
     assert words["peak"] == words["parameters"] == words["tensor"] == "compiler"
