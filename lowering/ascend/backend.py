@@ -6,13 +6,12 @@ import functools
 import hashlib
 import importlib.util
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lowering import collectives, host, jax_xla
+from lowering import collectives, host, one_device
 from lowering.artifact import Artifact
 from lowering.ascend.device import DeviceArray, Program
 from lowering.ascend.translate import Translated, translate
@@ -28,11 +27,6 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
-from lowering.neuron.normalise import normalise
-from lowering.neuron.proto import array_bytes, read_module
-from lowering.neuron.simulation import text_of
-from lowering.overheard import overhear
-from lowering.partitioned import partition
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
@@ -56,56 +50,20 @@ __all__ = [
 
 
 def described_devices(target: Target) -> list[Device]:
-    """Devices of the CPU in place of the target's: what is traced and partitioned is the same."""
-    return jax_xla.devices(_host(target))
+    """Devices of the CPU, for which a graph is traced and split."""
+    return one_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
     """Devices of the CPU, which hold what is on its way to the ranks, and from them."""
-    return jax_xla.devices(_host(target))
-
-
-def _host(target: Target) -> Target:
-    return Target("cpu", (target.devices,))
+    return one_device.devices(target)
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """Trace a graph, split it, and take the program of one device.
-
-    Raises:
-        ShardingError: an array cannot be placed.
-        LoweringError: the graph asks for what an Ascend device does not have.
-    """
-    for path, spec in graph.arrays().items():
-        if spec.memory != "device":
-            raise LoweringError(
-                f"{target}: {path} rests in the host's memory, which no MindSpore graph reaches; "
-                "set program.optimizer.offload = false"
-            )
-    whole = jax_xla.lower(graph, rules, mesh_shape, _host(target))
-    with overhear() as replicated:
-        one_device = partition(whole.handle)
-    normalised = normalise(one_device.hlo, name=graph.name, ranks=target.devices)
-    given = len(normalised.inputs) - normalised.rank_input
-    if given != len(whole.facts["inputs"]):  # JAX leaves out those that a step does not use
-        raise LoweringError(
-            f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
-            "input arrays; take out those that it does not use"
-        )
-    aliases = read_module(normalised.hlo).input_output_alias.entries
-    facts = {
-        "rank_input": normalised.rank_input,
-        "temporaries_on_cpu": one_device.temporaries,
-        "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
-    }
-    return replace(
-        whole,
-        text=text_of(normalised.hlo),
-        target=target,
-        facts=whole.facts | {"replicated": replicated, "ascend": facts},
-        options={"hlo": hashlib.sha256(normalised.hlo).hexdigest(), "translator": _translator()},
-        handle=normalised,
-    )
+    """The program of one device; raises as one_device.lower."""
+    program = one_device.lower(graph, rules, mesh_shape, target)
+    hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
+    return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 
 
 @functools.cache
@@ -134,7 +92,7 @@ def compile(lowered: Lowered) -> Artifact:
         "target": str(target),
         "stablehlo_bytes": len(lowered.text),
         "compile_seconds": round(time.perf_counter() - began, 3),
-        "memory": _memory(lowered, translated),
+        "memory": one_device.memory(lowered.handle, facts),
         "ascend": facts | _loading(translated),
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
@@ -150,26 +108,6 @@ def _loading(translated: Translated) -> dict[str, Any]:
         "groups": [[list(group) for group in groups] for groups in translated.groups],
         "exchanges": [list(sources) for sources in translated.exchanges],
         "nodes": translated.nodes,
-    }
-
-
-def _memory(lowered: Lowered, translated: Translated) -> dict[str, int]:
-    """Bytes on a device. MindSpore plans its memory when it loads a graph: the temporaries are
-    those of XLA on a CPU."""
-    shape = read_module(lowered.handle.hlo).host_program_shape
-    inputs = [array_bytes(each) for each in shape.parameters]
-    outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
-    facts = lowered.facts["ascend"]
-    aliased = sum(outputs[output] for output, _ in facts["aliases"])
-    temporaries = facts["temporaries_on_cpu"]
-    return {
-        "arguments": sum(inputs),
-        "outputs": sum(outputs),
-        "aliased": aliased,
-        "temporaries": temporaries,
-        "code": 0,
-        "host": 0,
-        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
     }
 
 

@@ -1,0 +1,105 @@
+"""Lowering for compilers that take the program of one device: what their backends share.
+
+Devices of the CPU stand in place of the target's: what is traced and partitioned is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowering import jax_xla
+from lowering.errors import LoweringError
+from lowering.graph import Graph
+from lowering.jax_xla import Device
+from lowering.lowered import Lowered
+from lowering.neuron.normalise import Normalised, normalise
+from lowering.neuron.proto import array_bytes, read_module
+from lowering.neuron.simulation import text_of
+from lowering.overheard import overhear
+from lowering.partitioned import partition
+from lowering.target import Target
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+
+def devices(target: Target) -> list[Device]:
+    """As many devices of the CPU as the target has."""
+    return jax_xla.devices(Target("cpu", (target.devices,)))
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """The program of one device, and what a loader has to know of it."""
+
+    whole: Lowered  # the program of all of them
+    normalised: Normalised
+    facts: dict[str, Any]  # rank_input, temporaries_on_cpu, aliases
+
+    def lowered(self, target: Target, platform: str, options: dict[str, Any]) -> Lowered:
+        """For a compiler, with its options; the facts are in the record under its platform."""
+        return replace(
+            self.whole,
+            text=text_of(self.normalised.hlo),
+            target=target,
+            facts=self.whole.facts | {platform: self.facts},
+            options=options,
+            handle=self.normalised,
+        )
+
+
+def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> OneDevice:
+    """Trace a graph, split it, and take the program of one device in its normalised form.
+
+    Raises:
+        ShardingError: an array cannot be placed.
+        LoweringError: the graph asks for what such a device does not have.
+    """
+    for path, spec in graph.arrays().items():
+        if spec.memory != "device":
+            raise LoweringError(
+                f"{target}: {path} rests in the host's memory, which its programs do not reach; "
+                "set program.optimizer.offload = false"
+            )
+    whole = jax_xla.lower(graph, rules, mesh_shape, Target("cpu", (target.devices,)))
+    with overhear() as replicated:
+        split = partition(whole.handle)
+    normalised = normalise(split.hlo, name=graph.name, ranks=target.devices)
+    _check_inputs(whole, normalised, target)
+    aliases = read_module(normalised.hlo).input_output_alias.entries
+    facts = {
+        "rank_input": normalised.rank_input,
+        "temporaries_on_cpu": split.temporaries,
+        "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
+    }
+    whole = replace(whole, facts=whole.facts | {"replicated": replicated})
+    return OneDevice(whole, normalised, facts)
+
+
+def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
+    """JAX leaves out inputs that a step does not use; a loader would then mistake the others."""
+    given = len(normalised.inputs) - normalised.rank_input
+    if given != len(whole.facts["inputs"]):
+        raise LoweringError(
+            f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
+            "input arrays; take out those that it does not use"
+        )
+
+
+def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
+    """Bytes on a device. Such compilers do not say what a program holds beside its inputs and
+    outputs: the temporaries are those of XLA on a CPU."""
+    shape = read_module(normalised.hlo).host_program_shape
+    inputs = [array_bytes(each) for each in shape.parameters]
+    outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
+    aliased = sum(outputs[output] for output, _ in facts["aliases"])
+    temporaries = facts["temporaries_on_cpu"]
+    return {
+        "arguments": sum(inputs),
+        "outputs": sum(outputs),
+        "aliased": aliased,
+        "temporaries": temporaries,
+        "code": 0,
+        "host": 0,
+        "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
+    }
