@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, host, one_device
+from lowering import collectives, host, one_device, regions
 from lowering.artifact import Artifact
 from lowering.ascend.device import DeviceArray, Program
 from lowering.ascend.translate import Translated, translate
@@ -61,7 +61,8 @@ def devices(target: Target) -> list[Device]:
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device; raises as one_device.lower."""
-    program = one_device.lower(graph, rules, mesh_shape, target)
+    with regions.marked("attention"):
+        program = one_device.lower(graph, rules, mesh_shape, target)
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 
@@ -108,6 +109,7 @@ def _loading(translated: Translated) -> dict[str, Any]:
         "groups": [[list(group) for group in groups] for groups in translated.groups],
         "exchanges": [list(sources) for sources in translated.exchanges],
         "nodes": translated.nodes,
+        "attention_apart": list(translated.apart),
     }
 
 

@@ -145,8 +145,7 @@ class Collectives:
         writer, tensor = self._emit.writer, Tensor(x.shape, x.dtype)
         given = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
         taken = writer.node("NeighborExchange", [given], [tensor], attributes)
-        first = writer.node("TupleGetItem", [taken, writer.constant(0)], tensor)
-        return Value(x.shape, x.dtype, node=first)
+        return self._emit.part(taken, 0, tensor)
 
     def _all(self, groups: Groups, x: Value) -> Value:
         """What every rank of the group has: (ranks of the group, *shape), in the group's order."""

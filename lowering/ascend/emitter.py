@@ -79,14 +79,28 @@ class Emitter:
         attributes: Mapping[str, Any] | None = None,
     ) -> Value:
         """An operator of MindSpore; inputs that are no Values are settings, given as constants."""
-        names = [
+        tensor = Tensor(shape, dtype)
+        node = self.writer.node(operator, self._names(inputs), tensor, attributes)
+        return Value(tensor.shape, dtype, node=node)
+
+    def several(
+        self, operator: str, inputs: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> tuple[Value, ...]:
+        """As apply, of an operator that has several results."""
+        names = self._names(inputs)
+        together = self.writer.node(operator, names, tensors)
+        return tuple(self.part(together, number, one) for number, one in enumerate(tensors))
+
+    def part(self, together: str, number: int, tensor: Tensor) -> Value:
+        """One of a tuple of results."""
+        node = self.writer.node("TupleGetItem", [together, self.writer.constant(number)], tensor)
+        return Value(tensor.shape, tensor.dtype, node=node)
+
+    def _names(self, inputs: Sequence[Any]) -> list[str]:
+        return [
             self.node(one) if isinstance(one, Value) else self.writer.constant(one)
             for one in inputs
         ]
-        tensor = Tensor(shape, dtype)
-        return Value(
-            tensor.shape, dtype, node=self.writer.node(operator, names, tensor, attributes)
-        )
 
     def computed(
         self, function: Callable[..., np.ndarray], inputs: Sequence[Value], dtype: str

@@ -18,6 +18,7 @@ from lowering.ascend.schema import (
     INT64,
     LIST,
     MESSAGES,
+    NONE,
     PRIMITIVE,
     STRING,
     TENSOR_TYPES,
@@ -107,7 +108,7 @@ class Writer:
         return name
 
     def constant(self, value: Any) -> str:
-        """A number, a truth, a tuple of integers, or an array (of a type that MindIR has)."""
+        """A number, a truth, a tuple of integers, an array (of a type that MindIR has), or None."""
         key = (
             (value.dtype.str, value.dtype.name, value.shape, value.tobytes())
             if isinstance(value, np.ndarray)
@@ -216,7 +217,9 @@ def _set_result(attribute: Any, result: Tensor | Sequence[Tensor] | None) -> Non
 
 
 def _set_value(attribute: Any, value: Any) -> None:
-    if isinstance(value, bool):
+    if value is None:
+        attribute.type = NONE
+    elif isinstance(value, bool):
         attribute.type, attribute.i = BOOL, int(value)
     elif isinstance(value, int):
         attribute.type, attribute.i = INT64, value

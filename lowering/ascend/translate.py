@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from lowering.ascend import indexing, operations, sorting
+from lowering.ascend.attention import Attention
 from lowering.ascend.collectives import Collectives
 from lowering.ascend.emitter import Emitter, unsupported
 from lowering.ascend.literals import array_of
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
+from lowering.ascend.regions import Marked, find
 from lowering.ascend.values import Value, known
 from lowering.errors import LoweringError
 from lowering.groups import Groups
@@ -39,6 +41,7 @@ class Translated:
     groups: tuple[Groups, ...]  # by number of their placeholders
     exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
     nodes: int
+    apart: tuple[str, ...]  # why attention is not one operator, where it could be
 
 
 def translate(
@@ -68,11 +71,15 @@ class _Walk:
         self.emit = Emitter(name, native=native)
         self._normalised, self._ranks = normalised, ranks
         self._computations = {each.id: each for each in self.module.computations}
-        self._types = {
-            each.id: TYPE_NAMES[each.shape.element_type]
-            for one in self.module.computations
-            for each in one.instructions
+        self._instructions = {
+            each.id: each for one in self.module.computations for each in one.instructions
         }
+        self._types = {
+            number: TYPE_NAMES[each.shape.element_type]
+            for number, each in self._instructions.items()
+        }
+        self._regions: dict[int, Marked] = {}  # by computation
+        self._attention = Attention(self.emit)
         self._turns = 0
         self._collectives = Collectives(self.emit, ranks, None)
 
@@ -129,27 +136,45 @@ class _Walk:
             tuple(self._collectives.groups),
             tuple(tuple(one) for one in self._collectives.exchanges),
             writer.count,
+            tuple(sorted(set(self._attention.apart))),
         )
 
     def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
         """The root of a computation: a Value, or a tuple of them."""
         values: dict[int, Any] = {}
+        marked = self._marked(computation)
         for instruction in computation.instructions:
-            operands = [values[number] for number in instruction.operand_ids]
+            if instruction.id not in marked.needed:
+                continue
             if instruction.opcode == "parameter":
                 values[instruction.id] = arguments[instruction.parameter_number]
                 continue
-            try:
-                values[instruction.id] = self._instruction(instruction, operands)
-            except LoweringError as error:
-                raise self._located(error, instruction) from None
+            if region := marked.regions.get(instruction.id):
+                found = self._attention.written(region, values[region.entry])
+                if found is not None:
+                    values[instruction.id] = found
+                    continue
+                for number in region.inside:
+                    values[number] = self._located(self._instructions[number], values)
+            values[instruction.id] = self._located(instruction, values)
         return values[computation.root_id]
 
-    def _located(self, error: LoweringError, instruction: Message) -> LoweringError:
-        line = self._normalised.sources.get(instruction.id)
-        if line is None or line in str(error):
-            return error
-        return LoweringError(f"{line}: {error} ({instruction.opcode} in {self.module.name})")
+    def _marked(self, computation: Message) -> Marked:
+        """Its regions, which only devices have operators for."""
+        if computation.id not in self._regions:
+            self._regions[computation.id] = find(computation, whole=not self.emit.native)
+        return self._regions[computation.id]
+
+    def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
+        """The result of an instruction; an error says which line of the model it comes from."""
+        try:
+            return self._instruction(instruction, [values[i] for i in instruction.operand_ids])
+        except LoweringError as error:
+            line = self._normalised.sources.get(instruction.id)
+            if line is None or line in str(error):
+                raise
+            where = f"{instruction.opcode} in {self.module.name}"
+            raise LoweringError(f"{line}: {error} ({where})") from None
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit

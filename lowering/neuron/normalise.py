@@ -8,6 +8,7 @@ shardings say nothing to them, and would make equal programs differ.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowering import regions
 from lowering.errors import LoweringError
 from lowering.neuron.precision import drop_exact_roundings
 from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
@@ -68,8 +69,10 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
         for instruction in computation.instructions:
             write_explicitly(instruction, ranks)
             _settle_order(instruction)
+            marks = regions.marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
+            instruction.frontend_attributes.map.update(marks)
     rank_input = rank_as_input(module)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
