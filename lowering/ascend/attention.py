@@ -22,7 +22,7 @@ _BSND = 3  # the layout (batch, seq, heads, head_dim)
 _REPEATED = 8  # times that a statistic of a softmax is kept
 _TRIANGLE = 2048  # sides of the mask that stands for any triangle or band
 _GIVEN, _CAUSAL, _BAND = 0, 2, 4  # sparse_mode
-_TYPES, _HEADS, _HEAD_DIM = ("bf16", "f16"), 256, 512  # what the operators take
+_HEADS, _HEAD_DIM = 256, 512  # most that the operators take
 
 
 class Attention:
@@ -138,8 +138,8 @@ class Attention:
 def _refusal(arrays: Sequence[Value], before: Sequence[Value], window: Value | None) -> str | None:
     """Why the operators do not take arrays, if they do not."""
     query, key, value = arrays
-    if query.dtype not in _TYPES or {one.dtype for one in arrays} != {query.dtype}:
-        return f"attention in {query.dtype}; the operator takes 16 bits"
+    if {one.dtype for one in arrays} != {"bf16"}:
+        return f"attention in {query.dtype}; the operator is for bf16"
     if len(query.shape) != 4 or key.shape != value.shape:
         return f"attention of {query.shape} and {key.shape}"
     batch, length, heads, head_dim = query.shape

@@ -209,6 +209,11 @@ class Emitter:
             return self.reshape(value, shape)
         return self.apply("Transpose", [value, order], shape, value.dtype)
 
+    def reverse(self, value: Value, axes: tuple[int, ...]) -> Value:
+        if value.data is not None:
+            return known(np.flip(value.data, axes), value.dtype)
+        return self.apply("ReverseV2", [value, axes], value.shape, value.dtype)
+
     def broadcast_to(self, value: Value, shape: Sequence[int]) -> Value:
         """Repeat along axes of size 1, and new ones in front."""
         shape = tuple(shape)

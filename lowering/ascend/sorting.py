@@ -1,4 +1,4 @@
-"""Sorting, the largest elements and where they are, and running sums."""
+"""Sorting, the largest elements and where they are, and running sums and maxima."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.operations import shape_of
+from lowering.ascend.mindir import Tensor
+from lowering.ascend.operations import hlo_type, settled, shape_of
 from lowering.ascend.values import Value, known
 from lowering.neuron.proto import Message
 
@@ -153,21 +154,30 @@ def largest(
     return found, emit.cast(number, numbers.dtype)
 
 
-def running_sum(emit: Emitter, instruction: Message, x: Value) -> Value:
-    """A window that ends at each element and is as long as the axis.
+def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
+    """A sum or the greatest of a window that ends at each element and is as long as the axis.
 
     Raises:
-        LoweringError: it is another window.
+        LoweringError: it is another window, or another function of it.
     """
+    what = unsupported("reduce-window other than a running sum or maximum")
     windows = instruction.window.dimensions
     moving = [axis for axis, window in enumerate(windows) if window.size > 1]
-    if len(moving) != 1 or shape_of(instruction) != x.shape:
-        raise unsupported("reduce-window other than a running sum")
+    if len(moving) > 1 or shape_of(instruction) != x.shape:
+        raise what
+    if not moving:
+        return x
     (axis,) = moving
     window = windows[axis]
     size = x.shape[axis]
     forward = window.padding_low == size - 1 and window.padding_high == 0
     backward = window.padding_high == size - 1 and window.padding_low == 0
-    if window.size != size or not (forward or backward):
-        raise unsupported("reduce-window other than a running sum")
-    return emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
+    if window.size != size or not (forward or backward) or kind not in ("add", "maximum"):
+        raise what
+    if kind == "add":
+        sums = emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
+        return settled(emit, sums, hlo_type(instruction))
+    x = emit.reverse(x, (axis,)) if backward else x
+    tensors = [Tensor(x.shape, x.dtype), Tensor(x.shape, "s64")]  # the second: where it is
+    greatest = emit.several("Cummax", [x, axis], tensors)[0]
+    return emit.reverse(greatest, (axis,)) if backward else greatest

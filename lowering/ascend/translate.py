@@ -20,7 +20,7 @@ from lowering.ascend.literals import array_of
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
 from lowering.ascend.regions import Marked, find
-from lowering.ascend.values import Value, known
+from lowering.ascend.values import Value
 from lowering.errors import LoweringError
 from lowering.groups import Groups
 from lowering.neuron.normalise import Normalised, entry_of
@@ -232,9 +232,7 @@ class _Walk:
         return sorting.sort(self.emit, instruction, self._function(instruction), operands)
 
     def _windows(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        if self._combiner(instruction) != "add":
-            raise unsupported("reduce-window other than a running sum")
-        return sorting.running_sum(self.emit, instruction, operands[0])
+        return sorting.running(self.emit, instruction, self._combiner(instruction), operands[0])
 
     def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if instruction.custom_call_target == "TopK":
@@ -299,13 +297,6 @@ def _slice(emit: Emitter, instruction: Message, x: Value) -> Value:
     )
 
 
-def _reverse(emit: Emitter, instruction: Message, x: Value) -> Value:
-    axes = tuple(int(axis) for axis in instruction.dimensions)
-    if x.data is not None:
-        return known(np.flip(x.data, axes), x.dtype)
-    return emit.apply("ReverseV2", [x, axes], x.shape, x.dtype)
-
-
 def _finite(emit: Emitter, instruction: Message, x: Value) -> Value:
     del instruction
     return emit.elementwise("IsFinite", np.isfinite, [x], "pred")
@@ -334,7 +325,7 @@ _SIMPLE: dict[str, _Simple] = {
     "is-finite": _finite,
     "pad": operations.padded,
     "reshape": lambda emit, i, x: emit.reshape(x, shape_of(i)),
-    "reverse": _reverse,
+    "reverse": lambda emit, i, x: emit.reverse(x, tuple(int(axis) for axis in i.dimensions)),
     "select": lambda emit, i, c, a, b: emit.select(c, a, b),
     "slice": _slice,
     "transpose": lambda emit, i, x: emit.transpose(x, i.dimensions),
