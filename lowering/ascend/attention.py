@@ -30,7 +30,7 @@ class Attention:
 
     def __init__(self, emit: Emitter) -> None:
         self._emit = emit
-        self._masks: dict[Any, Value] = {}
+        self.masks: dict[Any, Value] = {}  # of the graph that is being written
         self.apart: list[str] = []  # why regions were not written
 
     def written(self, region: Region, given: Sequence[Value]) -> tuple[Value, ...] | None:
@@ -114,16 +114,16 @@ class Attention:
 
     def _triangle(self, length: int) -> Value:
         """Whether a key is ahead of a query: (query, key)."""
-        if length not in self._masks:
+        if length not in self.masks:
             places = np.arange(length, dtype=np.int32)
             keys, queries = known(places[None], "s32"), known(places[:, None], "s32")
-            self._masks[length] = self._emit.compare("Greater", keys, queries)
-        return self._masks[length]
+            self.masks[length] = self._emit.compare("Greater", keys, queries)
+        return self.masks[length]
 
     def _by_document(self, numbers: Value) -> Value:
         """Whether a key is ahead of a query or of another document: (batch, 1, query, key)."""
         emit, name = self._emit, self._emit.node(numbers)
-        if name not in self._masks:
+        if name not in self.masks:
             batch, length = numbers.shape
             other = emit.compare(
                 "NotEqual",
@@ -131,8 +131,8 @@ class Attention:
                 emit.reshape(numbers, (batch, 1, 1, length)),
             )
             ahead = emit.reshape(self._triangle(length), (1, 1, length, length))
-            self._masks[name] = emit.elementwise("LogicalOr", np.logical_or, [other, ahead])
-        return self._masks[name]
+            self.masks[name] = emit.elementwise("LogicalOr", np.logical_or, [other, ahead])
+        return self.masks[name]
 
 
 def _refusal(arrays: Sequence[Value], before: Sequence[Value], window: Value | None) -> str | None:

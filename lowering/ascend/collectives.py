@@ -37,7 +37,7 @@ class Collectives:
     def __init__(self, emit: Emitter, ranks: int, rank: Value | None) -> None:
         """rank: the program's own rank, where it has it as an input."""
         self._emit, self._ranks = emit, ranks
-        self._rank = rank
+        self.rank = rank
         self.groups: list[Groups] = []
         self.exchanges: list[list[int]] = []  # by rank: who sends to it
 
@@ -193,9 +193,9 @@ class Collectives:
         return self._emit.take(known(places, "s64"), self._own_rank(), 0)
 
     def _own_rank(self) -> Value:
-        if self._rank is None:
+        if self.rank is None:
             raise unsupported("collective in a program that does not know its rank")
-        return self._emit.reshape(self._rank, (1,))
+        return self._emit.reshape(self.rank, (1,))
 
     def _attributes(self, groups: Groups) -> dict[str, Any]:
         if groups not in self.groups:

@@ -75,6 +75,7 @@ TENSOR_TYPES = {
     "f64": 11, "u32": 12, "u64": 13, "bf16": 16,
 }  # fmt: skip
 INT64, STRING, BOOL, TENSORS, TUPLE, LIST, UMONAD, NONE = 7, 8, 9, 19, 20, 21, 23, 25
+GRAPH, CLOSURE, CHOICE = 27, 28, 29  # what Switch chooses from, a Partial, and a Switch
 FLOAT = 1
 PRIMITIVE, FUNCTION = 1, 2  # PrimitiveProto.PrimType
 

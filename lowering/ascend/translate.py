@@ -6,7 +6,8 @@ A loop's counter is known, so its turns are written one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,17 @@ import numpy as np
 from lowering.ascend import indexing, operations, sorting
 from lowering.ascend.attention import Attention
 from lowering.ascend.collectives import Collectives
+from lowering.ascend.control import Control
 from lowering.ascend.emitter import Emitter, unsupported
 from lowering.ascend.literals import array_of
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
 from lowering.ascend.regions import Marked, find
-from lowering.ascend.values import Value
+from lowering.ascend.values import Value, known
 from lowering.errors import LoweringError
 from lowering.groups import Groups
 from lowering.neuron.normalise import Normalised, entry_of
-from lowering.neuron.proto import TYPE_NAMES, Message, read_module
+from lowering.neuron.proto import TYPE_NAMES, TYPES, Message, read_module
 
 _UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
 
@@ -80,6 +82,7 @@ class _Walk:
         }
         self._regions: dict[int, Marked] = {}  # by computation
         self._attention = Attention(self.emit)
+        self._control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
         self._turns = 0
         self._collectives = Collectives(self.emit, ranks, None)
 
@@ -195,7 +198,7 @@ class _Walk:
         while True:
             goes_on = self.run(condition, [state])
             if goes_on.data is None:
-                raise unsupported("loop whose number of turns is known only when it runs")
+                return self._loop_at_run_time(body, condition, state)
             if not goes_on.data:
                 return state
             self._turns += 1
@@ -203,17 +206,69 @@ class _Walk:
                 raise unsupported(f"graph of more than {_UNROLLED:,} turns of loops")
             state = self.run(body, [state])
 
+    def _loop_at_run_time(self, body: Message, condition: Message, state: Any) -> Any:
+        names = self._instructions
+        root = names[body.root_id]
+        kept = {
+            number
+            for number, operand in enumerate(root.operand_ids)
+            if names[operand].opcode == "get-tuple-element"
+            and names[operand].tuple_index == number
+            and names[names[operand].operand_ids[0]].opcode == "parameter"
+        }
+        goes_on, turn = (self._function_of(each, is_tuple=True) for each in (condition, body))
+        return tuple(self._control.loop(_listed(state), kept, goes_on, turn))
+
     def _branches(self, instruction: Message, operands: Sequence[Any]) -> Any:
         choice, *arguments = operands
+        if choice.dtype == "pred":  # the first where it is true
+            choice = self.emit.cast(
+                self.emit.compare("Equal", choice, known(np.array(False), "pred")), "s32"
+            )
+        called = [self._computations[number] for number in instruction.called_computation_ids]
         if choice.data is None:
-            raise unsupported("conditional that is decided when it runs; use select")
-        last = len(arguments) - 1
+            return self._choose(instruction, choice, called, arguments)
         number = int(choice.data)
-        if choice.dtype == "pred":
-            number = 0 if choice.data else 1
-        number = number if 0 <= number <= last else last
-        chosen = self._computations[instruction.called_computation_ids[number]]
-        return self.run(chosen, [arguments[number]])
+        number = number if 0 <= number < len(called) else len(called) - 1
+        return self.run(called[number], [arguments[number]])
+
+    def _choose(
+        self,
+        instruction: Message,
+        choice: Value,
+        called: Sequence[Message],
+        arguments: Sequence[Any],
+    ) -> Any:
+        """One of several branches, when the graph runs."""
+        is_tuple = instruction.shape.element_type == TYPES["tuple"]
+        shapes = instruction.shape.tuple_shapes if is_tuple else [instruction.shape]
+        tensors = [
+            Tensor(shape.dimensions, self.emit.stored(TYPE_NAMES[shape.element_type]))
+            for shape in shapes
+        ]
+        branches = [
+            self._function_of(each, is_tuple=isinstance(given, tuple))
+            for each, given in zip(called, arguments, strict=True)
+        ]
+        given = [_listed(each) for each in arguments]
+        found = self._control.choose(choice, given, branches, tensors)
+        return tuple(found) if is_tuple else found[0]
+
+    def _function_of(
+        self, computation: Message, *, is_tuple: bool
+    ) -> Callable[[Sequence[Value]], list[Value]]:
+        """A computation of one argument, a tuple or not, as a function of lists."""
+        return lambda now: _listed(self.run(computation, [tuple(now) if is_tuple else now[0]]))
+
+    @contextmanager
+    def _elsewhere(self, rank: Value | None = None) -> Iterator[None]:
+        """In a graph of its own, where nodes of another are nothing."""
+        before = self._attention.masks, self._collectives.rank
+        self._attention.masks, self._collectives.rank = {}, rank
+        try:
+            yield
+        finally:
+            self._attention.masks, self._collectives.rank = before
 
     def _reduce(self, instruction: Message, operands: Sequence[Any]) -> Any:
         axes = [int(axis) for axis in instruction.dimensions]
@@ -281,6 +336,14 @@ class _Walk:
         return self._collectives.reduce_scatter(
             instruction, self._combiner(instruction), operands[0]
         )
+
+
+def _listed(values: Any) -> list[Value]:
+    """A tuple of arrays, or one array, as a list."""
+    listed = list(values) if isinstance(values, tuple) else [values]
+    if any(isinstance(one, tuple) for one in listed):
+        raise unsupported("loop or conditional over tuples of tuples")
+    return listed
 
 
 _Simple = Callable[..., Any]
