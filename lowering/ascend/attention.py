@@ -131,7 +131,7 @@ class Attention:
                 emit.reshape(numbers, (batch, 1, 1, length)),
             )
             ahead = emit.reshape(self._triangle(length), (1, 1, length, length))
-            self.masks[name] = emit.elementwise("LogicalOr", np.logical_or, [other, ahead])
+            self.masks[name] = emit.either(other, ahead)
         return self.masks[name]
 
 

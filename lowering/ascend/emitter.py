@@ -164,6 +164,9 @@ class Emitter:
     def both(self, a: Value, b: Value) -> Value:
         return self.elementwise("LogicalAnd", np.logical_and, [a, b])
 
+    def either(self, a: Value, b: Value) -> Value:
+        return self.elementwise("LogicalOr", np.logical_or, [a, b], "pred")
+
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """a where condition, else b."""
         if condition.data is not None and condition.size:

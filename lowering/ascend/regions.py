@@ -34,6 +34,7 @@ class Marked:
 
     regions: dict[int, Region]  # by id of the instruction that they end with
     needed: frozenset[int]  # ids
+    left: int  # number of regions that no operator can stand for
 
 
 def find(computation: Message, *, whole: bool) -> Marked:
@@ -43,11 +44,13 @@ def find(computation: Message, *, whole: bool) -> Marked:
         whole: there are no such operators.
     """
     by_id = {each.id: each for each in computation.instructions}
-    entries, insides = {}, {}
+    entries, insides, left = {}, {}, 0
     for each in computation.instructions:
         if _mark(each, EXIT) and not whole:
             found = _inside(each, by_id)
-            if found is not None:
+            if found is None:
+                left += 1
+            else:
                 entries[each.id], insides[each.id] = found
     needed = _reached(computation.root_id, by_id, entries)
     regions = {
@@ -59,7 +62,7 @@ def find(computation: Message, *, whole: bool) -> Marked:
         )
         for end, inside in insides.items()
     }
-    return Marked(regions, frozenset(needed))
+    return Marked(regions, frozenset(needed), left)
 
 
 def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | None:

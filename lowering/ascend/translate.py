@@ -165,7 +165,10 @@ class _Walk:
     def _marked(self, computation: Message) -> Marked:
         """Its regions, which only devices have operators for."""
         if computation.id not in self._regions:
-            self._regions[computation.id] = find(computation, whole=not self.emit.native)
+            found = find(computation, whole=not self.emit.native)
+            if found.left:
+                self._attention.apart.append("attention that several devices compute together")
+            self._regions[computation.id] = found
         return self._regions[computation.id]
 
     def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
@@ -181,6 +184,8 @@ class _Walk:
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit
+        if opcode in _NOT_OF_U64 and "u64" in {self._types[i] for i in instruction.operand_ids}:
+            raise unsupported(f"{opcode} of u64")
         if opcode in _SIMPLE:
             return _SIMPLE[opcode](emit, instruction, *operands)
         if opcode in _STRUCTURE:
@@ -345,6 +350,9 @@ def _listed(values: Any) -> list[Value]:
         raise unsupported("loop or conditional over tuples of tuples")
     return listed
 
+
+# Kept in a signed type of 64 bits, which orders and divides otherwise.
+_NOT_OF_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
 
 _Simple = Callable[..., Any]
 

@@ -10,11 +10,13 @@ from lowering.neuron.normalise import normalise
 from lowering.partitioned import partition
 
 
-def translated(function: Callable, *arguments, native: bool = False) -> Translated:
+def translated(
+    function: Callable, *arguments, native: bool = False, in_place: dict[int, int] | None = None
+) -> Translated:
     """The graph of a function of JAX, for one rank."""
     lowered = jax.jit(function, keep_unused=True).lower(*arguments)
     normalised = normalise(partition(lowered).hlo, name="test", ranks=1)
-    return translate(normalised, name="test", ranks=1, native=native, in_place={})
+    return translate(normalised, name="test", ranks=1, native=native, in_place=in_place or {})
 
 
 def operators(model) -> list[tuple[str, object]]:
