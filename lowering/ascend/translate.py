@@ -18,17 +18,16 @@ from lowering.ascend.attention import Attention
 from lowering.ascend.collectives import Collectives
 from lowering.ascend.control import Control
 from lowering.ascend.emitter import Emitter, unsupported
+from lowering.ascend.flow import Flow
 from lowering.ascend.literals import array_of
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
 from lowering.ascend.regions import Marked, find
-from lowering.ascend.values import Value, known
+from lowering.ascend.values import Value
 from lowering.errors import LoweringError
 from lowering.groups import Groups
 from lowering.neuron.normalise import Normalised, entry_of
-from lowering.neuron.proto import TYPE_NAMES, TYPES, Message, read_module
-
-_UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
+from lowering.neuron.proto import TYPE_NAMES, Message, read_module
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class _Walk:
         }
         self._regions: dict[int, Marked] = {}  # by computation
         self._attention = Attention(self.emit)
-        self._control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
-        self._turns = 0
+        control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
+        self._flow = Flow(self.module, self.run, control)
         self._collectives = Collectives(self.emit, ranks, None)
 
     def arguments(self, written: set[int]) -> list[Value]:
@@ -197,74 +196,6 @@ class _Walk:
     def _call(self, instruction: Message, operands: Sequence[Any]) -> Any:
         return self.run(self._computations[instruction.called_computation_ids[0]], operands)
 
-    def _loop(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        body, condition = (self._computations[i] for i in instruction.called_computation_ids)
-        state = operands[0]
-        while True:
-            goes_on = self.run(condition, [state])
-            if goes_on.data is None:
-                return self._loop_at_run_time(body, condition, state)
-            if not goes_on.data:
-                return state
-            self._turns += 1
-            if self._turns > _UNROLLED:
-                raise unsupported(f"graph of more than {_UNROLLED:,} turns of loops")
-            state = self.run(body, [state])
-
-    def _loop_at_run_time(self, body: Message, condition: Message, state: Any) -> Any:
-        names = self._instructions
-        root = names[body.root_id]
-        kept = {
-            number
-            for number, operand in enumerate(root.operand_ids)
-            if names[operand].opcode == "get-tuple-element"
-            and names[operand].tuple_index == number
-            and names[names[operand].operand_ids[0]].opcode == "parameter"
-        }
-        goes_on, turn = (self._function_of(each, is_tuple=True) for each in (condition, body))
-        return tuple(self._control.loop(_listed(state), kept, goes_on, turn))
-
-    def _branches(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        choice, *arguments = operands
-        if choice.dtype == "pred":  # the first where it is true
-            choice = self.emit.cast(
-                self.emit.compare("Equal", choice, known(np.array(False), "pred")), "s32"
-            )
-        called = [self._computations[number] for number in instruction.called_computation_ids]
-        if choice.data is None:
-            return self._choose(instruction, choice, called, arguments)
-        number = int(choice.data)
-        number = number if 0 <= number < len(called) else len(called) - 1
-        return self.run(called[number], [arguments[number]])
-
-    def _choose(
-        self,
-        instruction: Message,
-        choice: Value,
-        called: Sequence[Message],
-        arguments: Sequence[Any],
-    ) -> Any:
-        """One of several branches, when the graph runs."""
-        is_tuple = instruction.shape.element_type == TYPES["tuple"]
-        shapes = instruction.shape.tuple_shapes if is_tuple else [instruction.shape]
-        tensors = [
-            Tensor(shape.dimensions, self.emit.stored(TYPE_NAMES[shape.element_type]))
-            for shape in shapes
-        ]
-        branches = [
-            self._function_of(each, is_tuple=isinstance(given, tuple))
-            for each, given in zip(called, arguments, strict=True)
-        ]
-        given = [_listed(each) for each in arguments]
-        found = self._control.choose(choice, given, branches, tensors)
-        return tuple(found) if is_tuple else found[0]
-
-    def _function_of(
-        self, computation: Message, *, is_tuple: bool
-    ) -> Callable[[Sequence[Value]], list[Value]]:
-        """A computation of one argument, a tuple or not, as a function of lists."""
-        return lambda now: _listed(self.run(computation, [tuple(now) if is_tuple else now[0]]))
-
     @contextmanager
     def _elsewhere(self, rank: Value | None = None) -> Iterator[None]:
         """In a graph of its own, where nodes of another are nothing."""
@@ -343,14 +274,6 @@ class _Walk:
         )
 
 
-def _listed(values: Any) -> list[Value]:
-    """A tuple of arrays, or one array, as a list."""
-    listed = list(values) if isinstance(values, tuple) else [values]
-    if any(isinstance(one, tuple) for one in listed):
-        raise unsupported("loop or conditional over tuples of tuples")
-    return listed
-
-
 # Kept in a signed type of 64 bits, which orders and divides otherwise.
 _NOT_OF_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
 
@@ -410,7 +333,7 @@ _STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
     "collective-permute": lambda walk, i, xs: walk._collectives.permute(i, xs[0]),
     "bitcast-convert": _Walk._converted,
     "compare": _Walk._compared,
-    "conditional": _Walk._branches,
+    "conditional": lambda walk, i, xs: walk._flow.branch(walk.emit, i, xs),
     "convert": _Walk._converted,
     "custom-call": _Walk._custom,
     "dynamic-slice": lambda walk, i, xs: indexing.dynamic_slice(
@@ -426,5 +349,5 @@ _STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
     "scatter": _Walk._scatter,
     "topk": lambda walk, i, xs: sorting.top_k(walk.emit, i, xs[0]),
     "sort": _Walk._sort,
-    "while": _Walk._loop,
+    "while": lambda walk, i, xs: walk._flow.loop(i, xs[0]),
 }

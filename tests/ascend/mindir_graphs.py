@@ -1,6 +1,7 @@
 """Functions of JAX as graphs for MindSpore."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -19,7 +20,7 @@ def translated(
     return translate(normalised, name="test", ranks=1, native=native, in_place=in_place or {})
 
 
-def operators(model) -> list[tuple[str, object]]:
+def operators(model) -> list[tuple[str, Any]]:
     """Name and node of every operator of a graph, and of those that it calls."""
     kinds = {one.name: one.op_type for one in model.primitives}
     return [
