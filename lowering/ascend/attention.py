@@ -31,7 +31,7 @@ class Attention:
     def __init__(self, emit: Emitter) -> None:
         self._emit = emit
         self.masks: dict[Any, Value] = {}  # of the graph that is being written
-        self.apart: list[str] = []  # why regions were not written
+        self.left: list[str] = []  # why regions were left as they are
 
     def written(self, region: Region, given: Sequence[Value]) -> tuple[Value, ...] | None:
         """The results of a region, or None where the operators do not take it."""
@@ -40,7 +40,7 @@ class Attention:
         hidden = dict(zip(region.settings["hiding"], arrays[3:], strict=True))
         reason = _refusal(arrays[:3], before, hidden.get("window"))
         if reason:
-            self.apart.append(reason)
+            self.left.append(reason)
             return None
         query, key, value = arrays[:3]
         mask, settings = self._hiding(query.shape, hidden)

@@ -109,7 +109,7 @@ def _loading(translated: Translated) -> dict[str, Any]:
         "groups": [[list(group) for group in groups] for groups in translated.groups],
         "exchanges": [list(sources) for sources in translated.exchanges],
         "nodes": translated.nodes,
-        "attention_apart": list(translated.apart),
+        "attention_left": list(translated.left),
     }
 
 

@@ -42,7 +42,7 @@ class Translated:
     groups: tuple[Groups, ...]  # by number of their placeholders
     exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
     nodes: int
-    apart: tuple[str, ...]  # why attention is not one operator, where it could be
+    left: tuple[str, ...]  # why marked attention was left as it is
 
 
 def translate(
@@ -138,7 +138,7 @@ class _Walk:
             tuple(self._collectives.groups),
             tuple(tuple(one) for one in self._collectives.exchanges),
             writer.count,
-            tuple(sorted(set(self._attention.apart))),
+            tuple(sorted(set(self._attention.left))),
         )
 
     def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
@@ -166,7 +166,7 @@ class _Walk:
         if computation.id not in self._regions:
             found = find(computation, whole=not self.emit.native)
             if found.left:
-                self._attention.apart.append("attention that several devices compute together")
+                self._attention.left.append("attention that several devices compute together")
             self._regions[computation.id] = found
         return self._regions[computation.id]
 

@@ -62,7 +62,7 @@ def test_a_step_has_one_operator_for_each_pass_and_keeps_no_scores():
     # Batch over data and fsdp, heads over tensor.
     results = [shapes(node) for name, node in operators(graph) if name == "FlashAttentionScore"]
     assert all(each[3][0] == (2, LENGTH, 2, 16) for each in results)
-    assert artifact.record["ascend"]["attention_apart"] == []
+    assert artifact.record["ascend"]["attention_left"] == []
 
 
 def test_documents_are_apart_by_a_mask_that_all_layers_share():
@@ -149,7 +149,7 @@ def test_what_the_operators_do_not_take_stays_as_it_is(dtype, head_dim, reason):
     function = both_passes(fused_attention, False, False)
     graph = translated(function, *arrays(dtype, head_dim), DOCUMENTS, native=True)
     assert not fused(mindir.read(graph.mindir))
-    assert reason in graph.apart[0]
+    assert reason in graph.left[0]
 
 
 def test_operators_are_written_as_mindspore_exports_them(mindspore, tmp_path):
