@@ -72,7 +72,8 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
             marks = regions.marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
-            instruction.frontend_attributes.map.update(marks)
+            if marks:
+                instruction.frontend_attributes.map.update(marks)
     rank_input = rank_as_input(module)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
