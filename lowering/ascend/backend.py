@@ -62,7 +62,9 @@ def devices(target: Target) -> list[Device]:
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device; raises as one_device.lower."""
     with regions.marked("attention"):
-        program = one_device.lower(graph, rules, mesh_shape, target)
+        # On a CPU every collective is made of sums, in which each rank has its place.
+        rank_input = target.on_host and target.devices > 1
+        program = one_device.lower(graph, rules, mesh_shape, target, rank_input=rank_input)
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 

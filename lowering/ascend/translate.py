@@ -80,6 +80,7 @@ class _Walk:
             for number, each in self._instructions.items()
         }
         self._regions: dict[int, Marked] = {}  # by computation
+        self._is_located = False  # an error on its way says its line
         self._attention = Attention(self.emit)
         control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
         self._flow = Flow(self.module, self.run, control)
@@ -176,8 +177,9 @@ class _Walk:
             return self._instruction(instruction, [values[i] for i in instruction.operand_ids])
         except LoweringError as error:
             line = self._normalised.sources.get(instruction.id)
-            if line is None or line in str(error):
+            if line is None or self._is_located:  # by what it calls
                 raise
+            self._is_located = True
             where = f"{instruction.opcode} in {self.module.name}"
             raise LoweringError(f"{line}: {error} ({where})") from None
 

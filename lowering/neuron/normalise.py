@@ -50,12 +50,13 @@ class Normalised:
     sources: dict[int, str]  # line of the model's code by instruction id
 
 
-def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
+def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
     """Rewrite the module of one device, as lowering.partitioned.partitioned gives it.
 
     Args:
         name: of the module; XLA's own is that of a Python function.
         ranks: devices that run the module.
+        rank_input: the rank is an input even if the module does not ask for it.
 
     Raises:
         LoweringError: the module holds what no reader of Neuron's would see.
@@ -74,7 +75,7 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
                 instruction.ClearField(field)
             if marks:
                 instruction.frontend_attributes.map.update(marks)
-    rank_input = rank_as_input(module)
+    rank_input = rank_as_input(module, always=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
         module.ClearField(field)
