@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, host, one_device
+from lowering import collectives, host
 from lowering.artifact import Artifact
 from lowering.ascend.device import DeviceArray, Program
 from lowering.ascend.translate import Translated, translate
@@ -27,6 +27,7 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
+from lowering.one_device import backend as one_device
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
