@@ -18,7 +18,9 @@ class ArrayLayout:
         split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
         self.sharding = NamedSharding(mesh, split)
         self.shard = self.sharding.shard_shape(self.shape)
-        self.devices = list(mesh.devices.reshape(-1))  # by rank
+        process = jax.process_index()
+        # By rank; other processes have the others.
+        self.devices = [one for one in mesh.devices.reshape(-1) if one.process_index == process]
 
     @property
     def nbytes(self) -> int:
@@ -26,8 +28,19 @@ class ArrayLayout:
         return int(np.prod(self.shard, dtype=int)) * self.dtype.itemsize
 
     def shards(self, array: Any) -> Iterator[np.ndarray]:
-        """The shards of an array that is in the host's memory, by rank."""
-        placed = jax.device_put(array, self.sharding)
-        by_device = {each.device: each.data for each in placed.addressable_shards}
+        """Of an array in the host's memory the shards for devices of this process, by rank.
+
+        Args:
+            array: all of it, or a jax.Array that is split over the processes in the same way.
+        """
+        is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
+            self.sharding, array.ndim
+        )
+        if not is_placed:
+            whole = np.asarray(array)
+            array = jax.make_array_from_callback(
+                whole.shape, self.sharding, lambda index: whole[index]
+            )
+        by_device = {each.device: each.data for each in array.addressable_shards}
         for device in self.devices:
             yield np.ascontiguousarray(by_device[device])
