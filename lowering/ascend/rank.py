@@ -136,6 +136,8 @@ def _end_with(host: int) -> None:
 
 def main() -> None:
     """Serve the host until it is gone."""
+    # Schedulers send what is for a run to all of its processes; a rank is told by its host.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
     device, role = os.environ["GRAPHTRAIN_RANK_DEVICE"], os.environ.get("MS_ROLE")
     if role == "MS_SCHED":  # through which the ranks meet
