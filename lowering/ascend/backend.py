@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import jax
 
 from lowering import collectives, host, jax_xla, processes
 from lowering.artifact import Artifact
-from lowering.ascend import launch
+from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
 from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import Translated, translate
@@ -142,12 +141,8 @@ def _device(target: Target) -> str:
 @functools.cache
 def _ranks(target: Target) -> Ranks:
     """The ranks of this process, started when first asked for; all processes of a run ask."""
-    missing = ""
-    if importlib.util.find_spec("mindspore") is None:
-        missing = (
-            f"{target} runs on MindSpore, which is not installed: pip install 'graphtrain[ascend]'"
-        )
-    cluster = launch.agree(target.devices, missing)
+    missing = "" if here.has_mindspore() else f"{target} runs on MindSpore, which is not installed"
+    cluster = launch.agree(target.devices, missing and f"{missing}: {here.INSTALL}")
     if target.on_host:
         return Ranks(cluster, _device(target))
     try:
