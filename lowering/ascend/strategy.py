@@ -68,8 +68,8 @@ def strategy(layouts: Mapping[str, Layout], mesh: MeshShape) -> bytes:
 
 def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape) -> None:
     """One layout: sizes of the mesh, and by dimension the mesh axes, counted from the last."""
-    axes = list(mesh.axes)
-    described.dev_matrix.add(dim=mesh.axes.values())
+    axes = [name for name, size in mesh.axes.items() if size > 1]  # others split nothing
+    described.dev_matrix.add(dim=[mesh.axes[name] for name in axes] or [1])
     dimensions = [[len(axes) - 1 - axes.index(name) for name in names] for names in split]
     dimensions = [numbers or [_UNSPLIT] for numbers in dimensions]
     if any(len(numbers) > 1 for numbers in dimensions):

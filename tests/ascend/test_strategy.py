@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.planning.mindspore import write_ckpt
 from lowering.ascend.strategy import strategy
 from lowering.errors import LoweringError
 from sharding_rules.arrays import ArraySpec
@@ -75,6 +77,23 @@ def test_mindspore_takes_checkpoints_of_one_plan_to_another(mindspore, tmp_path,
         assert set(made) == set(held)
         for name, want in held.items():
             np.testing.assert_array_equal(made[name].asnumpy(), want)
+
+
+def test_the_strategy_of_a_program_has_its_parameters(mindspore, tmp_path):
+    """By MindSpore's own reader: mesh, and for each dimension the mesh axis from the last."""
+    program = Program(
+        model=Model(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=264),
+        batch=Batch(sequences=8, length=32),
+        mesh=Mesh(fsdp=2, tensor=2),
+        target="ascend910b:4",
+    )
+    write_ckpt(tmp_path / "strategy.ckpt", program)
+    read = mindspore.build_searched_strategy(str(tmp_path / "strategy.ckpt"))
+    assert {name for name in read if "mlp." in name} == {
+        f"layers.mlp.{name}" for name in ("up", "down", "gate")
+    }
+    up = read["layers.mlp.up"]
+    assert list(up.dev_matrix[0].dim) == [2, 2] and list(up.tensor_map[0].dim) == [-1, 1, 0]
 
 
 def test_a_name_that_would_be_read_as_a_stage_is_refused():
