@@ -46,12 +46,13 @@ class Target:
     def _problem(self) -> str:
         """Why there is no such machine, and what to write; empty if there is."""
         sizes, machine, group = self.topology, self.machine, int(self.about.get("group", 0))
-        if self._by_process:
-            return f"write processes and devices of each, {machine}:2x4" if len(sizes) > 2 else ""
+        if self._by_process and len(sizes) > 2:
+            return f"write processes and devices of each, {machine}:2x4"
         if self.platform == "tpu":
             return self._problem_of_torus()
         if len(sizes) > 1:
-            return f"{machine} come by number; write {machine}:{self.devices}"
+            by_number = f"{machine} come by number; write {machine}:{self.devices}"
+            return "" if self._by_process else by_number
         if group and self.devices > group and self.devices % group:
             return f"{machine} come {group} to a host; ask for a multiple of {group}"
         return ""
