@@ -122,6 +122,9 @@ class Model:
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
+    unroll: Positive = (
+        1  # layers written out in a turn of the loop over them; see docs/performance.md
+    )
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.embed % self.heads:
