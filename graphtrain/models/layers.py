@@ -174,5 +174,6 @@ def _checkpoint(one_layer: Any, model: Model) -> Any:
             offload_dst="pinned_host",
         ),
     }[model.remat]
-    # A scan keeps the second computation apart; XLA takes both for one where layers are written out.
+    # A scan keeps the second computation apart; where layers are written out, XLA may take both
+    # for one.
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=model.unroll > 1)
