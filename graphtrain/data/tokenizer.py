@@ -2,13 +2,16 @@
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from graphtrain.data.places import Placed, between_marks, characters
 from graphtrain.data.replacing import replacing
 from graphtrain.data.words import PIECES, Words, are_exact
 from graphtrain.errors import DataError
@@ -35,9 +38,23 @@ class Tokenizer(Protocol):
         """Equal digests promise equal numbers for equal text."""
         ...
 
+    @property
+    def special(self) -> Mapping[str, str]:
+        """Special tokens as text by their roles, such as eos_token, for chat templates."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its own, as Jinja."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        """As tokens with their places; special tokens spelled out in a text become tokens."""
+        ...
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
@@ -53,12 +70,23 @@ class ByteTokenizer:
     vocab = 257
     eod = 256
     digest = "bytes"
+    chat_template = None
+    special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        mark = re.compile(re.escape(self.special["eos_token"]))
+        return [between_marks(text, mark, lambda _: self.eod, self._places) for text in texts]
+
+    def _places(self, text: str) -> Placed:
+        encoded = text.encode()
+        begins = characters(encoded)[1:] - 1
+        return Placed(np.frombuffer(encoded, np.uint8), begins, begins + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text; an incomplete character is replaced, as a model may write one, and 256 left out."""
@@ -76,6 +104,7 @@ class SentencePieceTokenizer:
     """
 
     kind = "sentencepiece"
+    chat_template = None  # one that is beside the model is named by its path
 
     def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
         import sentencepiece
@@ -108,6 +137,40 @@ class SentencePieceTokenizer:
         # One thread: processes are the parallelism.
         encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        number = self._processor.piece_to_id
+        return [between_marks(text, self._marks, number, self._places) for text in texts]
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        named = ("bos_token", self._processor.bos_id()), ("eos_token", self.eod)
+        return {
+            name: self._processor.id_to_piece(number)
+            for name, number in named
+            if number is not None and number >= 0
+        }
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Pieces that sentencepiece never finds in a text."""
+        numbers = filter(self._processor.is_control, range(self.vocab))
+        pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
+
+    def _places(self, text: str) -> Placed:
+        from sentencepiece import sentencepiece_pb2
+
+        proto: Any = sentencepiece_pb2  # its classes are made when it is imported
+        encoded = self._processor.encode(text, out_type="serialized_proto")
+        pieces = proto.SentencePieceText.FromString(encoded).pieces
+        begins = np.array([piece.begin for piece in pieces], np.int64)
+        ends = np.array([piece.end for piece in pieces], np.int64)
+        for index in reversed(range(len(pieces) - 1)):
+            if ends[index] == begins[index]:  # of a character spelled in bytes, not the last
+                ends[index] = ends[index + 1]
+        of = characters(text.encode())
+        return Placed(np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends])
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])
@@ -164,6 +227,18 @@ def _inside(folder: Path) -> Path:
     raise DataError(
         f"{folder}: holds no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
     )
+
+
+def template_of(config: bytes | str) -> str | None:
+    """The chat template in a tokenizer_config.json; of several the default.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is not such a file.
+    """
+    found = json.loads(config).get("chat_template")
+    if isinstance(found, list):
+        return {each["name"]: each["template"] for each in found}.get("default")
+    return found
 
 
 def train_sentencepiece(
