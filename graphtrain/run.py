@@ -148,6 +148,8 @@ def _open_loader(run: Run, program: Program) -> Any:
         seed=run.seed,
         vocab=program.model.vocab,
         apart=program.batch.documents == "apart",
+        packing=run.data.packing,
+        longer=run.data.longer,
     )
 
 
@@ -284,7 +286,7 @@ class _Loop:
 
         self._settle()
         batches = validation_batches(
-            run.data.validation, program.batch, program.model.vocab, run.evaluate_batches
+            run.data, program.batch, program.model.vocab, run.evaluate_batches
         )
         evaluate = self.programs["evaluate"]
         loss = validation_loss(evaluate, state["parameters"], batches, self._target)

@@ -318,6 +318,10 @@ class Data:
 
     train: str | Annotated[tuple[Part, ...], Field(min_length=1)]  # a dataset, or parts of a blend
     validation: str | None = None
+    # How documents become sequences. cut: end to end, then cut; fit: as many whole ones as fit;
+    # padded: one. Left out: text is cut; conversations fit, or are padded where they are joined.
+    packing: Literal["cut", "fit", "padded"] | None = None
+    longer: Literal["refuse", "cut", "drop"] = "refuse"  # documents that do not fit whole
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):

@@ -11,12 +11,12 @@ import numpy as np
 
 from graphtrain.data.places import Placed
 from graphtrain.data.replacing import replacing
-from graphtrain.data.tokenizer import template_of
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, template_of
 from graphtrain.data.words import GPT2, Words, are_exact_for_gpt2
 from graphtrain.errors import DataError
 
 # Beside tokenizer.json: special tokens by their roles, and the template of a chat.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _MAIN = "tokenizer.json"
 # What ends a document, where no companion says so: GPT-2, Llama 3, Gemma, Llama.
 _ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")

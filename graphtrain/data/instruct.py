@@ -17,7 +17,7 @@ from graphtrain.data.description import Conversations
 from graphtrain.data.encode import Encode, Encoded
 from graphtrain.data.prepare import Prepared, Report, Work
 from graphtrain.data.replacing import replacing
-from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 
@@ -75,8 +75,6 @@ def instruct(
     identity = format, making.conversations.template_digest, learn
     request = manifest.Request.of(files, tokenizer, False, eod, identity)
     made = Work(Path(output), files, making, workers, report).prepared(request, tokenizer)
-    with replacing(Path(output) / "chat_template.jinja") as file:
-        file.write(chosen.text.encode())
     return Instructed(**vars(made), spelled_out=tuple(spelled_out(chosen, known)))
 
 
@@ -106,6 +104,12 @@ class Instructions:
 
     def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
         return ConversationEncoder(tokenizer, corpus, self)
+
+    def save(self, directory: Path) -> tuple[str, ...]:
+        """The template, under the name that transformers reads it by."""
+        with replacing(directory / CHAT_TEMPLATE) as file:
+            file.write(self.template.text.encode())
+        return (CHAT_TEMPLATE,)
 
 
 @dataclass(frozen=True)

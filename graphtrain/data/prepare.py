@@ -99,6 +99,10 @@ class Making(Protocol):
 
     def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode: ...
 
+    def save(self, directory: Path) -> tuple[str, ...]:
+        """Write what belongs beside the tokenizer; return the names of the files."""
+        ...
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -115,6 +119,9 @@ class Texts:
                 "choose another tokenizer, or --no-eod"
             )
         return Encoder(tokenizer, corpus, self.append_eod)
+
+    def save(self, directory: Path) -> tuple[str, ...]:
+        return ()
 
 
 class Work:
@@ -166,7 +173,8 @@ class Work:
             self._left_out = records - splits.documents // self._making.documents
             splits.complete()
         self._report("writing", 1.0)
-        return splits.describe(self._making.append_eod, about)
+        files = splits.describe(self._making.append_eod, about)
+        return [*files, *self._making.save(self.directory)]
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
 from graphtrain.data.learned import SPANS, learned_prefix, spans_writer
 from graphtrain.data.progress import Progress, remove_progress, write_progress
 from graphtrain.data.replacing import partial_path
-from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
 
 NAMES = ("train", "validation", "test")
@@ -128,6 +128,7 @@ class Splits:
             unwanted = _ENDINGS if name not in self._all else ("json",)
             for ending in unwanted:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
+        (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
 
     def describe(self, append_eod: bool, conversations: Conversations | None = None) -> list[str]:
         """Write tokenizer and descriptions beside finished datasets; return the files' names."""

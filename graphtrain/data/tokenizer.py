@@ -16,6 +16,8 @@ from graphtrain.data.replacing import replacing
 from graphtrain.data.words import PIECES, Words, are_exact
 from graphtrain.errors import DataError
 
+CHAT_TEMPLATE = "chat_template.jinja"  # beside a tokenizer
+
 
 class Tokenizer(Protocol):
     """Text to numbers below `vocab` and back."""
