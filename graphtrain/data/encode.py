@@ -65,6 +65,7 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Ite
         return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload([__name__])  # imported once, not by each worker
     pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
     try:
         yield from _in_order(pool, iter(chunks), _AHEAD * workers)

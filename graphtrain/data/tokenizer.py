@@ -13,7 +13,7 @@ import numpy as np
 
 from graphtrain.data.places import Placed, between_marks, characters
 from graphtrain.data.replacing import replacing
-from graphtrain.data.words import PIECES, Words, are_exact
+from graphtrain.data.words import PARTS, PIECES, Words, exact_words
 from graphtrain.errors import DataError
 
 CHAT_TEMPLATE = "chat_template.jinja"  # beside a tokenizer
@@ -132,8 +132,9 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if self._words is None and are_exact(self._model):
-            self._words = Words(PIECES, partial(self._processor.encode, num_threads=1))
+        if self._words is None and (expression := exact_words(self._model)):
+            encode = partial(self._processor.encode, num_threads=1)
+            self._words = Words(PIECES, encode, PARTS if expression is PARTS else None)
         if self._words is not None:
             return self._words.encode(texts)
         # One thread: processes are the parallelism.
