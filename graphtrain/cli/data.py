@@ -1,6 +1,7 @@
 """`graphtrain data`: make a corpus or a tokenizer, prepare text, look into and join datasets."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,6 +209,11 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
         )
 
 
+def has_colours() -> bool:
+    """Whether output goes to a terminal that shows them."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
 def _conversations(split: Any) -> str:
     about = split.conversations
     count = f"{split.documents // 2} pairs" if about.pairs else f"{split.documents} conversations"
@@ -228,7 +234,7 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
     """
     from graphtrain.data.preview import filling, pieces
 
-    colours = sys.stdout.isatty()
+    colours = has_colours()
     for number, document in pieces(prefix, first, documents):
         click.echo(f"document {number}: {sum(len(one.tokens) for one in document)} tokens")
         for one in document:

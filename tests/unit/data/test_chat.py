@@ -53,6 +53,26 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def with_prefix(tmp_path_factory, folder):
+    """As Llama 2's: a space before the text, spaces as a letter, what is unknown as bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    space = "\u2581"
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback()])
+    spelled = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=[*spelled, *MARKS])
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    path = tmp_path_factory.mktemp("prefix")
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    return path
+
+
+@pytest.fixture(scope="module")
 def tokenizers(folder):
     sentencepiece = train_sentencepiece(TEXTS, 330, MARKS[2:])
     return [read_huggingface(folder / "tokenizer.json"), sentencepiece, ByteTokenizer()]
@@ -68,10 +88,12 @@ def learned(template, tokenizer, messages, learn="answers", **settings):
     ]
 
 
+@pytest.mark.parametrize("kind", ["folder", "with_prefix"])
 @pytest.mark.parametrize("name", template_names())
-def test_tokens_and_learned_tokens_are_those_of_transformers(folder, name):
+def test_tokens_and_learned_tokens_are_those_of_transformers(request, kind, name):
     from transformers import AutoTokenizer
 
+    folder = request.getfixturevalue(kind)
     tokenizer = load_tokenizer(folder)
     template = find_template(name, tokenizer)
     theirs = AutoTokenizer.from_pretrained(folder)
