@@ -15,10 +15,11 @@ from graphtrain.data import manifest
 from graphtrain.data.corpus import TRAIN, Corpus
 from graphtrain.data.description import Conversations, Description, read_description
 from graphtrain.data.encode import Encode, Encoder, encode_chunks
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
 from graphtrain.data.progress import Progress, read_progress, unfinished, write_progress
 from graphtrain.data.records import TextDocument
 from graphtrain.data.splits import Splits, are_there, split_names
-from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 Report = Callable[[str, float], None]  # what is being done, and the fraction of it that is

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from graphtrain.data.chat import Template, find_template, spelled_out, template_names
 from graphtrain.data.conversations import Conversation
 from graphtrain.data.huggingface import read_huggingface, train_bpe
-from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_sentencepiece
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
+from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 MARKS = [

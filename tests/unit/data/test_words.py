@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data import words
-from graphtrain.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
+from graphtrain.data.tokenizer import SentencePieceTokenizer
 from graphtrain.data.words import PARTS, PIECES, exact_words
 
 TEXTS = [
