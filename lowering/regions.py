@@ -8,7 +8,7 @@ Marks are barriers with attributes, which XLA's partitioner keeps (jaxlib 0.10, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,9 +17,7 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
-# Attributes of marks.
-ENTRY, EXIT = "graphtrain_entry", "graphtrain_exit"  # the region's name
-SETTINGS = "graphtrain_settings"  # JSON, at the exit
+from lowering.one_device.marks import ENTRY, EXIT, SETTINGS
 
 _wanted: ContextVar[frozenset[str]] = ContextVar("regions", default=frozenset())
 
@@ -71,8 +69,3 @@ def region(
         return results, tuple(True for _ in results)
 
     return closed(*arrays)
-
-
-def marks(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Those of an instruction's attributes that make it a mark."""
-    return {name: attributes[name] for name in (ENTRY, EXIT, SETTINGS) if name in attributes}

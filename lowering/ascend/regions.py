@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.neuron.proto import Message
-from lowering.regions import ENTRY, EXIT, SETTINGS
+from lowering.one_device.marks import ENTRY, EXIT, SETTINGS
+from lowering.one_device.proto import Message
 
 _FOREIGN = ("parameter", "partition-id", "replica-id", "custom-call", "while", "conditional")
 _COLLECTIVES = ("all-", "collective-", "reduce-scatter")

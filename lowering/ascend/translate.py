@@ -26,8 +26,8 @@ from lowering.ascend.regions import Marked, find
 from lowering.ascend.values import Value
 from lowering.errors import LoweringError
 from lowering.groups import Groups
-from lowering.neuron.normalise import Normalised, entry_of
-from lowering.neuron.proto import TYPE_NAMES, Message, read_module
+from lowering.one_device.normalise import Normalised, entry_of
+from lowering.one_device.proto import TYPE_NAMES, Message, read_module
 
 
 @dataclass(frozen=True)

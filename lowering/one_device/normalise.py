@@ -8,12 +8,12 @@ shardings say nothing to them, and would make equal programs differ.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowering import regions
 from lowering.errors import LoweringError
-from lowering.neuron.precision import drop_exact_roundings
-from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
-from lowering.neuron.rank import rank_as_input
-from lowering.neuron.replica_groups import write_explicitly
+from lowering.one_device.marks import marks
+from lowering.one_device.precision import drop_exact_roundings
+from lowering.one_device.proto import TYPES, Message, read_module, unknown, write_module
+from lowering.one_device.rank import rank_as_input
+from lowering.one_device.replica_groups import write_explicitly
 from lowering.sources import line_of
 
 _OF_MODULE = (
@@ -70,11 +70,11 @@ def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False)
         for instruction in computation.instructions:
             write_explicitly(instruction, ranks)
             _settle_order(instruction)
-            marks = regions.marks(instruction.frontend_attributes.map)
+            kept = marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
-            if marks:
-                instruction.frontend_attributes.map.update(marks)
+            if kept:
+                instruction.frontend_attributes.map.update(kept)
     rank_input = rank_as_input(module, always=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
