@@ -1,4 +1,4 @@
-"""`graphtrain convert`: weights from Hugging Face's files and back."""
+"""`graphtrain convert`: weights from other formats and back, and runs to other layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.group("convert")
 def command() -> None:
-    """Bring weights from Hugging Face's files and back."""
+    """Bring weights from other formats and back."""
 
 
 @command.command("hf-to-graphtrain")
@@ -38,11 +38,38 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
     with _progress() as show:
         summary = from_hugging_face(source, destination, show)
     _tell(summary, destination, as_json)
-    if not as_json:
-        click.echo(
-            f'in a configuration: [program.model] preset = "{destination}/model.toml" and '
-            f'[run] initial = "{destination}"'
-        )
+    _tell_use(destination, as_json)
+
+
+@command.command("megatron-to-graphtrain")
+@click.argument("source", type=_FOLDER)
+@click.argument("destination", type=_FOLDER)
+@click.option(
+    "--model",
+    metavar="PRESET|FILE",
+    help="What model it is, where the checkpoint does not say: a preset's name, or a .toml file "
+    "with a [program.model].",
+)
+@click.option(
+    "--vocab",
+    type=click.IntRange(1),
+    help="Rows of the vocabulary to keep; the checkpoint's own vocab_size if left out, else all.",
+)
+@json_option
+def megatron_to_graphtrain(
+    source: Path, destination: Path, model: str | None, vocab: int | None, as_json: bool
+) -> None:
+    """Make DESTINATION, which a run can start from, of SOURCE, a checkpoint of Megatron-LM.
+
+    SOURCE is in the layout torch-dist or of folders mp_rank_XX, of any degrees of tensor, pipeline
+    and expert parallelism; or a folder of several, of which the latest is taken.
+    """
+    from graphtrain.weights.megatron.convert import from_megatron
+
+    with _progress() as show:
+        summary = from_megatron(source, destination, show, model, vocab)
+    _tell(summary, destination, as_json)
+    _tell_use(destination, as_json)
 
 
 @command.command("graphtrain-to-hf")
@@ -71,6 +98,14 @@ def _progress() -> Iterator[Progress]:
     with Progress(console=Console(stderr=True), transient=True) as display:
         row = display.add_task("arrays", total=None)
         yield lambda done, count: display.update(row, completed=done, total=count)
+
+
+def _tell_use(destination: Path, as_json: bool) -> None:
+    if not as_json:
+        click.echo(
+            f'in a configuration: [program.model] preset = "{destination}/model.toml" and '
+            f'[run] initial = "{destination}"'
+        )
 
 
 def _tell(summary: Summary, destination: Path, as_json: bool) -> None:
