@@ -76,6 +76,12 @@ def stages_of(program: Program) -> Stages | None:
     return check_pipeline(program, stages)
 
 
+def rows_of_layers(program: Program) -> tuple[int | None, ...]:
+    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage."""
+    stages = stages_of(program)
+    return tuple(range(program.model.layers)) if stages is None else stages.rows
+
+
 @functools.cache
 def source_digests() -> dict[str, str]:
     """Digest of each of our files that can change a program, by its path in the source tree."""

@@ -89,6 +89,42 @@ def graphtrain_to_hf(source: Path, destination: Path, step: int | None, as_json:
     _tell(summary, destination, as_json)
 
 
+@command.command("reshard")
+@click.argument("source", type=_FOLDER)
+@click.argument("destination", type=_FOLDER)
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="CONFIG|STRATEGY",
+    help="The program to make it for: a configuration, or what graphtrain plan --save-strategy "
+    "wrote (.json).",
+)
+@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
+@json_option
+def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json: bool) -> None:
+    """Make DESTINATION, a run to go on from, of SOURCE, a run of another mesh or pipeline.
+
+    A run does this by itself when it loads; here it is done once, and on no device.
+    """
+    import jax
+
+    from graphtrain.reshard import reshard as make
+
+    jax.config.update("jax_platforms", "cpu")  # Orbax would take an accelerator
+    with _progress() as show:
+        summary = make(source, destination, to, show, step)
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))
+        return
+    click.echo(
+        f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes; "
+        f"{summary.moved} with layers in other rows"
+    )
+
+
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """A bar on a terminal; elsewhere nothing."""
