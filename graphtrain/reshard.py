@@ -136,6 +136,7 @@ def _copy_files(
 
 def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
     """A checkpoint as Orbax writes it, of arrays that take no memory and nearly no space."""
+    import jax
     import orbax.checkpoint as ocp
 
     zeros: Tree = unflatten(
@@ -144,8 +145,11 @@ def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
             for path, one in strategy.arrays.items()
         }
     )
-    arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+    handlers = ocp.type_handlers
+    registry = handlers.create_type_handler_registry(
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, handlers.ArrayHandler()),  # without one Orbax warns
+    )
     pieces = unflatten({path: ocp.SaveArgs(chunk_byte_size=_PIECE) for path in strategy.arrays})
     said = {
         "loader": about.loader,

@@ -63,7 +63,19 @@ def write_json(path: Path, program: Program) -> None:
         "arrays": strategy.arrays,
         "program": asdict(program),
     }
-    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    path.write_text(_lines(about) + "\n", encoding="utf-8")
+
+
+def _lines(about: dict[str, Any]) -> str:
+    """JSON with a line for each array and for each of the rest."""
+    arrays = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in about["arrays"].items()
+    )
+    rest = (
+        f" {json.dumps(name)}: " + (f"{{\n{arrays}\n }}" if name == "arrays" else json.dumps(one))
+        for name, one in about.items()
+    )
+    return "{\n" + ",\n".join(rest) + "\n}"
 
 
 def read_json(path: Path) -> Strategy:
@@ -72,6 +84,8 @@ def read_json(path: Path) -> Strategy:
     Raises:
         PlanError: it is no such file.
     """
+    if not path.is_file():
+        raise PlanError(f"{path}: no such file; {_remedy(path)}")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         if about["graphtrain_strategy"] != _FORMAT:
@@ -79,10 +93,11 @@ def read_json(path: Path) -> Strategy:
         program = TypeAdapter(Program).validate_json(json.dumps(about["program"]))
         return Strategy(program, {name: dict(one) for name, one in about["arrays"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(
-            f"{path} is no strategy ({error!r}); write one: "
-            f"graphtrain plan CONFIG --save-strategy {path}"
-        ) from error
+        raise PlanError(f"{path} is no strategy ({error!r}); {_remedy(path)}") from error
+
+
+def _remedy(path: Path) -> str:
+    return f"write one: graphtrain plan CONFIG --save-strategy {path}"
 
 
 _WRITERS: dict[str, Callable[[Path, Program], None]] = {".json": write_json}
