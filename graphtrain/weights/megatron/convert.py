@@ -13,7 +13,7 @@ from graphtrain.config.presets import preset_settings
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import array_shape, to_decoder
+from graphtrain.families.family import Piece, array_shape, to_decoder
 from graphtrain.models.counts import is_gated
 from graphtrain.weights.convert import Progress, Summary, dtype_of, making, some, summary
 from graphtrain.weights.files import Folder
@@ -64,15 +64,19 @@ def from_megatron(
         writer = Writer(directory / "weights", arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
-            tensors = [folder.read(name) for name in piece.names]
-            made = to_decoder(piece, tensors, padded)
-            for path, array in zip(piece.row.paths, made, strict=True):
-                cut = tuple(slice(size) for size in array_shape(path, kept))
-                writer.write(stored_name(path, piece.layer), array[cut])
+            _write(writer, piece, folder, padded, kept)
         writer.close()
         (directory / "model.toml").write_text(render_model(kept))
     progress(len(pieces), len(pieces))
     return summary(family, kept, arrays)
+
+
+def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Model) -> None:
+    """One piece; nothing of it is in memory afterwards."""
+    made = to_decoder(piece, [folder.read(name) for name in piece.names], padded)
+    for path, array in zip(piece.row.paths, made, strict=True):
+        cut = tuple(slice(size) for size in array_shape(path, kept))
+        writer.write(stored_name(path, piece.layer), array[cut])
 
 
 def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
