@@ -14,6 +14,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.documents import hide_others
 from graphtrain.models.dot import dot
+from graphtrain.models.kept import begins, kept
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
 from graphtrain.models.positions import frequencies, rotate
@@ -61,6 +62,8 @@ class Attention(nnx.Module):
         if self.model.positions == "rope":
             places, turns = positions(x.shape[1]), frequencies(self.model, full)
             query, key = rotate(query, places, turns), rotate(key, places, turns)
+        if (before := kept()) is not None:
+            key, value = before.add(key, value)
         mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY), full)
         return project(self, "output", "bshd,hde->bse", _outside(mixed, QUERY))
 
@@ -71,7 +74,7 @@ class Attention(nnx.Module):
         scoring, window = Scoring.of(self.model), self._window(full)
         if ring := split_of("attended"):
             return ring_attention(query, key, value, scoring, ring, window)
-        attend = partial(attention, scoring=scoring)
+        attend = partial(attention, scoring=scoring, begin=begins())
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=False)
         return attend(query, key, value, window=window)
@@ -123,10 +126,11 @@ def _grouped(x: jax.Array, heads: str) -> jax.Array:
 
 def attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    key: Float[Array, "batch attended kv_heads head_dim"],
+    value: Float[Array, "batch attended kv_heads head_dim"],
     scoring: Scoring | None = None,
     window: jax.Array | None = None,
+    begin: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal attention in which groups of query heads share one key and value head.
 
@@ -138,6 +142,7 @@ def attention(
         value: Of every position.
         scoring: What becomes of products; by default they are over the root of head_dim.
         window: The distance at which a query sees a key no more; without it, it sees all.
+        begin: The position of the first query; without it, that of the first key.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
@@ -148,8 +153,8 @@ def attention(
     # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
     # comes in; any other would transpose the largest array of the model.
     products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
-    positions = jnp.arange(length)
-    distance = positions[:, None, None] - positions  # (q, 1, k)
+    queries = jnp.arange(length) if begin is None else begin + jnp.arange(length)
+    distance = queries[:, None, None] - jnp.arange(key.shape[1])  # (q, 1, k)
     scores = score(products, distance, scoring or Scoring(head_dim**-0.5), window)
     shares = jax.nn.softmax(hide_others(scores), axis=-1)
     mixed = dot("bhqgk,bkhd->bqhgd", shares, value)
