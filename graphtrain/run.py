@@ -91,10 +91,8 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         if restored is not None:
             loader.restore(restored.loader)
         write = _writer(config, start, report, stack) if first else _silent
-        if first and weights is not None:
-            from graphtrain.weights.start import keep_side
-
-            keep_side(weights, directory)
+        if first:
+            _keep_side(config, weights)
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, loader, checkpoints, write, start)
@@ -119,6 +117,22 @@ def _start_from(weights: Any, program: Program, programs: Programs, state: Tree)
     described = programs["train"].inputs("state")["parameters"]
     fill = lowering.backend(Target.parse(program.target)).fill
     return others | {"parameters": start_parameters(weights, program, described, fill)}
+
+
+def _keep_side(config: Config, weights: Any) -> None:
+    """What is beside the weights, and the tokenizer of the data, for the way back."""
+    from graphtrain.weights.sources import SIDE
+    from graphtrain.weights.tokenizer import keep_tokenizer
+
+    run = config.run
+    directory = Path(run.directory)
+    if weights is not None:
+        from graphtrain.weights.start import keep_side
+
+        keep_side(weights, directory)
+    data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
+    with writing(directory):
+        keep_tokenizer(data, directory / SIDE)
 
 
 def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Report:
@@ -150,6 +164,8 @@ def _open_loader(run: Run, program: Program) -> Any:
         seed=run.seed,
         vocab=program.model.vocab,
         apart=program.batch.documents == "apart",
+        packing=run.data.packing,
+        longer=run.data.longer,
     )
 
 
@@ -286,7 +302,7 @@ class _Loop:
 
         self._settle()
         batches = validation_batches(
-            run.data.validation, program.batch, program.model.vocab, run.evaluate_batches
+            run.data, program.batch, program.model.vocab, run.evaluate_batches
         )
         evaluate = self.programs["evaluate"]
         loss = validation_loss(evaluate, state["parameters"], batches, self._target)

@@ -19,7 +19,7 @@ _COMMANDS = {
     "compile": "compile every graph of a run into the cache, in parallel",
     "config": "show a resolved configuration, or the JSON schema for editors",
     "convert": "bring weights from other formats and back, and runs to other layouts",
-    "data": "make a sample corpus; prepare text for training",
+    "data": "make a sample corpus; prepare text and conversations for training",
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
     "generate": "continue a prompt with a trained model",
