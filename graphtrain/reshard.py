@@ -20,7 +20,7 @@ from graphtrain.arrangement import Index, Stacked, part
 from graphtrain.checkpoint import About, errors, open_array, read_about, saved_steps
 from graphtrain.config import load_config, render
 from graphtrain.config.schema import Config
-from graphtrain.errors import TrainingError
+from graphtrain.errors import PlanError, TrainingError
 from graphtrain.planning.strategy import Strategy, read_json, strategy_of
 from graphtrain.requests import rows_of_layers
 from graphtrain.weights.convert import making
@@ -67,7 +67,7 @@ def reshard(
         raise TrainingError(f"no such checkpoint in {source}; there are: {there}")
     step = steps[-1] if step is None else step
     config = load_config(source / "config.toml")
-    strategy = read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
+    strategy = _strategy(to)
     about = read_about(source / "checkpoints", step)
     kept = _kept(about, config)
     wanted = _wanted(strategy)
@@ -84,6 +84,15 @@ def reshard(
     sizes = [math.prod(one.shape) * _itemsize(strategy, path) for path, one in wanted.items()]
     moved = [path for path, one in wanted.items() if one.leading and one.rows != kept[path].rows]
     return Summary(step, len(wanted), sum(sizes), len(moved))
+
+
+def _strategy(to: Path) -> Strategy:
+    if to.suffix == ".ckpt":
+        raise PlanError(
+            f"{to}: MindSpore's form holds no optimizer; give a configuration, or what "
+            "graphtrain plan CONFIG --save-strategy FILE.json writes"
+        )
+    return read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
 
 
 def _kept(about: About, config: Config) -> dict[str, Stacked]:

@@ -58,7 +58,8 @@ compile_option = click.option(
     "strategy",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Only write how every array is split, as JSON (.json); nothing is compiled.",
+    help="Only write how every array is split, as JSON (.json) or as MindSpore reads it (.ckpt); "
+    "nothing is compiled.",
 )
 @json_option
 def show(

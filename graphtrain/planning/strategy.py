@@ -100,7 +100,13 @@ def _remedy(path: Path) -> str:
     return f"write one: graphtrain plan CONFIG --save-strategy {path}"
 
 
-_WRITERS: dict[str, Callable[[Path, Program], None]] = {".json": write_json}
+def _write_ckpt(path: Path, program: Program) -> None:
+    from graphtrain.planning.mindspore import write_ckpt
+
+    write_ckpt(path, program)
+
+
+_WRITERS: dict[str, Callable[[Path, Program], None]] = {".json": write_json, ".ckpt": _write_ckpt}
 
 
 def save_strategy(path: Path, program: Program) -> None:
