@@ -3,7 +3,8 @@
 Orbax is imported when the first checkpoint is saved or restored, not at the start of a run.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 
 import numpy as np
 
+import lowering
+from graphtrain.arrangement import Index, Rows, Stacked, part
+from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
+from graphtrain.requests import rows_of_layers
 from lowering import processes
-from lowering.trees import Tree, flatten, unflatten
+from lowering.target import Target
+from lowering.trees import Tree, flatten
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,23 @@ class Saved:
     step: int  # steps taken
     state: Tree
     loader: dict[str, Any]  # where the data goes on
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a program keeps its layers, and how its backend puts arrays on its devices."""
+
+    rows: Rows
+    fill: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
+
+
+def arrangement_of(program: Program) -> Arrangement:
+    """How a program keeps its layers."""
+    target = Target.parse(program.target)
+    return Arrangement(
+        rows_of_layers(program),
+        lambda described, read: lowering.backend(target).fill(described, read),
+    )
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -38,9 +61,13 @@ def saved_steps(directory: Path) -> list[int]:
 class Checkpoints:
     """The checkpoints of one run; saving goes on in the background."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, arrangement: Arrangement | None = None) -> None:
+        """Args:
+        arrangement: Of the layers; without it, checkpoints of another are of another program.
+        """
         self._directory = directory.absolute()  # Orbax takes no other
         self._keep = keep
+        self._arrangement = arrangement
         self._opened: Any = None
 
     def save(self, step: int, state: Tree, loader: Mapping[str, Any]) -> None:
@@ -51,13 +78,17 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        about = {"loader": dict(loader), "arrays": _arrays(state)}
+        about: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state)}
+        if self._arrangement is not None:
+            about["rows"] = self._arrangement.rows
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about))
-        with _errors(self._directory, "written; free space or set run.directory elsewhere"):
+        with errors(self._directory, "written; free space or set run.directory elsewhere"):
             self._manager().save(step, args=items)
 
     def restore(self, step: int, described: Tree) -> Saved:
         """Load a checkpoint, or part of it, into the shapes, dtypes and shardings described.
+
+        Layers that it keeps in another arrangement are brought into the program's.
 
         Raises:
             TrainingError: it holds other arrays, or cannot be read.
@@ -65,16 +96,22 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         where = self._directory / str(step)
+        about = read_about(self._directory, step)
+        if self._arrangement is not None:
+            rows, mine = about.rows, self._arrangement.rows
+            if rows is not None and rows != mine:
+                with errors(where, "read; remove it to go on from an earlier one"):
+                    state = _rearranged(where, about, described, self._arrangement)
+                return Saved(step, state, about.loader)
+        _compare(where, about.arrays, _arrays(described))
         wanted = ocp.args.PyTreeRestore(
             item=described,
             restore_args=ocp.checkpoint_utils.construct_restore_args(described),
             partial_restore=True,
         )
-        with _errors(where, "read; remove it to go on from an earlier one"):
-            about = self._restore(step, about=ocp.args.JsonRestore())["about"]
-            _compare(where, about["arrays"], _arrays(described))
+        with errors(where, "read; remove it to go on from an earlier one"):
             state = self._restore(step, state=wanted)["state"]
-        return Saved(step, state, about["loader"])
+        return Saved(step, state, about.loader)
 
     def wait(self) -> None:
         """Return when every checkpoint begun is complete.
@@ -83,7 +120,7 @@ class Checkpoints:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with _errors(self._directory, "written; free space or set run.directory elsewhere"):
+            with errors(self._directory, "written; free space or set run.directory elsewhere"):
                 self._opened.wait_until_finished()
 
     def close(self) -> None:
@@ -93,7 +130,7 @@ class Checkpoints:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with _errors(self._directory, "written; free space or set run.directory elsewhere"):
+            with errors(self._directory, "written; free space or set run.directory elsewhere"):
                 self._opened.close()
 
     def _restore(self, step: int, **items: Any) -> Any:
@@ -132,13 +169,86 @@ class Checkpoints:
         return self._opened
 
 
-def restore_parameters(directory: Path, step: int, described: Tree) -> Tree:
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself."""
+
+    loader: dict[str, Any]
+    arrays: dict[str, list[Any]]  # shape and dtype by path
+    rows: Rows | None  # of its layers; none in those from before they were kept
+
+
+def read_about(directory: Path, step: int) -> About:
+    """Read what a checkpoint says of itself; a small file of JSON that Orbax writes.
+
+    Raises:
+        TrainingError: it cannot be read.
+    """
+    where = directory / str(step)
+    with errors(where, "read; remove it to go on from an earlier one"):
+        found = json.loads((where / "about/metadata").read_text())
+        rows = found.get("rows")
+        return About(found["loader"], found["arrays"], None if rows is None else tuple(rows))
+
+
+def read_part(where: Path, path: str) -> Callable[[Index], np.ndarray]:
+    """Reads of parts of an array of a checkpoint; only those parts are read.
+
+    Raises:
+        ValueError: there is no such array, or it is damaged.
+    """
+    array = open_array(where, path)
+    return lambda index: np.asarray(array[index].read().result())
+
+
+def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) -> Any:
+    """An array of a checkpoint as TensorStore opens it; holds so many bytes of what it has read.
+
+    Source: https://orbax.readthedocs.io, "Checkpoint format": a zarr array for each leaf, under the
+    names of its path joined by dots, in a key-value store of OCDBT
+    """
+    import tensorstore
+
+    store = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{where.absolute()}/state/"},
+        "path": path.replace("/", ".") + "/",
+    }
+    context = {"cache_pool": {"total_bytes_limit": held}}
+    spec = {"driver": "zarr", "kvstore": store, "context": context}
+    return tensorstore.open(spec, open=True, read=True, write=write).result()
+
+
+def _rearranged(where: Path, about: About, described: Tree, mine: Arrangement) -> Tree:
+    """The arrays described, from those of a checkpoint whose layers are in other rows."""
+    assert about.rows is not None
+    kept = {
+        path: Stacked(path, tuple(shape), about.rows) for path, (shape, _) in about.arrays.items()
+    }
+    leaves = flatten(described)
+    wanted = {path: Stacked(path, tuple(leaf.shape), mine.rows) for path, leaf in leaves.items()}
+    _compare(
+        where,
+        {path: [list(one.plain), about.arrays[path][1]] for path, one in kept.items()},
+        {path: [list(one.plain), str(leaves[path].dtype)] for path, one in wanted.items()},
+    )
+
+    def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        dtype = np.dtype(leaves[path].dtype)
+        return part(wanted[path], kept[path], index, read_part(where, path), dtype)
+
+    return mine.fill(described, read)
+
+
+def restore_parameters(
+    directory: Path, step: int, described: Tree, arrangement: Arrangement | None = None
+) -> Tree:
     """Load only the parameters of a checkpoint.
 
     Raises:
         TrainingError: it holds other parameters, or cannot be read.
     """
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, 1, arrangement)
     try:
         return checkpoints.restore(step, {"parameters": described}).state["parameters"]
     finally:
@@ -151,20 +261,13 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
     Raises:
         TrainingError: it cannot be read.
     """
-    import orbax.checkpoint as ocp
-
-    where = directory.absolute() / str(step)
-    restore = ocp.args.PyTreeRestore(
-        item=unflatten({path: 0}),
-        restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray)}),
-        partial_restore=True,
-    )
-    with _errors(where, "read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as opened:
-        return flatten(opened.restore(where / "state", args=restore))[path]
+    where = directory / str(step)
+    with errors(where, "read"):
+        return read_part(where, path)(())
 
 
 @contextmanager
-def _errors(path: Path, what: str) -> Iterator[None]:
+def errors(path: Path, what: str) -> Iterator[None]:
     """TensorStore raises ValueError for a full disk and for damaged files, Orbax OSError."""
     try:
         yield

@@ -10,7 +10,7 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoint import restore_parameters, saved_steps
+from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Batch, Config, Data
 from graphtrain.data.bigram import Bigram
 from graphtrain.data.blend import blend_counts
@@ -91,7 +91,7 @@ def checkpoint_loss(
     with lowering.backend(target).forbid_tracing():
         described = evaluate.inputs("parameters")
         if weights is None:
-            parameters = restore_parameters(directory, step, described)
+            parameters = restore_parameters(directory, step, described, arrangement_of(program))
         else:
             fill = lowering.backend(target).fill
             parameters = start_parameters(weights, program, described, fill)

@@ -29,7 +29,7 @@ class Programs:
         Raises:
             MissingProgram: a graph was not compiled; says which ingredient of its key differs.
         """
-        keys = request_keys(program)
+        keys = request_keys(program, names)
         found = {name: cache.find(keys[name]) for name in names}
         missing = {name: keys[name] for name, artifact in found.items() if artifact is None}
         if missing:

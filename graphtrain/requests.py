@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from graphtrain.config.schema import Program, check_pipeline
@@ -20,6 +21,7 @@ _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/deferred.py",
+    "graphtrain/extending.py",
     "graphtrain/loss.py",
     "graphtrain/models",
     "graphtrain/optimizer.py",
@@ -35,8 +37,8 @@ def graph_names(program: Program) -> tuple[str, ...]:
     return ("init", "train", "evaluate")
 
 
-def request_keys(program: Program) -> dict[str, CacheKey]:
-    """The request key of every graph of a program.
+def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[str, CacheKey]:
+    """The request key of every graph of a program, or of those named.
 
     Raises:
         LoweringError: no such target.
@@ -54,7 +56,7 @@ def request_keys(program: Program) -> dict[str, CacheKey]:
         "target": target.ingredients(),
         "toolchain": dataclasses.asdict(Toolchain.here(target.platform)),
     }
-    return {name: CacheKey.of(graph=name, **parts) for name in graph_names(program)}
+    return {name: CacheKey.of(graph=name, **parts) for name in names or graph_names(program)}
 
 
 def mesh_shape(program: Program) -> MeshShape:
@@ -74,6 +76,12 @@ def stages_of(program: Program) -> Stages | None:
     if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
         return None
     return check_pipeline(program, stages)
+
+
+def rows_of_layers(program: Program) -> tuple[int | None, ...]:
+    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage."""
+    stages = stages_of(program)
+    return tuple(range(program.model.layers)) if stages is None else stages.rows
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoint import Checkpoints, saved_steps
+from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
@@ -73,7 +73,9 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
         began = host.forget_peak()
-        checkpoints = Checkpoints(directory / "checkpoints", run.keep_checkpoints)
+        checkpoints = Checkpoints(
+            directory / "checkpoints", run.keep_checkpoints, arrangement_of(program)
+        )
         stack.callback(checkpoints.close)
         if saved:
             restored = checkpoints.restore(start, programs["train"].inputs("state"))

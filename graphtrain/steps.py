@@ -12,6 +12,7 @@ import optax
 
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
+from graphtrain.extending import TOKENS, extend_graph
 from graphtrain.loss import cross_entropy
 from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
 from graphtrain.models.documents import apart
@@ -30,7 +31,9 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: Program, name: str) -> Graph:
-    """One of the graphs that `requests.graph_names` lists."""
+    """One of the graphs that `requests.graph_names` lists, or that continue a sequence."""
+    if name in TOKENS:
+        return extend_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
 
 

@@ -53,6 +53,14 @@ compile_option = click.option(
     metavar="FILE",
     help="With --html: what graphtrain plan search --json printed.",
 )
+@click.option(
+    "--save-strategy",
+    "strategy",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Only write how every array is split, as JSON (.json) or as MindSpore reads it (.ckpt); "
+    "nothing is compiled.",
+)
 @json_option
 def show(
     config: Path,
@@ -67,6 +75,7 @@ def show(
     blame: bool,
     html: Path | None,
     results: Path | None,
+    strategy: Path | None,
     as_json: bool,
 ) -> None:
     """Show what each device holds, sends and waits for when it trains as CONFIG says."""
@@ -81,6 +90,12 @@ def show(
         _compare(targets.split(","), vary, Cache(cache), ask_compiler, jobs, as_json)
         return
     program = load_config(config, overrides, target).program
+    if strategy is not None:
+        from graphtrain.planning.strategy import save_strategy
+
+        save_strategy(strategy, program)
+        click.echo(f"wrote {strategy}", err=True)
+        return
     if pattern is not None and not as_json and html is None:
         _print_arrays(program, pattern)
         return

@@ -216,5 +216,6 @@ def _sizes(model: Model) -> dict[str, int | None]:
         "head_dim": model.head_dim,
         "mlp": model.mlp,
         "slots": model.heads // model.kv_heads + 2,  # query heads of a group, its key and its value
+        "two": 2,  # gate and up
         "three": 3,  # query, key and value
     }

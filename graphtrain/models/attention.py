@@ -13,6 +13,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.fused import fused_attention, is_fused
+from graphtrain.models.kept import begins, kept
 from graphtrain.models.mixing import attention
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
@@ -61,6 +62,8 @@ class Attention(nnx.Module):
         if self.model.positions == "rope":
             places, turns = positions(x.shape[1]), frequencies(self.model, full)
             query, key = rotate(query, places, turns), rotate(key, places, turns)
+        if (before := kept()) is not None:
+            key, value = before.add(key, value)
         mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY), full)
         return project(self, "output", "bshd,hde->bse", _outside(mixed, QUERY))
 
@@ -71,9 +74,9 @@ class Attention(nnx.Module):
         scoring, window = Scoring.of(self.model), self._window(full)
         if ring := split_of("attended"):
             return ring_attention(query, key, value, scoring, ring, window)
-        if is_fused(scoring):
+        if is_fused(scoring) and begins() is None:  # a sequence that goes on has other masks
             return fused_attention(query, key, value, scoring, window)
-        attend = partial(attention, scoring=scoring)
+        attend = partial(attention, scoring=scoring, begin=begins())
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=self.model.unroll > 1)
         return attend(query, key, value, window=window)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models import weights
+from graphtrain.models import kept, weights
 from graphtrain.models.documents import places
 from graphtrain.models.dot import dot
 from graphtrain.models.layers import (
@@ -68,6 +68,8 @@ class Embedding(nnx.Module):
                 # Gathered over embed first, as the rows of tokens are.
                 table = constrain(self.positions[:length], "positions", "embed")
                 x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
+            elif (continued := kept.places(length)) is not None:
+                x = x + jnp.take(self.positions[...], continued, axis=0, mode="clip")
             else:
                 x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
         if self.model.embedding_norm:

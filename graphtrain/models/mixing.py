@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 def attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    key: Float[Array, "batch attended kv_heads head_dim"],
+    value: Float[Array, "batch attended kv_heads head_dim"],
     scoring: Scoring | None = None,
     window: jax.Array | None = None,
+    begin: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal attention in which groups of query heads share one key and value head.
 
@@ -33,17 +34,20 @@ def attention(
         value: Of every position.
         scoring: What becomes of products; by default they are over the root of head_dim.
         window: The distance at which a query sees a key no more; without it, it sees all.
+        begin: The position of the first query; without it, that of the first key.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
-    return mix(scores_of(query, key, scoring or Scoring(query.shape[-1] ** -0.5), window), value)
+    scoring = scoring or Scoring(query.shape[-1] ** -0.5)
+    return mix(scores_of(query, key, scoring, window, begin), value)
 
 
 def scores_of(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
+    key: Float[Array, "batch attended kv_heads head_dim"],
     scoring: Scoring,
     window: jax.Array | None,
+    begin: jax.Array | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Scores of every query and key, float32; minus infinity for those that do not meet."""
     batch, length, heads, head_dim = query.shape
@@ -53,8 +57,8 @@ def scores_of(
     # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
     # comes in; any other would transpose the largest array of the model.
     products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
-    positions = jnp.arange(length)
-    distance = positions[:, None, None] - positions  # (q, 1, k)
+    queries = jnp.arange(length) if begin is None else begin + jnp.arange(length)
+    distance = queries[:, None, None] - jnp.arange(key.shape[1])  # (q, 1, k)
     return hide_others(score(products, distance, scoring, window))
 
 

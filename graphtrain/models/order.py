@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from graphtrain.models import kept
 from graphtrain.models.documents import places
 from lowering.constrain import constrain, size_of, split_of
 from lowering.trees import Tree
@@ -27,6 +28,8 @@ def positions(length: int) -> jax.Array:
     """
     if (of_documents := places()) is not None:
         return of_documents
+    if (continued := kept.places(length)) is not None:
+        return continued
     devices = size_of("attended")
     if devices == 1:
         return jnp.arange(length)

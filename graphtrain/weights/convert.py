@@ -52,10 +52,10 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
     _check_names(pieces, family, model, folder)
     arrays = {}
     for piece in pieces:
-        dtype = _dtype_of(piece, folder)
+        dtype = dtype_of(piece, folder)
         for path in piece.row.paths:
             arrays[stored_name(path, piece.layer)] = dtype, array_shape(path, model)
-    with _making(destination) as directory:
+    with making(destination) as directory:
         writer = Writer(directory / "weights", arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
@@ -67,7 +67,7 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
         (directory / "model.toml").write_text(render_model(model))
         _copy_side(source, directory / SIDE)
     progress(len(pieces), len(pieces))
-    return _summary(family, model, arrays)
+    return summary(family, model, arrays)
 
 
 def to_hugging_face_folder(
@@ -94,7 +94,7 @@ def to_hugging_face_folder(
         dtype = weights.dtype(piece.row.paths[0]) or usual
         for name, shape in _shapes(piece, model):
             arrays[name] = dtype, shape
-    with _making(destination) as directory:
+    with making(destination) as directory:
         writer = Writer(directory, arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
@@ -107,7 +107,7 @@ def to_hugging_face_folder(
             _copy_side(weights.side, directory)
         _write_config(directory, family, model, config, arrays)
     progress(len(pieces), len(pieces))
-    return _summary(family, model, arrays)
+    return summary(family, model, arrays)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -137,22 +137,22 @@ def _check_names(pieces: list[Piece], family: Family, model: Model, folder: Fold
     wanted = {name for piece in pieces for name in piece.names}
     there = set(folder.names)
     if missing := sorted(wanted - there):
-        raise WeightsError(f"the weights lack {_some(missing)}, which config.json asks for")
+        raise WeightsError(f"the weights lack {some(missing)}, which config.json asks for")
     head = ("lm_head\\.weight",) if model.tied_head else ()  # the embedding once more
     empty = re.compile("|".join((*family.without_weights, *head)))
     if left := sorted(name for name in there - wanted if not empty.fullmatch(name)):
         raise WeightsError(
-            f"the weights hold {_some(left)}, which is in no {family.model_type} model of this "
+            f"the weights hold {some(left)}, which is in no {family.model_type} model of this "
             "config.json"
         )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 
 
-def _dtype_of(piece: Piece, folder: Folder) -> np.dtype:
+def dtype_of(piece: Piece, folder: Folder) -> np.dtype:
     found = {folder.dtype(name) for name in piece.names}
     if len(found) > 1:
         raise WeightsError(
@@ -210,7 +210,7 @@ def _copy_side(source: Path, destination: Path) -> None:
 
 
 @contextmanager
-def _making(destination: Path) -> Iterator[Path]:
+def making(destination: Path) -> Iterator[Path]:
     """A folder that appears under its name when it is whole.
 
     Raises:
@@ -232,7 +232,7 @@ def _making(destination: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _summary(
+def summary(
     family: Family, model: Model, arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Summary:
     dtypes = Counter(str(dtype) for dtype, _ in arrays.values())

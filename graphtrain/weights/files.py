@@ -139,12 +139,27 @@ class BinFolder:
         return self._about[name][1]
 
     def read(self, name: str) -> np.ndarray:
-        import torch
-
         # The file is mapped again for each array: mapped pages stay in memory until it is closed.
-        tensor = _load_bin(self._where[name])[name].contiguous()
-        whole = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-        return whole.numpy().view(self.dtype(name)).copy()
+        tensor = _load_bin(self._where[name])[name]
+        return as_numpy(tensor, self.dtype(name)).copy()
+
+
+def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
+    """A tensor of PyTorch; its memory, where that is in one piece."""
+    import torch
+
+    tensor = tensor.detach().contiguous()
+    whole = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
+    return whole.numpy().view(dtype)
+
+
+def torch_dtype(name: str, kind: str) -> np.dtype:
+    """Of an array by PyTorch's name for it.
+
+    Raises:
+        WeightsError: it is one that cannot be converted.
+    """
+    return _known(name, _TORCH.get(kind, kind))
 
 
 def _load_bin(path: Path) -> Mapping[str, Any]:

@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from graphtrain.config.schema import Model, Program
+from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.requests import rows_of_layers
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 
 SIDE = "hugging_face"  # the folder of files that are not weights
@@ -88,7 +89,7 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoint import saved_steps
+        from graphtrain.checkpoint import read_about, saved_steps
         from graphtrain.config import load_config
 
         self.side = directory / SIDE
@@ -100,7 +101,7 @@ class RunCheckpoint:
         self.step = steps[-1] if step is None else step
         program = load_config(directory / "config.toml").program
         self.model = program.model
-        rows = rows_of_layers(program)
+        rows = read_about(self._checkpoints, self.step).rows or rows_of_layers(program)
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
 
@@ -125,16 +126,6 @@ class RunCheckpoint:
             return array
         inner = parameter_arrays(self.model)[path].shape[1:]
         return array.reshape(-1, *inner)  # the rounds of a pipeline are in front of its rows
-
-
-def rows_of_layers(program: Program) -> list[int | None]:
-    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage."""
-    from graphtrain.requests import stages_of
-
-    stages = stages_of(program)
-    if stages is None:
-        return list(range(program.model.layers))
-    return list(stages.rows)
 
 
 def open_source(directory: Path, step: int | None = None) -> Source:

@@ -14,7 +14,8 @@ from graphtrain.config.schema import Config, Program
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.families.family import mathematics
-from graphtrain.weights.sources import SIDE, Source, open_source, rows_of_layers
+from graphtrain.requests import rows_of_layers
+from graphtrain.weights.sources import SIDE, Source, open_source
 
 if TYPE_CHECKING:
     from lowering.trees import Tree

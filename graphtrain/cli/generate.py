@@ -1,0 +1,102 @@
+"""graphtrain generate: text from a trained model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cli.options import cache_option, json_option, overrides_option, target_option
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import Config
+    from graphtrain.data.tokenizer import Tokenizer
+
+
+@click.command("generate")
+@click.argument("config", type=click.Path(path_type=Path), metavar="RUN|CONFIG")
+@click.argument("prompt")
+@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="At most.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Scores are divided by it; 0 takes the best token.",
+)
+@click.option("--top-k", type=click.IntRange(1), help="Choose among so many of the best.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Choose among the fewest best whose shares add up to it.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
+@target_option
+@overrides_option
+@cache_option
+@json_option
+def command(
+    config: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    step: int | None,
+    target: str | None,
+    overrides: Sequence[str],
+    cache: Path,
+    as_json: bool,
+) -> None:
+    """Continue PROMPT with a run's weights, or with those that it would start from.
+
+    The two graphs that it takes are compiled into the cache the first time. It ends at the token
+    that ends a document, after --tokens, or at program.batch.length.
+    """
+    from graphtrain.cache import Cache
+    from graphtrain.cli.compile import progress
+    from graphtrain.config import load_config
+    from graphtrain.generate import Generator, Sampling
+
+    file = config / "config.toml" if config.is_dir() else config
+    settings = load_config(file, overrides, target)
+    tokenizer = _tokenizer(settings)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with progress() as observe:
+        generator = Generator(settings, Cache(cache), observe, step)
+    given = tokenizer.encode(prompt)
+    made: list[int] = []
+    for token in generator.tokens(given, tokens, sampling, tokenizer.vocab):
+        if token == tokenizer.eod:
+            break
+        made.append(token)
+    text = tokenizer.decode([*given, *made])
+    click.echo(json.dumps({"prompt": given, "tokens": made, "text": text}) if as_json else text)
+
+
+def _tokenizer(config: "Config") -> "Tokenizer":
+    """The one that came with the weights, or else of the data that the run trains on.
+
+    Raises:
+        DataError: there is none, or it cannot be used.
+    """
+    from graphtrain.data.description import dataset_tokenizer
+    from graphtrain.data.tokenizer import load_tokenizer
+    from graphtrain.errors import DataError
+    from graphtrain.weights.sources import SIDE
+
+    for directory in (config.run.directory, config.run.initial):
+        folder = Path(directory or "") / SIDE
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            return load_tokenizer(folder)
+    train = config.run.data.train
+    for prefix in [train] if isinstance(train, str) else [part.dataset for part in train]:
+        if (found := dataset_tokenizer(prefix)) is not None:
+            return found
+    raise DataError(
+        f"no tokenizer: neither {config.run.directory}/{SIDE} nor the data of run.data.train has "
+        "one; prepare the data with graphtrain data prepare"
+    )

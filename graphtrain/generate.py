@@ -1,0 +1,174 @@
+"""Text from a trained model: two graphs of the program, compiled as its others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lowering
+from graphtrain.cache import Cache
+from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.compile import compile_tasks
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
+from graphtrain.errors import GraphtrainError, TrainingError
+from graphtrain.loading import Programs
+from graphtrain.requests import mesh_shape, request_keys
+from graphtrain.tasks import Observer, Task
+from lowering.target import Target
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.rules import Rules
+
+_NAMES = ("prefill", "decode")
+_PER_POSITION = ("sequence", "context", "ulysses")  # rules that split what decode has one of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen from its scores."""
+
+    temperature: float = 0.0  # scores are divided by it; 0: the best token
+    top_k: int | None = None  # only so many of the best
+    top_p: float | None = None  # only the fewest best whose shares add up to it
+    seed: int = 0
+
+
+def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+    """A token.
+
+    Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1,
+    https://arxiv.org/abs/1904.09751, for top_p
+    """
+    if sampling.temperature == 0:
+        return int(scores.argmax())
+    best = np.argsort(-scores, kind="stable")[: sampling.top_k]
+    steep = scores[best].astype(np.float64) / sampling.temperature
+    shares = np.exp(steep - steep.max())
+    shares /= shares.sum()
+    if sampling.top_p is not None:
+        count = int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1
+        best, shares = best[:count], shares[:count] / shares[:count].sum()
+    return int(random.choice(best, p=shares))
+
+
+def program_for(program: Program) -> Program:
+    """What continues a sequence with a program's weights, on its mesh.
+
+    Every copy of the model works on the same sequence; its length is program.batch.length at most.
+
+    Raises:
+        GraphtrainError: the mesh has stages, or splits sequences.
+    """
+    shape = mesh_shape(program)
+    for axis in ("stage", "context"):
+        if shape.axes.get(axis, 1) > 1:
+            raise GraphtrainError(
+                f"program.mesh.{axis} = {shape.axes[axis]}: generate works on no pipeline and on "
+                f"whole sequences; give --set program.mesh.{axis}=1 and a --target of as many "
+                "devices less, as in --target cpu:1"
+            )
+    rules = tuple(name for name in program.rules if name not in _PER_POSITION)
+    copies = shape.size(Rules.load(rules).activations.get("batch", ()))
+    return replace(
+        program,
+        rules=rules,
+        batch=Batch(sequences=copies, length=program.batch.length),
+        optimizer=Optimizer(),
+        loss=Loss(),
+        pipeline=Pipeline(),
+    )
+
+
+class Generator:
+    """A model on its devices that continues sequences."""
+
+    def __init__(self, config: Config, cache: Cache, observe: Observer, step: int | None) -> None:
+        """Compile what is not in the cache, and load it and the weights.
+
+        Raises:
+            GraphtrainError: the graphs cannot be compiled, or there are no weights.
+        """
+        self._program = program_for(config.program)
+        keys = request_keys(self._program, _NAMES)
+        tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
+        for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
+            if outcome.status not in ("compiled", "cached"):
+                raise GraphtrainError(f"{outcome.label} {outcome.status}: {outcome.error}")
+        self._backend = lowering.backend(Target.parse(self._program.target))
+        self._graphs = Programs(self._program, cache, _NAMES, "graphtrain generate")
+        with self._backend.forbid_tracing():
+            described = self._graphs["prefill"].inputs("parameters")
+            self._parameters = _weights(config, self._program, described, step)
+
+    def tokens(
+        self, prompt: Sequence[int], most: int, sampling: Sampling, vocab: int | None = None
+    ) -> Iterator[int]:
+        """Tokens that continue a prompt, one by one, up to so many or the longest sequence.
+
+        Args:
+            prompt: At least one token.
+            most: How many.
+            sampling: How each is chosen.
+            vocab: Tokens there are; rows that pad the vocabulary are never chosen.
+
+        Raises:
+            GraphtrainError: the prompt is empty, or as long as the longest sequence.
+        """
+        longest = self._program.batch.length
+        if not 0 < len(prompt) < longest:
+            raise GraphtrainError(
+                f"the prompt has {len(prompt)} tokens; it takes at least 1, and fewer than "
+                f"program.batch.length = {longest}"
+            )
+        random = np.random.default_rng(sampling.seed)
+        with self._backend.forbid_tracing():
+            kept, scores = self._prefill(prompt)
+            for position in range(len(prompt), min(len(prompt) + most, longest)):
+                token = choose(scores[:vocab], sampling, random)
+                yield token
+                kept, scores = self._extend("decode", kept, [token], position, 0)
+
+    def _prefill(self, prompt: Sequence[int]) -> tuple[Tree, np.ndarray]:
+        described = self._graphs["prefill"].inputs("kept")
+        empty = {path: np.zeros(one.shape, one.dtype) for path, one in flatten(described).items()}
+        kept = self._backend.put(unflatten(empty), described)
+        count = self._graphs["prefill"].inputs("tokens").shape[1]
+        scores = np.zeros(0)
+        for begin in range(0, len(prompt), count):
+            part = list(prompt[begin : begin + count])
+            last = len(part) - 1
+            kept, scores = self._extend(
+                "prefill", kept, part + [0] * (count - len(part)), begin, last
+            )
+        return kept, scores
+
+    def _extend(
+        self, name: str, kept: Tree, tokens: list[int], begin: int, last: int
+    ) -> tuple[Tree, np.ndarray]:
+        """What is kept then, and the scores of what follows the token at an index."""
+        graph = self._graphs[name]
+        copies = np.tile(np.array(tokens, np.int32), (self._program.batch.sequences, 1))
+        placed = self._backend.put(copies, graph.inputs("tokens"))
+        outputs = graph(self._parameters, kept, placed, np.int32(begin))
+        return outputs["kept"], np.asarray(outputs["scores"])[0, last]
+
+
+def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
+    """Of a checkpoint of the run; of what it would start from, where there is none."""
+    directory = Path(config.run.directory) / "checkpoints"
+    steps = saved_steps(directory)
+    if steps and (step is None or step in steps):
+        chosen = steps[-1] if step is None else step
+        return restore_parameters(directory, chosen, described, arrangement_of(program))
+    if step is None and config.run.initial is not None:
+        from graphtrain.weights.start import open_initial, start_parameters
+
+        fill = lowering.backend(Target.parse(program.target)).fill
+        weights = open_initial(config)
+        assert weights is not None
+        return start_parameters(weights, program, described, fill)
+    there = ", ".join(map(str, steps)) or "none"
+    raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")

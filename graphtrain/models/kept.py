@@ -1,0 +1,74 @@
+"""Tokens that continue a sequence: keys and values of those before are kept, not computed again.
+
+A step says once where its tokens begin; positions and attention ask here, so that nothing between
+them carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass
+class Kept:
+    """Keys and values of one layer: (batch, longest, kv_heads, head_dim)."""
+
+    key: jax.Array
+    value: jax.Array
+
+    def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Put those of the tokens at hand in their places; returns all."""
+        begin = _begin.get()
+        assert begin is not None
+        for name, added in (("key", key), ("value", value)):
+            whole = getattr(self, name)
+            placed = jax.lax.dynamic_update_slice_in_dim(whole, added.astype(whole.dtype), begin, 1)
+            setattr(self, name, placed)
+        return self.key, self.value
+
+
+_begin: ContextVar[jax.Array | None] = ContextVar("begin", default=None)
+_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+def begins() -> jax.Array | None:
+    """The position of the first token; None where sequences are whole."""
+    return _begin.get()
+
+
+def places(length: int) -> jax.Array | None:
+    """The positions of so many tokens, int32 (length,); None where sequences are whole."""
+    begin = _begin.get()
+    return None if begin is None else begin + jnp.arange(length)
+
+
+def kept() -> Kept | None:
+    """What is kept of the layer at hand; None where sequences are whole."""
+    return _kept.get()
+
+
+@contextmanager
+def beginning(begin: jax.Array) -> Iterator[None]:
+    """The tokens of what is traced inside begin at a position."""
+    token = _begin.set(begin)
+    try:
+        yield
+    finally:
+        _begin.reset(token)
+
+
+@contextmanager
+def keeping(key: jax.Array, value: jax.Array) -> Iterator[Kept]:
+    """The attention traced inside sees what is kept, and adds to it."""
+    here = Kept(key, value)
+    token = _kept.set(here)
+    try:
+        yield here
+    finally:
+        _kept.reset(token)

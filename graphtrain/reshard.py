@@ -1,0 +1,206 @@
+"""A run's checkpoint as another program would have saved it, an array at a time, on no device.
+
+A checkpoint holds whole arrays, so that every mesh can load every one; what differs between
+programs is the order of layers that a pipeline wants, and the pieces in which arrays lie on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.arrangement import Index, Stacked, part
+from graphtrain.checkpoint import About, errors, open_array, read_about, saved_steps
+from graphtrain.config import load_config, render
+from graphtrain.config.schema import Config
+from graphtrain.errors import PlanError, TrainingError
+from graphtrain.planning.strategy import Strategy, read_json, strategy_of
+from graphtrain.requests import rows_of_layers
+from graphtrain.weights.convert import making
+from lowering.trees import Tree, unflatten
+
+_PIECE = 64 << 20  # bytes of an array that lie together on disk
+_HELD = 1 << 30  # bytes of pieces of the source that are kept while parts are cut from them
+_NOT_COPIED = ("checkpoints", ".lock", "config.toml")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made."""
+
+    step: int
+    arrays: int
+    bytes: int
+    moved: int  # arrays whose layers have other rows than before
+
+
+def reshard(
+    source: Path,
+    destination: Path,
+    to: Path,
+    progress: Callable[[int, int], None],
+    step: int | None = None,
+) -> Summary:
+    """Make a run's directory, of one checkpoint of another, for another program of the same model.
+
+    Args:
+        source: The directory of a run.
+        destination: Where to write; appears when it is whole.
+        to: A configuration, or a strategy that `graphtrain plan --save-strategy` wrote.
+        progress: Is told of every array.
+        step: Which checkpoint; the last if left out.
+
+    Raises:
+        TrainingError: there is no such checkpoint, it is of another model, or the disk refuses.
+        WeightsError: the destination is there already.
+    """
+    steps = saved_steps(source / "checkpoints")
+    if not steps or (step is not None and step not in steps):
+        there = ", ".join(map(str, steps)) or "none"
+        raise TrainingError(f"no such checkpoint in {source}; there are: {there}")
+    step = steps[-1] if step is None else step
+    config = load_config(source / "config.toml")
+    strategy = _strategy(to)
+    about = read_about(source / "checkpoints", step)
+    kept = _kept(about, config)
+    wanted = _wanted(strategy)
+    _check_same(source / "checkpoints" / str(step), to, about, kept, strategy, wanted)
+    with making(destination) as directory, errors(destination, "written; free space"):
+        _copy_files(source, directory, config, strategy, destination)
+        where = directory / "checkpoints" / str(step)
+        _write_zeros(where, about, strategy)
+        for done, (path, one) in enumerate(sorted(wanted.items())):
+            progress(done, len(wanted))
+            dtype = np.dtype(_dtype(strategy.arrays[path]["dtype"]))
+            _copy(source / "checkpoints" / str(step), where, kept[path], one, dtype)
+    progress(len(wanted), len(wanted))
+    sizes = [math.prod(one.shape) * _itemsize(strategy, path) for path, one in wanted.items()]
+    moved = [path for path, one in wanted.items() if one.leading and one.rows != kept[path].rows]
+    return Summary(step, len(wanted), sum(sizes), len(moved))
+
+
+def _strategy(to: Path) -> Strategy:
+    if to.suffix == ".ckpt":
+        raise PlanError(
+            f"{to}: MindSpore's form holds no optimizer; give a configuration, or what "
+            "graphtrain plan CONFIG --save-strategy FILE.json writes"
+        )
+    return read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
+
+
+def _kept(about: About, config: Config) -> dict[str, Stacked]:
+    rows = about.rows or rows_of_layers(config.program)
+    return {path: Stacked(path, tuple(shape), rows) for path, (shape, _) in about.arrays.items()}
+
+
+def _wanted(strategy: Strategy) -> dict[str, Stacked]:
+    rows = rows_of_layers(strategy.program)
+    return {path: Stacked(path, tuple(one["shape"]), rows) for path, one in strategy.arrays.items()}
+
+
+def _check_same(
+    where: Path,
+    to: Path,
+    about: About,
+    kept: dict[str, Stacked],
+    strategy: Strategy,
+    wanted: dict[str, Stacked],
+) -> None:
+    there = {path: (about.arrays[path][1], one.plain) for path, one in kept.items()}
+    here = {path: (strategy.arrays[path]["dtype"], one.plain) for path, one in wanted.items()}
+    for path in sorted(there | here):
+        if there.get(path) != here.get(path):
+            raise TrainingError(
+                f"{where} is of another model or optimizer than {to}: {path} is "
+                f"{_say(there.get(path))} there and {_say(here.get(path))} here"
+            )
+
+
+def _say(array: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if array is None else f"{array[0]} {list(array[1])}"
+
+
+def _copy_files(
+    source: Path, directory: Path, config: Config, strategy: Strategy, destination: Path
+) -> None:
+    """All of a run but its checkpoints; its configuration with the new program."""
+    for path in source.iterdir():
+        if path.name in _NOT_COPIED:
+            continue
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name)
+        else:
+            shutil.copyfile(path, directory / path.name)
+    run = replace(config.run, directory=str(destination))
+    text = render(replace(config, program=strategy.program, run=run))
+    (directory / "config.toml").write_text(text)
+
+
+def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
+    """A checkpoint as Orbax writes it, of arrays that take no memory and nearly no space."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    zeros: Tree = unflatten(
+        {
+            path: np.broadcast_to(np.zeros((), _dtype(one["dtype"])), one["shape"])
+            for path, one in strategy.arrays.items()
+        }
+    )
+    handlers = ocp.type_handlers
+    registry = handlers.create_type_handler_registry(
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, handlers.ArrayHandler()),  # without one Orbax warns
+    )
+    pieces = unflatten({path: ocp.SaveArgs(chunk_byte_size=_PIECE) for path in strategy.arrays})
+    said = {
+        "loader": about.loader,
+        "arrays": {path: [one["shape"], one["dtype"]] for path, one in strategy.arrays.items()},
+        "rows": rows_of_layers(strategy.program),
+    }
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        about=ocp.JsonCheckpointHandler(),
+    )
+    with ocp.Checkpointer(handler) as opened:
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(zeros, save_args=pieces), about=ocp.args.JsonSave(said)
+        )
+        opened.save(where.absolute(), items)
+
+
+def _copy(source: Path, where: Path, kept: Stacked, wanted: Stacked, dtype: np.dtype) -> None:
+    """One array, piece by piece of the destination."""
+    old, new = open_array(source, kept.path, held=_HELD), open_array(where, wanted.path, write=True)
+
+    def read(index: Index) -> np.ndarray:
+        return np.asarray(old[index].read().result())
+
+    for index in _pieces(wanted.shape, new.chunk_layout.write_chunk.shape or ()):
+        new[index].write(part(wanted, kept, index, read, dtype)).result()
+
+
+def _pieces(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    steps = [range(0, size, step) for size, step in zip(shape, piece, strict=True)]
+    for begin in itertools.product(*steps):
+        yield tuple(
+            slice(at, min(at + step, size))
+            for at, step, size in zip(begin, piece, shape, strict=True)
+        )
+
+
+def _itemsize(strategy: Strategy, path: str) -> int:
+    return _dtype(strategy.arrays[path]["dtype"]).itemsize
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

@@ -1,0 +1,168 @@
+"""Megatron's arguments, which its checkpoints hold, as settings of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphtrain.config.schema import Mixture, Model, RopeScaling
+from graphtrain.errors import WeightsError
+
+Arguments = Mapping[str, Any]
+
+# What the decoder does in one way only: by argument, that way.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "embed_layernorm": (False,),
+    "fp32_residual_connection": (False, True),
+    "geglu": (False,),
+    "heterogeneous_layers_config_path": ("",),
+    "hybrid_layer_pattern": ("",),
+    "hybrid_override_pattern": ("",),
+    "moe_layer_freq": (1,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_scaling_factor": (1.0,),
+    "mtp_num_layers": (0,),
+    "multi_latent_attention": (False,),
+    "no_rope_freq": (0,),
+    "post_norm": (False,),
+    "qk_l2_norm": (False,),
+    "quick_geglu": (False,),
+    "rotary_interleaved": (False,),
+    "rotary_percent": (1.0,),
+    "softmax_type": ("vanilla",),
+    "squared_relu": (False,),
+    "window_attn_skip_freq": (0,),
+}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi"}
+_NORMS = {"LayerNorm": "layer", "RMSNorm": "rms"}
+
+
+def model_of(arguments: Arguments, vocab: int) -> Model:
+    """What arguments describe.
+
+    Args:
+        arguments: Of Megatron-LM's command, by their names in the program.
+        vocab: Rows of the embedding.
+
+    Raises:
+        WeightsError: something the decoder does not do, or a size is missing.
+    """
+    for name, values in _ONLY.items():
+        if (found := arguments.get(name)) is not None and found not in values:
+            allowed = " or ".join(map(repr, values))
+            raise WeightsError(f"the checkpoint's args: {name} = {found!r}, only {allowed} is read")
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    if missing := [name for name in sizes if not arguments.get(name)]:
+        raise WeightsError(
+            f"the checkpoint's args do not say {' and '.join(missing)}; "
+            "say what model it is: --model PRESET, or --model FILE.toml with a [program.model]"
+        )
+    try:
+        return Model(
+            layers=arguments["num_layers"],
+            embed=arguments["hidden_size"],
+            heads=arguments["num_attention_heads"],
+            head_dim=arguments.get("kv_channels"),
+            kv_heads=_groups(arguments),
+            vocab=vocab,
+            tied_head=not arguments.get("untie_embeddings_and_output_weights", False),
+            query_key_norm=bool(arguments.get("qk_layernorm", False)),
+            window=_window(arguments),
+            **_mlp(arguments),
+            **_norm(arguments),
+            **_positions(arguments),
+        )
+    except ValueError as error:
+        raise WeightsError(f"the checkpoint's args describe no model: {error}") from error
+
+
+def _groups(arguments: Arguments) -> int | None:
+    return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+
+
+def _window(arguments: Arguments) -> int | None:
+    """Megatron counts the positions before a query's own."""
+    if not (found := arguments.get("window_size")):
+        return None
+    return found[0] + 1 if isinstance(found, tuple | list) else found
+
+
+def _mlp(arguments: Arguments) -> dict[str, Any]:
+    settings: dict[str, Any] = {"mlp": arguments["ffn_hidden_size"], "bias": _bias(arguments)}
+    if arguments.get("swiglu"):
+        settings["activation"] = "swiglu"
+    # Its fused kernel of bias and GELU is of the tanh, whatever the model says.
+    elif arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True):
+        settings["activation"] = "gelu_tanh"
+    else:
+        settings["activation"] = "gelu"
+    if not arguments.get("num_experts"):
+        return settings
+    shared = arguments.get("moe_shared_expert_intermediate_size")
+    if shared and not arguments.get("moe_shared_expert_gate"):
+        raise WeightsError(
+            "the checkpoint's args: a shared expert without moe_shared_expert_gate is not read"
+        )
+    settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
+    settings["mixture"] = Mixture(
+        experts=arguments["num_experts"],
+        per_token=arguments.get("moe_router_topk") or 2,
+        # A softmax over those that were chosen is one over all, normalised.
+        normalise=not arguments.get("moe_router_pre_softmax", False),
+        shared=shared or None,
+    )
+    return settings
+
+
+def _bias(arguments: Arguments) -> str:
+    if arguments.get("add_bias_linear", not arguments.get("disable_bias_linear", False)):
+        return "all"
+    return "qkv" if arguments.get("add_qkv_bias") else "none"
+
+
+def _norm(arguments: Arguments) -> dict[str, Any]:
+    epsilon = arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5
+    return {
+        "norm": _named(arguments, "normalization", "LayerNorm", _NORMS),
+        "norm_epsilon": float(epsilon),
+        "scale_offset": bool(arguments.get("apply_layernorm_1p", False)),
+    }
+
+
+def _positions(arguments: Arguments) -> dict[str, Any]:
+    rotary = arguments.get("use_rotary_position_embeddings", False)
+    usual = "rope" if rotary else "learned_absolute"
+    kind = _named(arguments, "position_embedding_type", usual, _POSITIONS)
+    if kind == "learned" and rotary:  # Megatron before position_embedding_type
+        kind = "rope"
+    if kind == "learned":
+        return {"positions": kind, "max_length": arguments.get("max_position_embeddings")}
+    if kind == "alibi":
+        return {"positions": kind}
+    base = float(arguments.get("rotary_base") or 10_000)
+    return {"positions": kind, "rope_base": base, "rope_scaling": _scaling(arguments)}
+
+
+def _scaling(arguments: Arguments) -> RopeScaling | None:
+    if arguments.get("use_rope_scaling"):
+        # Megatron has no arguments for the others: RotaryEmbedding._apply_scaling of megatron-core.
+        return RopeScaling(
+            kind="llama3",
+            factor=float(arguments.get("rope_scaling_factor") or 8.0),
+            low_frequency=1.0,
+            high_frequency=4.0,
+            original_length=8192,
+        )
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    return RopeScaling(kind="linear", factor=float(factor)) if factor else None
+
+
+def _named(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
+    found = arguments.get(name) or usual
+    if found not in values:
+        known = ", ".join(values)
+        raise WeightsError(f"the checkpoint's args: {name} = {found!r}; {known} are read")
+    return values[found]

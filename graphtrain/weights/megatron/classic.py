@@ -1,0 +1,193 @@
+"""One folder for each rank, `mp_rank_XX[_YYY][_ZZZ]`: parts of arrays, to be put together.
+
+The first number is the tensor rank, then come the pipeline rank and the expert rank, each only
+where there are several.
+
+Source: Megatron-LM, megatron/training/checkpointing.py, get_checkpoint_name; the axes are those of
+its ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.errors import WeightsError
+from graphtrain.weights.files import as_numpy, torch_dtype
+from graphtrain.weights.megatron.names import canonical, expert_of, flat, layer_of, moved
+from graphtrain.weights.megatron.pickles import load_torch
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
+_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    tensor: int
+    pipeline: int
+    expert: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class _Array:
+    keys: tuple[str, str]  # of the chunk's dictionary, and in it
+    paths: tuple[Path, ...]  # of each tensor rank
+    shape: tuple[int, ...]  # of a part
+    dtype: str
+
+
+class Classic:
+    """The weights of folders of ranks, by canonical names.
+
+    Raises:
+        WeightsError: a rank is missing, or a file is damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        ranks = _ranks(directory)
+        first = load_torch(ranks[0].path)
+        self.arguments: dict[str, Any] = vars(first["args"]) if "args" in first else {}
+        _check_version(ranks[0].path, first)
+        self.gated = False  # whether linear_fc1 holds gate and up; set before the first read
+        self._arrays = _index(_grid(directory, ranks, self.arguments))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._arrays)
+
+    def dtype(self, name: str) -> np.dtype:
+        return torch_dtype(name, self._arrays[name].dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        array = self._arrays[name]
+        shape, axis = list(array.shape), _axis(name)
+        if axis is not None:
+            shape[axis] *= len(array.paths)
+        return tuple(shape)
+
+    def read(self, name: str) -> np.ndarray:
+        array, axis, dtype = self._arrays[name], _axis(name), self.dtype(name)
+        if axis is None or len(array.paths) == 1:
+            return self._part(name, array.paths[0]).copy()
+        whole = np.empty(self.shape(name), dtype)
+        # Of gate and up every rank has a part of each.
+        blocks = 2 if self.gated and "linear_fc1." in name else 1
+        size = array.shape[axis] // blocks
+        for rank, path in enumerate(array.paths):
+            part = self._part(name, path)
+            for block in range(blocks):
+                begin = (block * len(array.paths) + rank) * size
+                taken = part[block * size : (block + 1) * size] if axis == 0 else part
+                place = slice(begin, begin + size)
+                whole[place if axis == 0 else (slice(None), place)] = taken
+        return whole
+
+    def _part(self, name: str, path: Path) -> np.ndarray:
+        array = self._arrays[name]
+        chunk, key = array.keys
+        # The file is mapped again for each array: mapped pages stay in memory until it is closed.
+        tensor = dict(flat(load_torch(path)[chunk])).get(key)
+        if tensor is None or tuple(tensor.shape) != array.shape:
+            raise WeightsError(f"{path} has no {key} of shape {array.shape}, as the first rank has")
+        return as_numpy(tensor, self.dtype(name))
+
+
+def _axis(name: str) -> int | None:
+    """Along which the tensor ranks split an array; none where each has it whole."""
+    if _ROWS.fullmatch(name):
+        return 0
+    return 1 if _COLUMNS.fullmatch(name) else None
+
+
+def _ranks(directory: Path) -> list[_Rank]:
+    """Of the folders; the second number is the pipeline's for now."""
+    found = []
+    for folder in sorted(directory.iterdir()):
+        if not (match := _RANK.fullmatch(folder.name)):
+            continue
+        files = [folder / name for name in _FILES if (folder / name).is_file()]
+        if not files:
+            raise WeightsError(f"{folder} holds none of {', '.join(_FILES)}")
+        tensor, pipeline, expert = (int(number or 0) for number in match.groups())
+        found.append(_Rank(tensor, pipeline, expert, files[0]))
+    if not found:
+        raise WeightsError(f"{directory} holds no folders mp_rank_XX")
+    return found
+
+
+def _check_version(path: Path, loaded: Mapping[str, Any]) -> None:
+    version = loaded.get("checkpoint_version", 0)
+    if version < 2:
+        raise WeightsError(
+            f"{path} has checkpoint_version = {version}, whose queries, keys and values are in "
+            "another order; load and save it with Megatron-LM 2.0 or newer first"
+        )
+
+
+def _grid(
+    directory: Path, ranks: list[_Rank], arguments: Mapping[str, Any]
+) -> dict[tuple[int, int], tuple[Path, ...]]:
+    """The files of the tensor ranks, by pipeline rank and expert rank.
+
+    Raises:
+        WeightsError: a rank is missing.
+    """
+    # Without a pipeline the second number is that of the experts.
+    experts = (arguments.get("expert_model_parallel_size") or 1) > 1
+    if experts and (arguments.get("pipeline_model_parallel_size") or 1) == 1:
+        ranks = [_Rank(one.tensor, 0, one.pipeline, one.path) for one in ranks]
+    files = {(one.pipeline, one.expert, one.tensor): one.path for one in ranks}
+    pipelines, experts_, tensors = (max(one[axis] for one in files) + 1 for axis in range(3))
+    for where in np.ndindex(pipelines, experts_, tensors):
+        if where not in files:
+            raise WeightsError(
+                f"{directory} has no folder of tensor rank {where[2]}, pipeline rank {where[0]}, "
+                f"expert rank {where[1]}, and folders of higher ranks"
+            )
+    return {
+        (pipeline, expert): tuple(files[pipeline, expert, tensor] for tensor in range(tensors))
+        for pipeline, expert in np.ndindex(pipelines, experts_)
+    }
+
+
+def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array]:
+    """Layers count on from chunk to chunk of a virtual pipeline, each through all stages."""
+    chunks: dict[tuple[str, int, int], dict[str, tuple[str, Any]]] = {}
+    for (pipeline, expert), paths in grid.items():
+        for chunk, tensors in _chunks(paths[0]):
+            chunks[chunk, pipeline, expert] = tensors
+    arrays: dict[str, _Array] = {}
+    layers: dict[int, int] = defaultdict(int)  # before the chunk, by expert rank
+    for chunk, pipeline, expert in sorted(chunks, key=lambda one: (len(one[0]), one)):
+        tensors = chunks[chunk, pipeline, expert]
+        numbers = {expert_of(name) for name in tensors} - {None}
+        for name, (key, tensor) in tensors.items():
+            own = moved(name, layers[expert], expert * len(numbers))
+            kind = str(tensor.dtype).removeprefix("torch.")
+            found = _Array((chunk, key), grid[pipeline, expert], tuple(tensor.shape), kind)
+            arrays.setdefault(own, found)  # what no expert has, each expert rank has
+        within = [layer for name in tensors if (layer := layer_of(name)) is not None]
+        layers[expert] += max(within, default=-1) + 1
+    return arrays
+
+
+def _chunks(path: Path) -> Iterator[tuple[str, dict[str, tuple[str, Any]]]]:
+    """The dictionaries of a file, `model` or `model0` and on, by canonical names."""
+    for chunk, tree in load_torch(path).items():
+        if not re.fullmatch(r"model\d*", chunk) or not isinstance(tree, Mapping):
+            continue
+        named = [(canonical(key), key, value) for key, value in flat(tree)]
+        yield chunk, {name: (key, one) for name, key, one in named if name and _is_tensor(one)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")

@@ -1,0 +1,152 @@
+"""From a checkpoint of Megatron-LM to a folder that a run can start from, an array at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from graphtrain.config.presets import preset_settings
+from graphtrain.config.render import render_model
+from graphtrain.config.schema import Model
+from graphtrain.errors import WeightsError
+from graphtrain.families.family import Piece, array_shape, to_decoder
+from graphtrain.models.counts import is_gated
+from graphtrain.weights.convert import Progress, Summary, dtype_of, making, some, summary
+from graphtrain.weights.files import Folder
+from graphtrain.weights.megatron.arguments import model_of
+from graphtrain.weights.megatron.classic import Classic
+from graphtrain.weights.megatron.distributed import TorchDist
+from graphtrain.weights.megatron.pickles import load_torch
+from graphtrain.weights.megatron.rows import megatron
+from graphtrain.weights.sources import stored_name
+from graphtrain.weights.writer import Writer
+
+_TOKENS = "embedding.word_embeddings.weight"
+_LATEST = "latest_checkpointed_iteration.txt"
+
+
+def from_megatron(
+    source: Path,
+    destination: Path,
+    progress: Progress,
+    model: str | None = None,
+    vocab: int | None = None,
+) -> Summary:
+    """Make a converted folder of a checkpoint of Megatron-LM, of any degrees of parallelism.
+
+    Args:
+        source: The folder of a checkpoint, or of several, of which the latest is taken.
+        destination: Where to write.
+        progress: Is told of every array.
+        model: A preset or a .toml file, for checkpoints that do not say what model they are of.
+        vocab: Rows to keep of the padded vocabulary; those that the checkpoint says, else all.
+
+    Raises:
+        WeightsError: the model is not known, or the weights are not its.
+    """
+    folder, arguments = open_checkpoint(_iteration(source))
+    padded, kept = _models(folder, arguments, model, vocab)
+    if isinstance(folder, Classic):
+        folder.gated = is_gated(padded)
+    family = megatron(padded)
+    pieces = list(family.pieces(padded))
+    _check_names({name for piece in pieces for name in piece.names}, folder, padded)
+    arrays = {}
+    for piece in pieces:
+        for path in piece.row.paths:
+            shape = array_shape(path, kept)
+            arrays[stored_name(path, piece.layer)] = dtype_of(piece, folder), shape
+    with making(destination) as directory:
+        writer = Writer(directory / "weights", arrays)
+        for done, piece in enumerate(pieces):
+            progress(done, len(pieces))
+            _write(writer, piece, folder, padded, kept)
+        writer.close()
+        (directory / "model.toml").write_text(render_model(kept))
+    progress(len(pieces), len(pieces))
+    return summary(family, kept, arrays)
+
+
+def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Model) -> None:
+    """One piece; nothing of it is in memory afterwards."""
+    made = to_decoder(piece, [folder.read(name) for name in piece.names], padded)
+    for path, array in zip(piece.row.paths, made, strict=True):
+        cut = tuple(slice(size) for size in array_shape(path, kept))
+        writer.write(stored_name(path, piece.layer), array[cut])
+
+
+def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
+    """The weights of one checkpoint, and the arguments it was made with, if it holds them.
+
+    Raises:
+        WeightsError: it is of neither layout, or damaged.
+    """
+    if (directory / ".metadata").is_file():
+        common = directory / "common.pt"
+        state = load_torch(common) if common.is_file() else {}
+        return TorchDist(directory), vars(state["args"]) if "args" in state else {}
+    if any(directory.glob("mp_rank_*")):
+        classic = Classic(directory)
+        return classic, classic.arguments
+    raise WeightsError(
+        f"{directory} is no checkpoint of Megatron-LM: it holds neither .metadata (torch-dist) nor "
+        "folders mp_rank_XX"
+    )
+
+
+def _iteration(source: Path) -> Path:
+    """The checkpoint in a folder of several, which a file names; NeMo keeps one in `weights`."""
+    latest = source / _LATEST
+    if latest.is_file():
+        told = latest.read_text().strip()
+        name = told if told == "release" else f"iter_{int(told):07d}" if told.isdigit() else ""
+        if not name or not (source / name).is_dir():
+            raise WeightsError(f"{latest} says {told!r}, and there is no folder of that name")
+        return source / name
+    if (source / "weights").is_dir():
+        return source / "weights"
+    if not source.is_dir():
+        raise WeightsError(f"{source}: no such folder")
+    return source
+
+
+def _models(
+    folder: Folder, arguments: dict[str, Any], named: str | None, vocab: int | None
+) -> tuple[Model, Model]:
+    """As the checkpoint has it, with its padding, and as it is kept."""
+    if _TOKENS not in folder.names:
+        raise WeightsError(f"the checkpoint has no {_TOKENS}; it is of no GPT model")
+    rows = folder.shape(_TOKENS)[0]
+    if named is not None:
+        model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(named)))
+        model = replace(model, merged_gate=False)
+        vocab = vocab or min(model.vocab, rows)  # presets say it without padding
+    elif arguments:
+        model = model_of(arguments, rows)
+        vocab = vocab or int(arguments.get("vocab_size") or rows)
+    else:
+        raise WeightsError(
+            "the checkpoint holds no args, as those of Megatron-LM do; say what model it is: "
+            "--model PRESET, or --model FILE.toml with a [program.model]"
+        )
+    if vocab > rows:
+        raise WeightsError(f"a vocabulary of {vocab} is more than the checkpoint's {rows} rows")
+    return replace(model, vocab=rows), replace(model, vocab=vocab)
+
+
+def _check_names(wanted: set[str], folder: Folder, model: Model) -> None:
+    there = set(folder.names)
+    if missing := sorted(wanted - there):
+        raise WeightsError(
+            f"the checkpoint lacks {some(missing)}, which a model of its settings has; "
+            f"what it holds beside: {some(sorted(there - wanted)) or 'nothing'}"
+        )
+    left = there - wanted - ({"output_layer.weight"} if model.tied_head else set())
+    if left:
+        raise WeightsError(
+            f"the checkpoint holds {some(sorted(left))}, which a model of its settings has not"
+        )

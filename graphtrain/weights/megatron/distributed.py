@@ -1,0 +1,145 @@
+"""torch-dist: arrays in chunks, wherever the ranks left them, and one file that says where."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.errors import WeightsError
+from graphtrain.weights.files import as_numpy, torch_dtype
+from graphtrain.weights.megatron.names import canonical
+from graphtrain.weights.megatron.pickles import Inert, load_pickle, load_tensor
+
+# Axes in front of an array's own, and after which words its name leaves their numbers out.
+_LEADING = (
+    re.compile(r"(?<=decoder\.layers)\.(?!\d)"),
+    re.compile(r"(?<=\.experts)\.experts\.(?!\d)"),
+)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    path: Path
+    begin: int  # bytes
+    length: int  # bytes
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Array:
+    key: str  # in the file
+    at: tuple[int, ...]  # along the axes of layers and experts
+    shape: tuple[int, ...]  # without those
+    dtype: str
+
+
+class TorchDist:
+    """The weights of a folder with `.metadata`, by canonical names.
+
+    Raises:
+        WeightsError: a file is damaged, or holds what is not read here.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / ".metadata"
+        metadata = load_pickle(self._path)
+        try:
+            self._arrays, self._chunks = _index(directory, metadata)
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            raise WeightsError(f"{self._path} says no places of arrays: {error!r}") from error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._arrays)
+
+    def dtype(self, name: str) -> np.dtype:
+        return torch_dtype(name, self._arrays[name].dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._arrays[name].shape
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._arrays[name]
+        within = [one for one in self._chunks[array.key] if _holds(one, array.at)]
+        whole, covered = np.empty(array.shape, self.dtype(name)), 0
+        for chunk in within:
+            part = self._read(chunk, array, self.dtype(name))
+            if part.shape == array.shape:
+                return part
+            begins = chunk.offset[len(array.at) :]
+            place = [
+                slice(begin, begin + size) for begin, size in zip(begins, part.shape, strict=True)
+            ]
+            whole[tuple(place)] = part
+            covered += part.size
+        if covered != whole.size:
+            raise WeightsError(f"{self._path} has no place of all of {array.key}, or one twice")
+        return whole
+
+    def _read(self, chunk: _Chunk, array: _Array, dtype: np.dtype) -> np.ndarray:
+        if not chunk.path.is_file():
+            raise WeightsError(f"{chunk.path} is not there; {array.key} is in it")
+        tensor = load_tensor(chunk.path, chunk.begin, chunk.length)
+        if tuple(getattr(tensor, "shape", ())) != chunk.shape:
+            raise WeightsError(f"{chunk.path} does not hold {array.key} where {self._path} says")
+        inside = [at - begin for at, begin in zip(array.at, chunk.offset, strict=False)]
+        return as_numpy(tensor[tuple(inside)], dtype)
+
+
+def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str, list[_Chunk]]]:
+    arrays: dict[str, _Array] = {}
+    shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for key, about in metadata.state_dict_metadata.items():
+        name = canonical(key)
+        if key.startswith(("optimizer.", "chained_")) or name is None or not hasattr(about, "size"):
+            continue
+        arrays |= _arrays(key, name, tuple(about.size), _dtype(about.properties).__name__)
+        for one in about.chunks:
+            shapes[key, tuple(one.offsets)] = tuple(one.sizes)
+    chunks: dict[str, list[_Chunk]] = defaultdict(list)
+    for index, where in metadata.storage_data.items():
+        if (shape := shapes.get((index.fqn, tuple(getattr(index, "offset", None) or ())))) is None:
+            continue
+        if getattr(where, "transform_descriptors", None):
+            raise WeightsError(f"{directory} is compressed, which is not read here")
+        chunks[index.fqn].append(
+            _Chunk(
+                directory / Path(where.relative_path).name,
+                where.offset,
+                where.length,
+                tuple(index.offset),
+                shape,
+            )
+        )
+    return arrays, chunks
+
+
+def _dtype(properties: Inert) -> Any:
+    """TensorProperties pickles as a tuple, its dtype first."""
+    state = properties.state
+    return state[0] if isinstance(state, tuple) else state["dtype"]
+
+
+def _arrays(key: str, name: str, size: tuple[int, ...], dtype: str) -> dict[str, _Array]:
+    """Of each layer and of each expert by itself, where a key holds all of them."""
+    patterns = [pattern for pattern in _LEADING if pattern.search(name)]
+    found = {}
+    for at in np.ndindex(*size[: len(patterns)]):
+        own = name
+        for pattern, number in zip(patterns, at, strict=True):
+            own = pattern.sub(f".{number}.", own)
+        found[own] = _Array(key, at, size[len(patterns) :], dtype)
+    return found
+
+
+def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
+    return all(
+        begin <= one < begin + size
+        for one, begin, size in zip(at, chunk.offset, chunk.shape, strict=False)
+    )

@@ -1,0 +1,132 @@
+"""PyTorch's files and pickles, read as data: nothing that they name is imported or called."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import WeightsError
+
+
+class Inert:
+    """Stands in for an object of a class that a pickle names: keeps what it is given."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+# Classes that only keep what they are given, as they are.
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN.get((module, name)) or _inert(f"{module}.{name}")
+
+
+def load_pickle(path: Path) -> Any:
+    """What a pickle holds, with an Inert for every object.
+
+    Raises:
+        WeightsError: it is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise WeightsError(f"{path} is no whole pickle: {error!r}") from error
+
+
+def load_torch(path: Path) -> Any:
+    """What a file of torch.save holds; its tensors are read when they are used.
+
+    Raises:
+        WeightsError: PyTorch is not installed, or the file is damaged.
+    """
+    return _load(path, lambda torch: torch.load(path, "cpu", weights_only=True, mmap=True), path)
+
+
+def load_tensor(path: Path, offset: int, length: int) -> Any:
+    """The tensor that torch.save wrote into a part of a file.
+
+    Raises:
+        WeightsError: PyTorch is not installed, or the file is damaged.
+    """
+
+    def load(torch: Any) -> Any:
+        with path.open("rb") as file:
+            part = io.BufferedReader(_Part(file, offset, length))
+            return torch.load(part, "cpu", weights_only=True)
+
+    return _load(path, load)
+
+
+def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise WeightsError(
+            f"{path}: Megatron's files are PyTorch's; install it: pip install 'graphtrain[bin]'"
+        ) from None
+    serialization = torch.serialization
+    try:
+        found = serialization.get_unsafe_globals_in_checkpoint(names) if names else []
+        known = [(argparse.Namespace, "argparse.Namespace")]
+        others = [(_inert(name), name) for name in found if name != "argparse.Namespace"]
+        with serialization.safe_globals([*known, *others]):  # type: ignore[list-item]
+            return load(torch)
+    except Exception as error:  # as above
+        raise WeightsError(f"{path} cannot be read as weights only: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The line that says it; PyTorch advises to let the file run code first."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    after = [i + 2 for i, line in enumerate(lines) if line.endswith("WeightsUnpickler error: ")]
+    return lines[after[0]] if after and after[0] < len(lines) else lines[0]
+
+
+def _inert(name: str) -> type:
+    return type(name.rpartition(".")[2], (Inert,), {})
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = begin + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
+        self._at += count
+        return count

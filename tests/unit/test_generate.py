@@ -1,0 +1,121 @@
+"""What generate writes is what transformers writes with the same weights, token for token."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+
+from graphtrain.cache import Cache
+from graphtrain.cli.generate import command
+from graphtrain.config import render
+from graphtrain.config.schema import Batch, Config, Data, Mesh, Program, Run
+from graphtrain.errors import GraphtrainError
+from graphtrain.generate import Generator, Sampling, choose, program_for
+from graphtrain.weights.convert import from_hugging_face
+from graphtrain.weights.sources import Converted
+
+LLAMA = transformers.LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=257,
+    initializer_range=0.3,
+)
+GPT2 = transformers.GPT2Config(
+    n_embd=32, n_layer=2, n_head=4, n_positions=96, vocab_size=257, initializer_range=0.3
+)
+
+
+def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Config:
+    """A run on 8 devices that would start from a model with random weights."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(source)
+    model.save_pretrained(path / "source")
+    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    settings = dataclasses.replace(Converted(path / "ours").model, dtype="float32", vocab=264)
+    program = Program(
+        target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(sequences=4, length=96)
+    )
+    run = Run(
+        directory=str(path / "run"), steps=1, data=Data(train="data"), initial=str(path / "ours")
+    )
+    return Config(program=program, run=run)
+
+
+# A prompt of more than one part of 64, and one of less.
+CASES = {
+    "llama": (LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}, 70),
+    "gpt2": (GPT2, {"fsdp": 2, "tensor": 4}, 9),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return Cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
+    source, mesh, length = CASES[name]
+    config = config_of(tmp_path, source, **mesh)
+    prompt = np.random.default_rng(0).integers(0, 257, length).tolist()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    settings = transformers.GenerationConfig(
+        max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    tokens = torch.tensor([prompt])
+    made = model.generate(tokens, settings, attention_mask=torch.ones_like(tokens))
+    want = made[0, length:].tolist()
+    generator = Generator(config, cache, lambda label, stage: None, None)
+    assert list(generator.tokens(prompt, 24, Sampling(), 257)) == want
+    assert len(set(want)) > 3  # it does not repeat itself
+    # The longest sequence ends it; a second prompt does not see the first.
+    assert len(list(generator.tokens(prompt, 1000, Sampling(), 257))) == 96 - length
+    drawn = Sampling(temperature=1.0, top_k=50, seed=3)
+    first, second = (list(generator.tokens(prompt, 9, drawn, 257)) for _ in range(2))
+    assert first == second != want[:9]
+    for wrong in ([], [1] * 96):
+        with pytest.raises(GraphtrainError, match=r"fewer than program\.batch\.length = 96"):
+            next(generator.tokens(wrong, 1, Sampling(), 257))
+
+
+def test_tokens_are_drawn_by_their_shares():
+    scores = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
+    random = np.random.default_rng(0)
+
+    def shares(**settings) -> np.ndarray:
+        sampling = Sampling(**{"temperature": 1.0} | settings)
+        drawn = [choose(scores, sampling, random) for _ in range(4000)]
+        return np.bincount(drawn, minlength=4) / 4000
+
+    np.testing.assert_allclose(shares(), [0.1, 0.4, 0.2, 0.3], atol=0.03)
+    np.testing.assert_allclose(shares(top_k=2), [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    np.testing.assert_allclose(shares(top_p=0.69), [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    np.testing.assert_allclose(shares(top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9], atol=0.03)
+    cold = np.array([0.1, 0.4, 0.2, 0.3]) ** 2
+    np.testing.assert_allclose(shares(temperature=0.5), cold / cold.sum(), atol=0.03)
+    assert shares(temperature=0.0).tolist() == [0, 1, 0, 0]
+    assert shares(top_k=9).tolist() != [0, 1, 0, 0]
+
+
+def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
+    config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
+    assert program_for(config.program).batch == Batch(sequences=4, length=96)
+    batch = Batch(sequences=16, length=96, microbatches=2)
+    staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
+    with pytest.raises(GraphtrainError, match=r"program\.mesh\.stage = 2: generate works on no"):
+        program_for(staged)
+
+
+def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):
+    config = config_of(tmp_path, LLAMA, data=8)
+    (tmp_path / "c.toml").write_text(render(config))
+    result = CliRunner().invoke(command, [str(tmp_path / "c.toml"), "a"])
+    assert "no tokenizer" in str(result.exception)

@@ -1,0 +1,234 @@
+"""Megatron's checkpoints give the decoder the scores that megatron-core computes."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from graphtrain.errors import WeightsError
+from graphtrain.models.decoder import forward, parameter_specs
+from graphtrain.weights.convert import to_hugging_face_folder
+from graphtrain.weights.megatron.arguments import model_of
+from graphtrain.weights.megatron.convert import from_megatron
+from graphtrain.weights.sources import Converted
+from lowering.trees import flatten, unflatten
+
+CASES = ("qwen", "gpt2", "mixture")
+LEGACY = (
+    ("embedding.", "language_model.embedding."),
+    ("output_layer.", "language_model.output_layer."),
+    ("decoder.", "language_model.encoder."),
+    ("final_layernorm", "final_norm"),
+    ("linear_qkv", "query_key_value"),
+    ("linear_proj", "dense"),
+    ("linear_fc1", "dense_h_to_4h"),
+    ("linear_fc2", "dense_4h_to_h"),
+    ("pre_mlp_layernorm", "post_attention_norm"),
+    ("input_layernorm", "input_norm"),
+)
+
+
+def quiet(done: int, count: int) -> None:
+    """Show nothing."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("megatron.core")
+    path = tmp_path_factory.mktemp("megatron")
+    script = Path(__file__).with_name("megatron_models.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(path)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+def scores(directory: Path, tokens: np.ndarray) -> np.ndarray:
+    converted = Converted(directory)
+    parameters = {}
+    for path in flatten(parameter_specs(converted.model)):
+        layers = range(converted.model.layers) if path.startswith("layers/") else [None]
+        parts = [converted.read([path], layer)[0] for layer in layers]
+        parameters[path] = jnp.asarray(np.stack(parts) if len(layers) > 1 else parts[0])
+    model = replace(converted.model, dtype="float32", remat="none")
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(forward(model, unflatten(parameters), jnp.asarray(tokens))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_has_the_scores_of_megatron(name, checkpoints, tmp_path):
+    tokens, want = (np.load(checkpoints / one) for one in ("tokens.npy", f"{name}/logits.npy"))
+    from_megatron(checkpoints / name / "one/dist", tmp_path / "first", quiet)
+    got = scores(tmp_path / "first", tokens)
+    np.testing.assert_allclose(got, want[..., :90], atol=1e-5 * np.abs(want).max(), rtol=0)
+    held = (tmp_path / "first/weights/model.safetensors").read_bytes()
+    for layout in ("one/classic", "several/dist", "several/classic"):
+        from_megatron(checkpoints / name / layout, tmp_path / layout, quiet)
+        assert (tmp_path / layout / "weights/model.safetensors").read_bytes() == held, layout
+
+
+@pytest.mark.slow
+def test_names_from_before_megatron_core(checkpoints, tmp_path):
+    source = checkpoints / "qwen/several/classic"
+    shutil.copytree(source, tmp_path / "legacy")
+    for path in (tmp_path / "legacy").rglob("*.pt"):
+        loaded = torch.load(path, weights_only=False)
+        for chunk in ("model0", "model1"):
+            loaded[chunk] = nested(loaded[chunk])
+        torch.save(loaded, path)
+    from_megatron(tmp_path / "legacy", tmp_path / "old", quiet)
+    from_megatron(source, tmp_path / "new", quiet)
+    old, new = (tmp_path / one / "weights/model.safetensors" for one in ("old", "new"))
+    assert old.read_bytes() == new.read_bytes()
+
+
+def nested(tensors: dict) -> dict:
+    """As Megatron-LM 2 and 3 name them: dictionaries in dictionaries."""
+    made: dict = {}
+    for name, tensor in tensors.items():
+        for new, old in LEGACY:
+            name = name.replace(new, old)
+        *outer, last = name.split(".", 2) if name.startswith("language_model.") else (name,)
+        node = made
+        for one in outer:
+            node = node.setdefault(one, {})
+        node[last] = tensor
+    return made
+
+
+@pytest.mark.slow
+def test_what_comes_from_megatron_goes_to_hugging_face(checkpoints, tmp_path):
+    tokens = np.load(checkpoints / "tokens.npy")
+    want = np.load(checkpoints / "gpt2/logits.npy")[..., :90]
+    from_megatron(checkpoints / "gpt2/several/classic", tmp_path / "ours", quiet)
+    to_hugging_face_folder(tmp_path / "ours", tmp_path / "theirs", quiet)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        got = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+
+
+ARGUMENTS = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 24,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": 40,
+}
+SIZES = {
+    "input_layernorm.weight": (16,),
+    "pre_mlp_layernorm.weight": (16,),
+    "self_attention.linear_qkv.weight": (48, 16),
+    "self_attention.linear_proj.weight": (16, 16),
+    "mlp.linear_fc1.weight": (48, 16),
+    "mlp.linear_fc2.weight": (16, 24),
+}
+
+
+def write(directory: Path, drop: str = "", **changed) -> Path:
+    """A checkpoint of one rank, made here."""
+    names = {f"decoder.layers.{i}.{name}": size for i in range(2) for name, size in SIZES.items()}
+    names |= {f"{one}.weight": (48, 16) for one in ("embedding.word_embeddings", "output_layer")}
+    names |= {"decoder.final_layernorm.weight": (16,)}
+    tensors = {name: torch.randn(size) for name, size in names.items() if name != drop}
+    loaded = {"args": Namespace(**ARGUMENTS), "checkpoint_version": 3.0, "model": tensors} | changed
+    loaded = {name: value for name, value in loaded.items() if value is not None}
+    path = directory / "iter_0000010/mp_rank_00/model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(loaded, path)
+    (directory / "latest_checkpointed_iteration.txt").write_text("10")
+    return directory
+
+
+def refused(source: Path, **options) -> str:
+    with pytest.raises(WeightsError) as error:
+        from_megatron(source, source.with_name("ours"), quiet, **options)
+    assert not source.with_name("ours").exists()
+    return str(error.value)
+
+
+def test_the_vocabulary_loses_its_padding(tmp_path):
+    made = from_megatron(write(tmp_path / "source"), tmp_path / "cut", quiet)
+    assert Converted(tmp_path / "cut").model.vocab == 40
+    more = from_megatron(tmp_path / "source", tmp_path / "more", quiet, vocab=44)
+    assert more.parameters - made.parameters == 4 * 16 * 2
+    assert "a vocabulary of 49 is more than the checkpoint's 48 rows" in refused(
+        tmp_path / "source", vocab=49
+    )
+
+
+def test_a_checkpoint_without_arguments_asks_for_the_model(tmp_path):
+    source = write(tmp_path / "source", args=None)
+    assert "holds no args" in refused(source) and "--model PRESET" in refused(source)
+    assert "the checkpoint lacks" in refused(source, model="gpt2")
+    from_megatron(write(tmp_path / "known"), tmp_path / "told", quiet)
+    from_megatron(source, tmp_path / "named", quiet, model=str(tmp_path / "told/model.toml"))
+    assert Converted(tmp_path / "named").model == Converted(tmp_path / "told").model
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path(tmp_path / "ran").touch, ()
+
+    assert "cannot be read as weights only" in refused(write(tmp_path / "evil", rng_state=Evil()))
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    (dist / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert "is no whole pickle" in refused(dist)
+    (dist / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    assert "says no places of arrays" in refused(dist)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path):
+    lacks = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert lacks in refused(write(tmp_path / "lacks", drop=lacks))
+    assert "checkpoint_version = 1" in refused(write(tmp_path / "old", checkpoint_version=1))
+    source = write(tmp_path / "part")
+    (source / "iter_0000010/mp_rank_01_001").mkdir()
+    assert "holds none of model_optim_rng.pt" in refused(source)
+    shutil.copy(
+        source / "iter_0000010/mp_rank_00/model_optim_rng.pt",
+        source / "iter_0000010/mp_rank_01_001",
+    )
+    assert "no folder of tensor rank 1, pipeline rank 0" in refused(source)
+    whole = (source / "iter_0000010/mp_rank_00/model_optim_rng.pt").read_bytes()
+    cut = write(tmp_path / "cut") / "iter_0000010/mp_rank_00/model_optim_rng.pt"
+    cut.write_bytes(whole[:-2000])
+    assert "cannot be read as weights only" in refused(tmp_path / "cut")
+    assert "is no checkpoint of Megatron-LM" in refused(tmp_path / "cut/iter_0000010/mp_rank_00")
+    with pytest.raises(WeightsError, match=r"rotary_interleaved = True, only False is read"):
+        model_of(ARGUMENTS | {"rotary_interleaved": True}, 48)
+
+
+def test_arguments_of_all_ages_say_the_same_model():
+    old = {name: value for name, value in ARGUMENTS.items() if not name.startswith(("add", "pos"))}
+    old |= {"disable_bias_linear": True, "use_rotary_position_embeddings": True}
+    old |= {"position_embedding_type": "learned_absolute"}
+    assert model_of(old, 48) == model_of(ARGUMENTS, 48)
+    biased = model_of(ARGUMENTS | {"swiglu": False, "bias_gelu_fusion": False}, 48)
+    assert biased.activation == "gelu"
+    scaled = model_of(ARGUMENTS | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, 48)
+    assert scaled.rope_scaling is not None and scaled.rope_scaling.factor == 32.0
