@@ -20,8 +20,10 @@ _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/deferred.py",
+    "graphtrain/estimates/arrays.py",
     "graphtrain/loss.py",
     "graphtrain/models",
+    "graphtrain/objectives.py",
     "graphtrain/optimizer.py",
     "graphtrain/pipelined.py",
     "graphtrain/steps.py",
