@@ -21,7 +21,7 @@ from graphtrain.errors import TrainingError
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
-from graphtrain.models.counts import flops_per_token
+from graphtrain.models.counts import step_flops_per_token
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
@@ -264,7 +264,7 @@ class _Loop:
     def _utilization(self, tokens_per_second: float) -> float | None:
         program = self.config.program
         peak = self._target.peak_flops(program.model.dtype)
-        flops = flops_per_token(program.model, program.batch.length) * tokens_per_second
+        flops = step_flops_per_token(program) * tokens_per_second
         return round(flops / peak, 6) if peak else None
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
