@@ -55,7 +55,7 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
         dtype = _dtype_of(piece, folder)
         for path in piece.row.paths:
             arrays[stored_name(path, piece.layer)] = dtype, array_shape(path, model)
-    with _making(destination) as directory:
+    with making(destination) as directory:
         writer = Writer(directory / "weights", arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
@@ -85,7 +85,7 @@ def to_hugging_face_folder(
     weights = open_source(source, step)
     config = read_config(weights.side) if weights.side.is_dir() else None
     family = family_of(config) if config else family_for(weights.model)
-    model = _without_padding(weights.model, config)
+    model = without_padding(weights.model, config)
     pieces = list(family.pieces(model))
     usual = np.dtype(_config_dtype(config))
     arrays = {}
@@ -93,7 +93,7 @@ def to_hugging_face_folder(
         dtype = weights.dtype(piece.row.paths[0]) or usual
         for name, shape in _shapes(piece, model):
             arrays[name] = dtype, shape
-    with _making(destination) as directory:
+    with making(destination) as directory:
         writer = Writer(directory, arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
@@ -167,7 +167,7 @@ def _config_dtype(config: dict[str, Any] | None) -> str:
     return named if named in {str(dtype) for dtype in CODES} else "float32"
 
 
-def _without_padding(model: Model, config: dict[str, Any] | None) -> Model:
+def without_padding(model: Model, config: dict[str, Any] | None) -> Model:
     """With the vocabulary of the config.json it began with, if that is smaller."""
     vocab = (config or {}).get("vocab_size", model.vocab)
     return replace(model, vocab=min(vocab, model.vocab))
@@ -209,7 +209,7 @@ def _copy_side(source: Path, destination: Path) -> None:
 
 
 @contextmanager
-def _making(destination: Path) -> Iterator[Path]:
+def making(destination: Path) -> Iterator[Path]:
     """A folder that appears under its name when it is whole.
 
     Raises:
