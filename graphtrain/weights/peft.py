@@ -1,10 +1,5 @@
 """Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
 
-Every adapted weight has the axis embed on one side. With the rank in embed's place, the other
-factor is what the weight is to its family's table, so the table says how it is turned, packed and
-named. Where Hugging Face packs several weights into one, PEFT has one pair of factors for all:
-ours side by side, each with zeros for the others' outputs, so exact, in a rank as many times ours.
-
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -12,23 +7,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphtrain.config.schema import Adapter, Model, Program
+from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
-from graphtrain.families import Family, family_for, family_of
 from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
-from graphtrain.models.tuned import A, B, adapted_paths, trained_arrays, whole_paths
-from graphtrain.weights.convert import Summary, making, read_config, without_padding
+from graphtrain.models.tuned import A, B, trained_arrays
+from graphtrain.weights.convert import Summary, making
+from graphtrain.weights.factors import (
+    EMBEDDING,
+    Table,
+    embed_is_input,
+    from_peft,
+    module_of,
+    rank_axis,
+    to_peft,
+)
 from graphtrain.weights.sources import RunCheckpoint
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+
+Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
 
 
 def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> Summary:
@@ -41,22 +45,37 @@ def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> 
     adapter = run.program.adapter
     if adapter is None:
         raise WeightsError(f"{source} trained its weights themselves, not an adapter")
-    table = _Table.of(run.side, run.model, adapter)
+    return write_adapter(Table.of(run.side, run.model, adapter), run.read, destination)
+
+
+def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
+    """Make a folder that peft loads.
+
+    Args:
+        table: A family's names.
+        read: Of paths that are trained, and a layer, the arrays.
+        destination: The folder; not there yet.
+
+    Raises:
+        WeightsError: PEFT cannot say it, or the folder cannot be written.
+    """
     _check_modules(table)
     tensors: dict[str, np.ndarray] = {}
     for piece in table.adapted():
         paths = [path for path in piece.row.paths if path in table.targets]
-        found = run.read([f"{path}/{name}" for path in paths for name in (A, B)], piece.layer)
+        found = read([f"{path}/{name}" for path in paths for name in (A, B)], piece.layer)
         pairs = dict(zip(paths, zip(found[::2], found[1::2], strict=True), strict=True))
-        tensors |= _named(piece, *_factors(piece, pairs, table.model))
+        tensors |= _named(piece, *to_peft(piece, pairs, table.model))
     for piece in table.saved():
-        whole = run.read(piece.row.paths, piece.layer)
+        whole = read(piece.row.paths, piece.layer)
         cut = [
             array[tuple(slice(size) for size in array_shape(path, table.model))]
             for path, array in zip(piece.row.paths, whole, strict=True)
         ]
         for name, tensor in to_hugging_face(piece, cut, table.model):
             tensors[_PREFIX + name] = tensor
+            if piece.row.paths == (EMBEDDING,) and (head := table.tied_head):
+                tensors[_PREFIX + head] = tensor
     with making(destination) as directory:
         from safetensors.numpy import save_file
 
@@ -78,7 +97,7 @@ class PeftAdapter:
         assert program.adapter is not None
         self.directory, self.adapter = directory, program.adapter
         self.config = _read(directory)
-        self._table = _Table.of(side, program.model, program.adapter)
+        self._table = Table.of(side, program.model, program.adapter)
         self._tensors = _load(directory / _WEIGHTS)
         self.arrays = self._stack(program)
         if self._tensors:
@@ -96,15 +115,26 @@ class PeftAdapter:
                 arrays[f"{path}/{B}"][piece.layer] = second
         for piece in self._table.saved():
             tensors = [self._take(name, _PREFIX + name) for name in piece.names]
+            if piece.row.paths == (EMBEDDING,):
+                self._drop_head(tensors[0])
             decoded = to_decoder(piece, tensors, self._table.model)
             for path, array in zip(piece.row.paths, decoded, strict=True):
                 into = arrays[path] if piece.layer is None else arrays[path][piece.layer]
                 into[tuple(map(slice, array.shape))] = array  # rows of zeros past the vocabulary
         return arrays
 
+    def _drop_head(self, embedding: np.ndarray) -> None:
+        """The embedding once more, where the head is tied to it."""
+        head = self._table.tied_head
+        copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
+        if copy is not None and not np.array_equal(copy, embedding):
+            raise WeightsError(
+                f"{self.directory}: {head} differs from the embedding, to which config.json ties it"
+            )
+
     def _pairs(self, piece: Piece) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Both factors of each weight in a piece."""
-        module = _module(piece)
+        module = module_of(piece)
         first = self._take(module, f"{_PREFIX}{module}.lora_A.weight")
         second = self._take(module, f"{_PREFIX}{module}.lora_B.weight")
         rank, count = self.adapter.rank, len(first)
@@ -119,7 +149,7 @@ class PeftAdapter:
         pairs = {}
         for index, path in enumerate(targets):
             mine = slice(None) if count == rank else slice(index * rank, (index + 1) * rank)
-            own = _split(piece, first[mine], second[:, mine], self._table.model)
+            own = from_peft(piece, first[mine], second[:, mine], self._table.model)
             others = set(own) - {path}
             separate = count != rank or len(targets) < len(own)
             if separate and any(own[other][1].any() for other in others - set(targets)):
@@ -144,40 +174,7 @@ class PeftAdapter:
         return self._tensors.pop(name).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A family's names for what an adapter trains."""
-
-    family: Family
-    model: Model
-    adapter: Adapter
-    targets: frozenset[str]
-    whole: frozenset[str]
-
-    @classmethod
-    def of(cls, side: Path, model: Model, adapter: Adapter) -> _Table:
-        config = read_config(side) if side.is_dir() else None
-        family = family_of(config) if config else family_for(model)
-        targets = frozenset(adapted_paths(model, adapter))
-        whole = frozenset(whole_paths(model, adapter))
-        return cls(family, without_padding(model, config), adapter, targets, whole)
-
-    def adapted(self) -> Iterator[Piece]:
-        for piece in self.family.pieces(self.model):
-            if self.targets & set(piece.row.paths):
-                yield piece
-
-    def saved(self) -> Iterator[Piece]:
-        for piece in self.family.pieces(self.model):
-            if self.whole & set(piece.row.paths):
-                yield piece
-
-
-def _module(piece: Piece) -> str:
-    return piece.names[0].removesuffix(".weight")
-
-
-def _check_modules(table: _Table) -> None:
+def _check_modules(table: Table) -> None:
     """PEFT saves modules, so all that is in one is trained whole or none is."""
     modules = {name.rpartition(".")[0] for piece in table.saved() for name in piece.names}
     for piece in table.family.pieces(table.model):
@@ -190,69 +187,24 @@ def _check_modules(table: _Table) -> None:
                 )
 
 
-def _embed_is_input(path: str, model: Model) -> bool:
-    return array_shape(path, replace(model, embed=1))[0] == 1
-
-
-def _rank_axis(piece: Piece, model: Model) -> int:
-    """Where embed is in Hugging Face's tensor; the other axis is all that is not embed."""
-    thin = replace(model, embed=1)
-    empty = [np.zeros(array_shape(path, thin), np.int8) for path in piece.row.paths]
-    ((_, tensor),) = to_hugging_face(piece, empty, thin)
-    return tensor.shape.index(1)
-
-
-def _factors(
-    piece: Piece, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
-) -> tuple[np.ndarray, np.ndarray]:
-    """PEFT's (rank, in) and (out, rank), of ours by path."""
-    axis, firsts, seconds = _rank_axis(piece, model), [], []
-    for path, (first, second) in pairs.items():
-        inward = _embed_is_input(path, model)
-        like_weight, plain = (second, first) if inward else (first, second)
-        rank = plain.shape[1] if inward else plain.shape[0]
-        thin = replace(model, embed=rank)
-        arrays = [
-            like_weight if other == path else np.zeros(array_shape(other, thin), np.float32)
-            for other in piece.row.paths
-        ]
-        ((_, tensor),) = to_hugging_face(piece, arrays, thin)
-        wide = np.moveaxis(tensor, axis, 0)  # (rank, in or out)
-        firsts.append(plain.T if inward else wide)
-        seconds.append(wide.T if inward else plain.T)
-    return np.concatenate(firsts), np.concatenate(seconds, 1)
-
-
-def _split(
-    piece: Piece, first: np.ndarray, second: np.ndarray, model: Model
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Ours by path, of PEFT's (rank, in) and (out, rank)."""
-    inward = _embed_is_input(piece.row.paths[0], model)
-    thin = replace(model, embed=len(first))
-    wide = second.T if inward else first
-    arrays = to_decoder(piece, [np.moveaxis(wide, 0, _rank_axis(piece, model))], thin)
-    return {
-        path: (first.T, array) if inward else (array, second.T)
-        for path, array in zip(piece.row.paths, arrays, strict=True)
-    }
-
-
 def _named(piece: Piece, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
-    module = _PREFIX + _module(piece)
+    module = _PREFIX + module_of(piece)
     return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
 
 
-def _config(table: _Table) -> dict[str, Any]:
+def _config(table: Table) -> dict[str, Any]:
     adapter, packed, turned = table.adapter, {}, False
     targets: dict[str, None] = {}
     for piece in table.adapted():
-        name = _inside(_module(piece))
+        name = _inside(module_of(piece))
         targets[name] = None
         packed[name] = len(table.targets & set(piece.row.paths))
-        inward = _embed_is_input(piece.row.paths[0], table.model)
-        turned |= _rank_axis(piece, table.model) == (0 if inward else 1)
+        inward = embed_is_input(piece.row.paths[0], table.model)
+        turned |= rank_axis(piece, table.model) == (0 if inward else 1)
     several = {name: count for name, count in packed.items() if count > 1}
-    saved = {_inside(name.rpartition(".")[0]) for p in table.saved() for name in p.names}
+    names = [name for piece in table.saved() for name in piece.names]
+    names += [table.tied_head] if table.tied_head else []
+    saved = {_inside(name.rpartition(".")[0]) for name in names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -275,9 +227,9 @@ def _config(table: _Table) -> dict[str, Any]:
 
 
 def _inside(module: str) -> str:
-    """A module's name within its layer, the same in each; outside of layers its last part."""
+    """A module's name within its layer, the same in each; outside of layers all of it."""
     in_layer = re.fullmatch(r".*?\.\d+\.(.*)", module)
-    return in_layer[1] if in_layer else module.rpartition(".")[2]
+    return in_layer[1] if in_layer else module
 
 
 def _read(directory: Path) -> dict[str, Any]:
