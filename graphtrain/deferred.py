@@ -39,6 +39,14 @@ def key_here(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
 
 
+def own_here(tree: Tree) -> Tree:
+    """Arrays that are the same everywhere; as each copy's own, where copies work by hand."""
+    found = placement()
+    if found is None or DATA not in found.manual:
+        return tree
+    return jax.tree.map(lambda array: vary(array, DATA), tree)
+
+
 def reduce_last(
     objective: Objective, parameters: Tree, specs: Tree, batch: Tree, microbatches: int
 ) -> tuple[Tree, Tree]:

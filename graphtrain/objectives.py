@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Program
-from graphtrain.deferred import Objective, key_here
+from graphtrain.deferred import Objective, key_here, own_here
 from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine, reference
 from graphtrain.models.decoder import forward, logits
@@ -60,7 +60,7 @@ def _model(program: Program, state: Tree, frozen: Tree | None) -> Callable[..., 
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
         dropout = key_here(jax.random.fold_in(key, index)) if drops else None
-        weights = combine(program, parameters, frozen, dropout)
+        weights = combine(program, parameters, own_here(frozen), dropout)
         of_model = dropout if program.model.dropout else None
         with apart(microbatch.get("documents")):
             out, auxiliary = forward(
