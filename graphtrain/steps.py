@@ -94,9 +94,8 @@ def _train(program: Program) -> Graph:
     template = jax.eval_shape(optimizer.init, _shapes(specs))
     state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
 
-    def train(state: Tree, *inputs: Any) -> Tree:
-        *frozen, batch, learning_rate = inputs
-        gradients, metrics = accumulate_gradients(program, state, batch, *frozen)
+    def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
+        gradients, metrics = accumulate_gradients(program, state, batch, frozen)
         # The update happens where the optimizer's state rests; only its result goes further.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
@@ -119,9 +118,13 @@ def _train(program: Program) -> Graph:
             },
         }
 
+    # A compiled program names its arrays by the parameters of the function.
+    def train_all(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
+        return train(state, None, batch, learning_rate)
+
     return Graph(
         "train",
-        train,
+        train if frozen_specs else train_all,
         {
             "state": state_specs,
             **frozen_specs,
@@ -189,17 +192,20 @@ def _evaluate(program: Program) -> Graph:
         gained = after - reference_scores(program, frozen, batch)
         return preference(gained, is_pair(weights), program.loss)["loss"], count_pairs(weights)
 
-    def evaluate(parameters: Tree, *inputs: Tree) -> Tree:
-        *frozen, batch = inputs
-        loss, targets = loss_of(parameters, frozen[0] if frozen else None, batch)
+    def evaluate(parameters: Tree, frozen: Tree | None, batch: Tree) -> Tree:
+        loss, targets = loss_of(parameters, frozen, batch)
         return {"metrics": {"loss_sum": loss, "targets": targets}}
 
+    def evaluate_all(parameters: Tree, batch: Tree) -> Tree:
+        return evaluate(parameters, None, batch)
+
+    frozen_specs = _frozen_input(program)
     return Graph(
         "evaluate",
-        evaluate,
+        evaluate if frozen_specs else evaluate_all,
         {
             "parameters": parameter_specs_of(program),
-            **_frozen_input(program),
+            **frozen_specs,
             "batch": _batch(program, train=False),
         },
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},

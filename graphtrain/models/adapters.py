@@ -14,17 +14,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Program
+from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.models.blocks import NF4, Kind
 from graphtrain.models.dot import dot, dots
 from graphtrain.models.tuned import CODES, SCALES, A, B, adapted_paths
-from lowering.constrain import draw
+from lowering.constrain import constrain, draw, size_of
 from lowering.trees import Tree, flatten, unflatten
 
 _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["kind", "dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["kind", "dtype", "axes"],
 )
 class Quantised:
     """Weights as codes and scales; see models.blocks."""
@@ -35,21 +38,33 @@ class Quantised:
         scales: jax.Array | None,  # none: codes are the weights, rounded
         kind: Kind | None,
         dtype: DTypeLike,
+        axes: tuple[str | None, ...],  # of the weights, in one layer
     ):
         self.codes, self.scales, self.kind, self.dtype = codes, scales, kind, dtype
+        self.axes = axes
 
     @jax.named_scope("dequantise")
     def whole(self) -> jax.Array:
         """The weights, in the dtype of the computation."""
+        codes = self._gathered(self.codes)
         if self.scales is None:
-            return self.codes.astype(self.dtype)
+            return codes.astype(self.dtype)
         if self.kind == "int8":
-            relative = self.codes.astype(jnp.float32) * jnp.float32(1 / 127)
+            relative = codes.astype(jnp.float32) * jnp.float32(1 / 127)
         else:
-            pairs = jnp.stack([self.codes & 15, self.codes >> 4], -1)
-            relative = jnp.asarray(NF4)[pairs.reshape(*self.codes.shape[:-1], -1).astype(jnp.int32)]
-        block = relative.shape[-1] // self.scales.shape[-1]
-        return (relative * jnp.repeat(self.scales, block, -1)).astype(self.dtype)
+            pairs = jnp.stack([codes & 15, codes >> 4], -1)
+            relative = jnp.asarray(NF4)[pairs.reshape(*codes.shape[:-1], -1).astype(jnp.int32)]
+        scales = self._gathered(self.scales)
+        block = relative.shape[-1] // scales.shape[-1]
+        return (relative * jnp.repeat(scales, block, -1)).astype(self.dtype)
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """As the step uses it: what travels is codes, not the weights made of them."""
+        axes = [
+            axis if axis and size % size_of(axis) == 0 else None
+            for axis, size in zip(self.axes, x.shape, strict=True)
+        ]
+        return constrain(x, *axes)
 
 
 @partial(
@@ -103,18 +118,21 @@ def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None
 def reference(program: Program, frozen: Tree) -> Tree:
     """The frozen weights alone, as parameters of the decoder."""
     dtype = jnp.dtype(program.model.dtype)
-    weights = flatten(frozen)
+    weights, arrays = flatten(frozen), parameter_arrays(program.model)
     for path in [path for path in weights if path.endswith(f"/{CODES}")]:
         stem = path.removesuffix(f"/{CODES}")
         codes, scales = weights.pop(path), weights.pop(f"{stem}/{SCALES}")
         kind: Kind = "int8" if codes.dtype == jnp.int8 else "nf4"
-        weights[stem] = Quantised(codes, scales, kind, dtype)
+        weights[stem] = Quantised(codes, scales, kind, dtype, arrays[stem].axes[1:])
     for path, weight in weights.items():
         # A product with a bfloat16 weight would be computed in bfloat16 whatever the model says.
         if weight.dtype == jnp.bfloat16 != dtype:
-            in_layers = path.startswith("layers/")
+            axes = arrays[path].axes
+            in_layers = axes[0] == "layers"
             weights[path] = (
-                Quantised(weight, None, None, dtype) if in_layers else weight.astype(dtype)
+                Quantised(weight, None, None, dtype, axes[1:])
+                if in_layers
+                else weight.astype(dtype)
             )
     return unflatten(weights)
 
