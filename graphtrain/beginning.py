@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.schema import Config, Program
+from graphtrain.models.tuned import keeps_weights
 from lowering.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
     from graphtrain.weights.peft import PeftAdapter
     from graphtrain.weights.sources import Source
-
-
-def keeps_weights(program: Program) -> bool:
-    """Whether some weights are an input that no step changes."""
-    return program.adapter is not None or program.loss.kind == "preference"
 
 
 @dataclass(frozen=True)

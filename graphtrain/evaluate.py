@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.beginning import Beginning, keeps_weights
+from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import restore_parameters, saved_steps
 from graphtrain.config.schema import Batch, Config
@@ -19,6 +19,7 @@ from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.loader import evaluation_batches
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
+from graphtrain.models.tuned import keeps_weights
 from lowering.target import Target
 from lowering.trees import Tree
 

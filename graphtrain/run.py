@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.beginning import Beginning, keeps_weights
+from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import Checkpoints, saved_steps
 from graphtrain.config import render
@@ -23,6 +23,7 @@ from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
 from graphtrain.models.counts import step_flops_per_token
+from graphtrain.models.tuned import keeps_weights
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes

@@ -25,6 +25,11 @@ CODES, SCALES = "codes", "scales"
 Arrays = dict[str, ArraySpec]
 
 
+def keeps_weights(program: Program) -> bool:
+    """Whether some weights are an input that no step changes."""
+    return program.adapter is not None or program.loss.kind == "preference"
+
+
 def trained_arrays(program: Program) -> Arrays:
     """Arrays that have gradients and moments, by path.
 
@@ -48,7 +53,7 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
         ShardingError: a pattern of the adapter names nothing that it can.
     """
     arrays, adapter = parameter_arrays(program.model), program.adapter
-    if adapter is None and program.loss.kind != "preference":
+    if not keeps_weights(program):
         return {}
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
