@@ -12,8 +12,9 @@ import lowering
 from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import restore_parameters, saved_steps
-from graphtrain.config.schema import Batch, Config
+from graphtrain.config.schema import Batch, Config, Data
 from graphtrain.data.bigram import Bigram
+from graphtrain.data.blend import blend_counts
 from graphtrain.data.description import read_description
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.loader import evaluation_batches
@@ -49,16 +50,23 @@ def validation_loss(
 
 
 def validation_batches(
-    prefix: str, batch: Batch, vocab: int, limit: int | None
+    data: Data, batch: Batch, vocab: int, limit: int | None
 ) -> Iterable[dict[str, np.ndarray]]:
-    """The validation set in its own order, in batches of the evaluation step's shape."""
-    sequences = batch.sequences // batch.microbatches
+    """The validation set in its own order, in batches of the evaluation step's shape.
+
+    Raises:
+        DataError: there is no validation set.
+    """
+    if data.validation is None:
+        raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     batches = evaluation_batches(
-        prefix,
-        sequences=sequences,
+        data.validation,
+        sequences=batch.sequences // batch.microbatches,
         length=batch.length,
         vocab=vocab,
         apart=batch.documents == "apart",
+        packing=data.packing,
+        longer=data.longer,
     )
     return islice(batches, limit)
 
@@ -76,7 +84,8 @@ def checkpoint_loss(
         DataError: there is no validation set.
     """
     run, program = config.run, config.program
-    prefix = _validation_set(config)
+    if run.data.validation is None:  # before anything is loaded
+        raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
     beginning = None if step and not steps else Beginning.open(config, resumes=bool(steps))
@@ -96,28 +105,26 @@ def checkpoint_loss(
         weights = (parameters,)
         if beginning is not None and keeps_weights(program):
             weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
-        batches = validation_batches(prefix, program.batch, program.model.vocab, None)
+        batches = validation_batches(run.data, program.batch, program.model.vocab, None)
         loss = validation_loss(evaluate, weights, batches, target)
     return {"step": step, "validation_loss": loss, "perplexity": math.exp(loss)}
 
 
 def bigram_loss(config: Config) -> float:
-    """Loss of an add-one-smoothed bigram model of the training set, on the same targets.
+    """Loss of an add-one-smoothed bigram model of the training data, on the same targets.
+
+    Of a blend, pairs count as often as the blend reads their dataset.
 
     Raises:
-        DataError: there is no validation set, or the training set is a blend.
+        DataError: there is no validation set, or a dataset cannot be used.
     """
-    if not isinstance(config.run.data.train, str):
-        raise DataError("run.data.train is a blend; a bigram model is counted in one dataset")
-    dataset = IndexedDataset(config.run.data.train)
+    data, batch, model = config.run.data, config.program.batch, config.program.model
+    prefixes = [data.train] if isinstance(data.train, str) else [one.dataset for one in data.train]
     # Not the model's vocabulary, which may be padded: every impossible token weakens the smoothing.
-    description = read_description(config.run.data.train)
-    vocab = description.vocab if description else config.program.model.vocab
-    batches = validation_batches(_validation_set(config), config.program.batch, vocab, None)
-    return Bigram.count(dataset, vocab).loss(batches)
-
-
-def _validation_set(config: Config) -> str:
-    if config.run.data.validation is None:
-        raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
-    return config.run.data.validation
+    descriptions = [read_description(prefix) for prefix in prefixes]
+    vocab = max(one.vocab if one else model.vocab for one in descriptions)
+    counted = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]
+    if not isinstance(data.train, str):
+        sizes = [int(one.pair_counts.sum()) for one in counted]
+        counted = [Bigram.blended(counted, blend_counts(data.train, sizes) / sum(sizes))]
+    return counted[0].loss(validation_batches(data, batch, vocab, None))

@@ -95,8 +95,8 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         if restored is not None:
             loader.restore(restored.loader)
         write = _writer(config, start, report, stack) if first else _silent
-        if first and beginning is not None and not saved:
-            beginning.keep(directory)
+        if first:
+            _keep_side(config, beginning if not saved else None)
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, frozen, loader, checkpoints, write, start)
@@ -111,6 +111,20 @@ def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
     state.clear()
     described = programs["train"].inputs("state")["parameters"]
     return others | {"parameters": beginning.parameters(described, new)}
+
+
+def _keep_side(config: Config, beginning: Beginning | None) -> None:
+    """What is beside the weights, and the tokenizer of the data, for the way back."""
+    from graphtrain.weights.sources import SIDE
+    from graphtrain.weights.tokenizer import keep_tokenizer
+
+    run = config.run
+    directory = Path(run.directory)
+    if beginning is not None:
+        beginning.keep(directory)
+    data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
+    with writing(directory):
+        keep_tokenizer(data, directory / SIDE)
 
 
 def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Report:
@@ -142,6 +156,8 @@ def _open_loader(run: Run, program: Program) -> Any:
         seed=run.seed,
         vocab=program.model.vocab,
         apart=program.batch.documents == "apart",
+        packing=run.data.packing,
+        longer=run.data.longer,
     )
 
 
@@ -281,7 +297,7 @@ class _Loop:
 
         self._settle()
         batches = validation_batches(
-            run.data.validation, program.batch, program.model.vocab, run.evaluate_batches
+            run.data, program.batch, program.model.vocab, run.evaluate_batches
         )
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen

@@ -19,7 +19,7 @@ _COMMANDS = {
     "compile": "compile every graph of a run into the cache, in parallel",
     "config": "show a resolved configuration, or the JSON schema for editors",
     "convert": "bring weights from Hugging Face's files and back",
-    "data": "make a sample corpus; prepare text for training",
+    "data": "make a sample corpus; prepare text and conversations for training",
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
     "launch": "compile and run on a cluster with Slurm or Kubernetes",

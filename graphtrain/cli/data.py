@@ -1,6 +1,7 @@
 """`graphtrain data`: make a corpus or a tokenizer, prepare text, look into and join datasets."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ def command() -> None:
 def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
     """What says which text of which files is read."""
     options = [
-        click.argument("inputs", nargs=-1, required=True, type=_PATH),
         click.option(
             "--key",
             "keys",
@@ -43,6 +43,16 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             help="what of a .txt file is a document",
         ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return _files_options(function)
+
+
+def _files_options(function: Callable[..., None]) -> Callable[..., None]:
+    """What says which files are read, and what of them is held out."""
+    options = [
+        click.argument("inputs", nargs=-1, required=True, type=_PATH),
         click.option(
             "--validation",
             type=_FRACTION,
@@ -67,11 +77,23 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
 @command.command()
 @click.argument("output", type=_PATH)
 @click.option("--megabytes", type=click.FloatRange(min=0), default=8.0, show_default=True)
-def sample(output: Path, megabytes: float) -> None:
-    """Write a corpus of real text that every Python carries, without a network."""
-    from graphtrain.data.sample import write_sample
+@click.option(
+    "--kind",
+    type=click.Choice(["text", "instructions", "preferences"]),
+    default="text",
+    show_default=True,
+    help="preferences: a right answer and a wrong one",
+)
+def sample(output: Path, megabytes: float, kind: str) -> None:
+    """Write a corpus of real text that every Python carries, without a network.
 
-    written = write_sample(output, limit=int(megabytes * 1e6))
+    Instructions and preferences ask what a function does; its docstring answers.
+    """
+    from graphtrain.data.sample import write_sample
+    from graphtrain.data.sample_instructions import write_instructions, write_preferences
+
+    writers = {"instructions": write_instructions, "preferences": write_preferences}
+    written = writers.get(kind, write_sample)(output, limit=int(megabytes * 1e6))
     click.echo(
         f"{output}: {written.documents} documents, {written.text_bytes / 1e6:.1f} MB", err=True
     )
@@ -131,6 +153,99 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
                 f"vocabulary of {split.vocab}",
                 err=True,
             )
+
+
+@command.command()
+@_files_options
+@click.option("--output", required=True, type=_PATH, help="a directory")
+@click.option("--tokenizer", required=True, help="as for prepare; that of the model to be tuned")
+@click.option(
+    "--template",
+    default="own",
+    show_default=True,
+    help="the tokenizer's own, one of alpaca, baichuan, baichuan2, chatml, internlm, internlm2, "
+    "llama2, llama3, qwen, or a file",
+)
+@click.option(
+    "--format",
+    default="auto",
+    show_default=True,
+    type=click.Choice(
+        ["auto", "alpaca", "belle", "leetcode", "messages", "moss", "preference", "sharegpt"]
+    ),
+    help="of the records; auto: by their keys",
+)
+@click.option(
+    "--learn",
+    default="answers",
+    show_default=True,
+    type=click.Choice(["answers", "last", "all"]),
+    help="all answers, the last of a conversation, or every token",
+)
+@click.option("--eod-token", "eod", help="what ends an answer, where it is not the tokenizer's own")
+@click.option("--workers", type=click.IntRange(min=1), help="processes; left out: as many as pay")
+def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
+    """Make datasets of conversations, of which the answers are learned, or of preferred answers.
+
+    Files are those that `prepare` takes, and JSON arrays. Killed, the same command goes on from
+    where it was.
+    """
+    from graphtrain.data.instruct import instruct as instruct_data
+
+    with _progress() as report:
+        made = instruct_data(inputs, output, tokenizer, report=report, **settings)
+    if made.up_to_date:
+        click.echo(f"{output}: up to date, nothing to do", err=True)
+    for name in ("train", "validation", "test"):
+        split = getattr(made, name)
+        if split is not None:
+            click.echo(f"{output / name}: {_conversations(split)}", err=True)
+    if made.left_out:
+        click.echo(f"{made.left_out} records without an answer are left out", err=True)
+    if made.spelled_out:
+        click.echo(
+            f"the tokenizer has no tokens for {', '.join(made.spelled_out)}; they are spelled out",
+            err=True,
+        )
+
+
+def has_colours() -> bool:
+    """Whether output goes to a terminal that shows them."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _conversations(split: Any) -> str:
+    about = split.conversations
+    count = f"{split.documents // 2} pairs" if about.pairs else f"{split.documents} conversations"
+    return f"{count}, {split.tokens} tokens, {about.learned} of them learned"
+
+
+@command.command()
+@click.argument("prefix")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="the document to begin with")
+@click.option("--documents", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--length", type=click.IntRange(min=1), help="also say how rows of so many tokens are filled"
+)
+def preview(prefix: str, first: int, documents: int, length: int | None) -> None:
+    """Show documents of a dataset: green what is learned, dim what is not.
+
+    Where there are no colours, what is learned is between >>> and <<<.
+    """
+    from graphtrain.data.preview import filling, pieces
+
+    colours = has_colours()
+    for number, document in pieces(prefix, first, documents):
+        click.echo(f"document {number}: {sum(len(one.tokens) for one in document)} tokens")
+        for one in document:
+            if colours:
+                colour = "green" if one.learned else None
+                click.secho(one.text, nl=False, fg=colour, dim=not one.learned)
+            else:
+                click.echo(f">>>{one.text}<<<" if one.learned else one.text, nl=False)
+        click.echo("\n")
+    if length is not None:
+        click.echo(filling(prefix, length))
 
 
 @command.command()

@@ -10,8 +10,8 @@ from graphtrain.cli.options import (
     cache_option,
     compile_command,
     config_argument,
+    enter_run,
     is_first,
-    join_others,
     json_option,
     overrides_option,
     process_options,
@@ -47,7 +47,7 @@ def command(
 
     settings = load_config(config, overrides, target)
     remedy = compile_command(config, target, overrides, cache)
-    join_others(settings.program.target, coordinator, count, rank)
+    enter_run(settings.program.target, coordinator, count, rank)
     result = checkpoint_loss(settings, Cache(cache), remedy=remedy, step=step)
     if not is_first():
         return

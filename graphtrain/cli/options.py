@@ -72,17 +72,19 @@ def process_options(command: Callable) -> Callable:
     return command
 
 
-def join_others(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
-    """Meet the other processes of a run, if there are any.
+def enter_run(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
+    """Make this process one of a run: set up its memory, meet the others if there are any.
 
     Raises:
         LoweringError: the target runs in another number of processes.
     """
-    from lowering import processes
+    from lowering import host, processes
     from lowering.target import Target
 
     member = processes.membership(coordinator=coordinator, count=count, rank=rank)
     machine = Target.parse(target)
+    if machine.on_host:
+        host.keep_pages()
     processes.check_target(machine, member)
     if member is not None and member.count > 1:
         processes.join(member, machine)

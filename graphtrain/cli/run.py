@@ -11,8 +11,8 @@ from graphtrain.cli.options import (
     cache_option,
     compile_command,
     config_argument,
+    enter_run,
     is_first,
-    join_others,
     overrides_option,
     process_options,
     pull_shared,
@@ -52,7 +52,7 @@ def command(
     pull_shared(store, [settings.program])
     if compile_missing:
         _compile_missing(config, settings.program, store)
-    join_others(settings.program.target, coordinator, count, rank)
+    enter_run(settings.program.target, coordinator, count, rank)
     from graphtrain.run import train
 
     remedy = compile_command(config, target, overrides, cache)

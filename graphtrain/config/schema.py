@@ -122,6 +122,9 @@ class Model:
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
+    unroll: Positive = (
+        1  # layers written out in a turn of the loop over them; see docs/performance.md
+    )
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.embed % self.heads:
@@ -375,12 +378,19 @@ class Part:
             raise ValueError(f"give {self.dataset} either a weight or epochs")
 
 
+# How documents become sequences. cut: end to end, then cut; fit: as many whole ones as fit; padded:
+# one whole one.
+HowPacked = Literal["cut", "fit", "padded"]
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Data:
     """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
 
     train: str | Annotated[tuple[Part, ...], Field(min_length=1)]  # a dataset, or parts of a blend
     validation: str | None = None
+    packing: HowPacked | None = None  # None: text is cut, conversations fit, or padded if joined
+    longer: Literal["refuse", "cut", "drop"] = "refuse"  # documents that do not fit whole
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):

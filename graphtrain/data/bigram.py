@@ -1,6 +1,6 @@
 """A bigram model: what a language model must beat to have learned more than pairs of tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,17 @@ class Bigram:
         first_counts = np.bincount(pairs // vocab, counts, minlength=vocab).astype(np.int64)
         return cls(vocab, pairs, counts, first_counts)
 
+    @classmethod
+    def blended(cls, models: Sequence["Bigram"], shares: np.ndarray) -> "Bigram":
+        """Models of datasets in one, of as many pairs in all, these shares of them from each."""
+        total = sum(model.pair_counts.sum() for model in models)
+        pairs, counts = np.empty(0, np.int64), np.empty(0, np.float64)
+        for model, share in zip(models, shares / shares.sum(), strict=True):
+            scale = share * total / model.pair_counts.sum()
+            pairs, counts = _added(pairs, counts, model.pairs, model.pair_counts * scale)
+        first_counts = np.bincount(pairs // models[0].vocab, counts, minlength=models[0].vocab)
+        return cls(models[0].vocab, pairs, counts, first_counts)
+
     def probabilities(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Of each target after its token, with one added to every count.
 
@@ -64,4 +75,4 @@ def _added(
     """The sum of two tables of counts."""
     merged, places = np.unique(np.concatenate([pairs, more]), return_inverse=True)
     summed = np.bincount(places, np.concatenate([counts, more_counts]), len(merged))
-    return merged, summed.astype(np.int64)
+    return merged, summed.astype(counts.dtype)

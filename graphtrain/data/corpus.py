@@ -48,7 +48,7 @@ class Corpus:
     """Files of documents, and which of these are for validation and for a test."""
 
     paths: tuple[Path, ...]
-    keys: tuple[str, ...] = ("text",)
+    keys: tuple[str, ...] = ("text",)  # none: the records are wanted whole
     clean: tuple[str, ...] = ()  # hooks, MODULE:FUNCTION
     text_document: TextDocument = "paragraph"
     validation: float = 0.0  # fraction of the documents
@@ -115,6 +115,17 @@ class Corpus:
             found.append(clean(self._text(chunk.path, record, place), self.clean, place))
         return found
 
+    def objects(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The record of each document of a chunk as an object, with its place for messages.
+
+        Raises:
+            DataError: a record is not a JSON object; names file and line.
+        """
+        unit = "row" if chunk.path.suffix in tables.ENDINGS else "line"
+        for number, record in zip(chunk.numbers, chunk.records, strict=True):
+            place = f"{chunk.path}: {unit} {number}"
+            yield place, _parsed(record, (), place) if isinstance(record, bytes) else record
+
     def _text(self, path: Path, record: Record, place: str) -> str:
         if isinstance(record, bytes):
             if _is_text(path):
@@ -150,7 +161,8 @@ def _parsed(line: bytes, keys: Sequence[str], place: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: also of bytes that are not UTF-8
         raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(document, dict):
-        raise DataError(f"{place}: not a JSON object, as in {{{json.dumps(keys[0])}: ...}}")
+        example = f", as in {{{json.dumps(keys[0])}: ...}}" if keys else ""
+        raise DataError(f"{place}: not a JSON object{example}")
     return document
 
 

@@ -1,17 +1,40 @@
 """What the numbers of a dataset mean: PREFIX.json, beside its .bin and .idx."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from graphtrain.data.indexed import IndexedDataset, dataset_paths
+from graphtrain.data.learned import Learned, learned_prefix
 from graphtrain.data.replacing import content_digest, replacing
 from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 _BEGINNING = 256  # tokens of the first document that a summary shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """How a dataset of conversations was made."""
+
+    template: str  # its name
+    template_digest: str
+    learn: str  # answers, last or all
+    pairs: bool  # documents 2i and 2i + 1 are the chosen and the rejected one of a pair
+    learned: int = 0  # tokens
+    digests: dict[str, str] | None = None  # of the files that say what is learned
+
+    def of(self, prefix: str | Path) -> "Conversations":
+        """The same, with what is known of the dataset once it is written."""
+        learned = Learned(IndexedDataset(prefix)).count()
+        return replace(self, learned=learned, digests=file_digests(learned_prefix(prefix)))
+
+    @property
+    def made(self) -> tuple[str, str, bool]:
+        """What datasets have in common that can be one."""
+        return self.template_digest, self.learn, self.pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +49,7 @@ class Description:
     documents: int
     tokens: int
     digests: dict[str, str] | None = None  # of the .bin and the .idx, by ending
+    conversations: Conversations | None = None  # None: it is text
 
 
 def file_digests(prefix: str | Path) -> dict[str, str]:
@@ -46,10 +70,13 @@ def read_description(prefix: str | Path) -> Description | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        return Description(**json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        if (conversations := found.get("conversations")) is not None:
+            found["conversations"] = Conversations(**conversations)
+        return Description(**found)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not the description of a dataset ({error})") from None
 
 
@@ -72,7 +99,7 @@ def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
     return tokenizer
 
 
-def summary(prefix: str | Path) -> dict[str, int | str | None]:
+def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
     """What a dataset holds, for a person to look at; text is None where the tokenizer is unknown.
 
     Raises:
@@ -82,6 +109,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | None]:
     description = read_description(prefix)
     tokenizer = dataset_tokenizer(prefix)
     beginning = dataset.document(0)[:_BEGINNING].tolist()
+    conversations = description.conversations if description else None
     return {
         "documents": len(dataset),
         "tokens": len(dataset.tokens),
@@ -90,5 +118,15 @@ def summary(prefix: str | Path) -> dict[str, int | str | None]:
         "vocab": description.vocab if description else None,
         "eod": description.eod if description else None,
         "longest": int(np.diff(dataset.document_offsets).max()),
+        **(_about(conversations) if conversations else {}),
         "text": tokenizer.decode(beginning) if tokenizer else None,
+    }
+
+
+def _about(conversations: Conversations) -> dict[str, int | str | bool | None]:
+    return {
+        "template": conversations.template,
+        "learn": conversations.learn,
+        "learned tokens": conversations.learned,
+        "pairs": conversations.pairs,
     }

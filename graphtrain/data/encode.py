@@ -5,7 +5,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,16 +21,24 @@ _AHEAD = 3  # chunks in flight per worker; more only costs memory
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a chunk as tokens, one after another; a document without text has none."""
+    """The documents of a chunk as tokens, one after another; a document without text has none.
+
+    Of each record there are equally many. Those of conversations come with the parts to learn.
+    """
 
     chunk: Chunk
     tokens: np.ndarray
     sizes: np.ndarray  # tokens of each document
+    learned: np.ndarray | None = None  # begin and end of parts in their document
+    learned_sizes: np.ndarray | None = None  # numbers in `learned`, of each document
+
+
+Encode = Callable[[Chunk], Encoded]  # what a worker does; it can be pickled
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker does with a chunk."""
+    """Texts to tokens."""
 
     tokenizer: Tokenizer
     corpus: Corpus
@@ -46,7 +54,7 @@ class Encoder:
         return Encoded(chunk, np.concatenate(documents).astype(np.int32), sizes)
 
 
-def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Iterator[Encoded]:
     """Encode chunks in `workers` processes, or in this one if it is one; the order is kept.
 
     Raises:
@@ -57,6 +65,7 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> It
         return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload([__name__])  # imported once, not by each worker
     pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
     try:
         yield from _in_order(pool, iter(chunks), _AHEAD * workers)
@@ -80,10 +89,10 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) ->
         yield encoded
 
 
-_encoders: list[Encoder] = []  # of a worker process: one, kept as it costs more than a chunk
+_encoders: list[Encode] = []  # of a worker process: one, kept as it costs more than a chunk
 
 
-def _set_encoder(encoder: Encoder) -> None:
+def _set_encoder(encoder: Encode) -> None:
     _encoders[:] = [encoder]
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.data.places import Placed
 from graphtrain.data.replacing import replacing
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, template_of
 from graphtrain.data.words import GPT2, Words, are_exact_for_gpt2
 from graphtrain.errors import DataError
 
 # Beside tokenizer.json: special tokens by their roles, and the template of a chat.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _MAIN = "tokenizer.json"
 # What ends a document, where no companion says so: GPT-2, Llama 3, Gemma, Llama.
 _ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
@@ -63,6 +65,35 @@ class HuggingFaceTokenizer:
         if self._words is not None:
             return self._words.encode(texts)
         return [np.array(numbers, np.int32) for numbers in self._encode(list(texts))]
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        found = []
+        for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            places = np.array(one.offsets, np.int64).reshape(-1, 2)
+            found.append(Placed(np.array(one.ids, np.int32), places[:, 0], places[:, 1]))
+        return found
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        special: dict[str, str] = {}
+        for name in COMPANIONS[1::-1]:  # tokenizer_config.json has the last word
+            for role, token in _companion(self._companions.get(name, b"{}"), name).items():
+                text = token.get("content") if isinstance(token, dict) else token
+                if role.endswith("_token") and isinstance(text, str):
+                    special[role] = text
+        if self.eod is not None and (self._end is not None or "eos_token" not in special):
+            special["eos_token"] = self._tokenizer.id_to_token(self.eod)
+        return special
+
+    @property
+    def chat_template(self) -> str | None:
+        alone = self._companions.get(COMPANIONS[2])
+        try:
+            return (
+                alone.decode() if alone else template_of(self._companions.get(COMPANIONS[0], b"{}"))
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{self._name}: its chat template cannot be read ({error})") from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -177,11 +208,18 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _end_of_sequence(companion: bytes, name: str) -> str | None:
-    try:
-        token = json.loads(companion).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{name}: not a JSON object ({error})") from None
+    token = _companion(companion, name).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _companion(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{name}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{name}: not a JSON object")
+    return found
 
 
 def _load(definition: bytes, name: str) -> Any:

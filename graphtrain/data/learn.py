@@ -7,8 +7,8 @@ from typing import Any
 
 from graphtrain.data.corpus import Corpus
 from graphtrain.data.huggingface import train_bpe
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
 from graphtrain.data.prepare import training_texts
-from graphtrain.data.tokenizer import train_sentencepiece
 from graphtrain.errors import DataError
 
 

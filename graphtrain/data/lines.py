@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graphtrain.data import records
+from graphtrain.data.arrays import array_items, begins_array
 from graphtrain.data.records import Group, Item, Place, TextDocument, gathered
 from graphtrain.errors import DataError
 
@@ -18,14 +19,19 @@ PACKED = (".gz", ".zst")
 def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Group]:
     """Documents of a file from a place on; those that are blank are left out.
 
+    Lines of JSON may also be one array, whose elements are then the documents.
+
     Raises:
         DataError: the file does not exist, or is not packed as its name says.
     """
     place = start
     with open_file(path) as raw, _damage(path, lambda: place):
         file = _unpacked(path, raw)
-        _skip(file, start.offset)
-        if document == "line":
+        is_array = document == "line" and begins_array(file)
+        file.seek(start.offset)
+        if document == "line" and is_array:
+            groups = gathered(array_items(path, file, raw, start))
+        elif document == "line":
             groups = _lines(file, raw, start)
         elif document == "paragraph":
             groups = gathered(_paragraphs(file, raw, start))
@@ -75,12 +81,6 @@ def _damage(path: Path, place: Any) -> Iterator[None]:
             f"{path}: after line {at.number - 1}, byte {at.offset} of the text: "
             f"damaged {kind} file ({error})"
         ) from None
-
-
-def _skip(file: Any, offset: int) -> None:
-    """Go to a byte of the text; a packed file is unpacked up to there."""
-    if offset:
-        file.seek(offset)
 
 
 def _lines(file: Any, raw: BinaryIO, start: Place) -> Iterator[Group]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from graphtrain.data.blend import Blend, Part, blend_counts
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.packing import Batch, Packing
+from graphtrain.data.packing import Batch
+from graphtrain.data.rows import HowPacked, Rows
+from graphtrain.data.whole import Longer
 from graphtrain.errors import DataError
 
 _THREADS = 4  # reading ahead
@@ -21,7 +22,8 @@ class Loader:
 
     The stream does not depend on the number of data-parallel ranks: rank r of n yields rows
     r * sequences / n up to (r + 1) * sequences / n of each global batch. Each epoch of a dataset
-    takes its documents, and then the sequences made of them, in another order.
+    takes its documents, and then the sequences made of them, in another order. Of pairs of answers,
+    rows 2i and 2i + 1 are the chosen and the rejected one of a pair, on every rank.
 
     Args:
         data: The prefix of a dataset, or the parts of a blend.
@@ -30,13 +32,15 @@ class Loader:
         seed: Of the order.
         vocab: Tokens of the model; without it, tokens are not compared with it.
         apart: Whether batches say which tokens are of one document.
+        packing: How documents become sequences; None: as `Rows` chooses.
+        longer: What becomes of documents that do not fit into a sequence, where they stay whole.
         rank: Which part of each batch this loader yields.
         ranks: Parts in all.
         start_step: Of the first batch.
 
     Raises:
         DataError: a dataset cannot be used, or a token is outside the vocabulary.
-        ValueError: ranks does not divide sequences, or rank is not one of ranks.
+        ValueError: ranks does not divide sequences or pairs, or rank is not one of ranks.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Loader:
         seed: int,
         vocab: int | None = None,
         apart: bool = False,
+        packing: HowPacked | None = None,
+        longer: Longer = "refuse",
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,
@@ -56,10 +62,10 @@ class Loader:
             raise ValueError(f"rank {rank} of {ranks} ranks, {sequences} sequences in a batch")
         alone = isinstance(data, str | Path)
         prefixes = [data] if alone else [part.dataset for part in data]
-        datasets = [IndexedDataset(prefix) for prefix in prefixes]
-        self._packings = [
-            Packing(each, length, seed=seed, vocab=vocab, apart=apart) for each in datasets
-        ]
+        rows = Rows(length=length, vocab=vocab, apart=apart, packing=packing, longer=longer)
+        self._packings = [rows.open(prefix, seed) for prefix in prefixes]
+        datasets = [packing.dataset for packing in self._packings]
+        units = _units(self._packings, sequences)
         self._origin: dict[str, Any] = {
             "seed": seed,
             "sequences": sequences,
@@ -67,6 +73,9 @@ class Loader:
             "documents": sum(map(len, datasets)),
             "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }
+        packed = [packing.identity for packing in self._packings]
+        if set(packed) != {"cut"}:
+            self._origin["packing"] = packed
         counts = [len(packing) for packing in self._packings]
         if alone:
             places = _alone(counts[0], seed)
@@ -75,8 +84,12 @@ class Loader:
             # With these, other sizes or shares are noticed; where the datasets are may change.
             self._origin["blend"] = [blend.counts.tolist(), counts]
             places = _blended(blend, counts, seed)
-        self._places = places.batch(sequences)  # (sequences, 2): the dataset, and which of its own
-        mine = slice(rank * sequences // ranks, (rank + 1) * sequences // ranks)
+        if units % ranks:
+            raise ValueError(f"{ranks} ranks, {units} pairs in a batch")
+        # (units, 2): the dataset, and which of its own. Grain's batches of one overflow (0.2.18).
+        one = places.map(lambda place: place[None])
+        self._places = one if units == 1 else places.batch(units)
+        mine = slice(rank * units // ranks, (rank + 1) * units // ranks)
         self._batches = self._places.map(lambda places: self._batch(places[mine]))
         self._start(start_step)
 
@@ -98,7 +111,7 @@ class Loader:
         Raises:
             DataError: the position belongs to other data, another seed or shape of batch.
         """
-        for name in {**self._origin, "blend": None}:
+        for name in {**self._origin, "blend": None, "packing": None}:
             was, value = state.get(name), self._origin.get(name)
             if was != value:
                 prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
@@ -153,19 +166,39 @@ def evaluation_batches(
     length: int,
     vocab: int | None = None,
     apart: bool = False,
+    packing: HowPacked | None = None,
+    longer: Longer = "refuse",
 ) -> Iterator[Batch]:
     """A dataset once through in its own order; every token but the first is a target once.
 
+    Of conversations, only what is learned is a target, and rows are in the order of their packing.
     All batches have the same shape: the last sequence and the last batch are padded with weight 0.
     With documents apart, the first token of each is no target.
 
     Raises:
         DataError: the dataset cannot be used, or a token is outside the vocabulary.
     """
-    packing = Packing(IndexedDataset(prefix), length, vocab=vocab, apart=apart)
-    for first in range(0, len(packing), sequences):
-        last = min(first + sequences, len(packing))
-        yield packing.batch([*range(first, last), *[-1] * (first + sequences - last)])
+    rows = Rows(length=length, vocab=vocab, apart=apart, packing=packing, longer=longer)
+    packed = rows.open(prefix)
+    units = _units([packed], sequences)
+    for first in range(0, len(packed), units):
+        last = min(first + units, len(packed))
+        yield packed.batch([*range(first, last), *[-1] * (first + units - last)])
+
+
+def _units(packings: Sequence[Any], sequences: int) -> int:
+    """How many sequences, or pairs of them, a batch holds."""
+    rows = {packing.rows for packing in packings}
+    prefixes = ", ".join(packing.dataset.prefix for packing in packings)
+    if len(rows) > 1:
+        raise DataError(f"{prefixes}: pairs of answers are blended only with others")
+    (each,) = rows
+    if sequences % each:
+        raise DataError(
+            f"{prefixes}: holds pairs of answers, and a batch of {sequences} sequences would part "
+            "one; make batch.sequences, over microbatches, even"
+        )
+    return sequences // each
 
 
 def _alone(count: int, seed: int, owner: int = 0) -> Any:

@@ -31,10 +31,18 @@ class Request:
     validation: float
     test: float
     seed: int
+    conversations: tuple[str, ...] | None = None  # format, template's digest, what is learned
     format: int = _FORMAT
 
     @classmethod
-    def of(cls, corpus: Corpus, tokenizer: str, append_eod: bool, eod: str | None) -> "Request":
+    def of(
+        cls,
+        corpus: Corpus,
+        tokenizer: str,
+        append_eod: bool,
+        eod: str | None,
+        conversations: tuple[str, ...] | None = None,
+    ) -> "Request":
         """Digest the contents of the files, of the tokenizer and of the hooks.
 
         Raises:
@@ -54,6 +62,7 @@ class Request:
             validation=corpus.validation,
             test=corpus.test,
             seed=corpus.seed,
+            conversations=conversations,
         )
 
 

@@ -14,7 +14,9 @@ from graphtrain.data.description import (
 )
 from graphtrain.data.indexed import DTYPES, IndexedDataset
 from graphtrain.data.indexed_writer import IndexedWriter
-from graphtrain.data.tokenizer import load_tokenizer
+from graphtrain.data.learned import learned_prefix, spans_writer
+from graphtrain.data.replacing import replacing
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from graphtrain.errors import DataError
 
 _TOKENS = 1 << 22  # copied at a time
@@ -42,9 +44,18 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | N
         for dataset in datasets:
             _copy(dataset, writer)
     Path(f"{output}.json").unlink(missing_ok=True)
+    conversations = described.conversations if described else None
+    if conversations is not None:
+        with spans_writer(output) as writer_of_spans:
+            for prefix in prefixes:
+                _copy(IndexedDataset(learned_prefix(prefix)), writer_of_spans)
     if described is None or tokenizer is None:
         return None
     saved = tokenizer.save(directory)
+    template = Path(prefixes[0]).parent / CHAT_TEMPLATE
+    if conversations is not None and template.is_file():
+        with replacing(directory / CHAT_TEMPLATE) as file:
+            file.write(template.read_bytes())
     made = Description(
         tokenizer=described.tokenizer,
         tokenizer_digest=described.tokenizer_digest,
@@ -54,6 +65,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | N
         documents=writer.documents,
         tokens=writer.token_count,
         digests=file_digests(output),
+        conversations=conversations and conversations.of(output),
     )
     write_description(output, made)
     return made
@@ -69,6 +81,12 @@ def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Descriptio
             )
         if dataset.dtype not in (DTYPES[8], DTYPES[4]):
             raise DataError(f"{dataset.prefix}: tokens of {dataset.dtype} are not merged")
+        if _made(description) != _made(descriptions[0]):
+            raise DataError(
+                f"{dataset.prefix} and {first.prefix} were not made in one way: texts, "
+                "conversations and pairs, by one template and with the same to learn; train on a "
+                "blend of them, or prepare both in one way"
+            )
         known = [each for each in (descriptions[0], description) if each is not None]
         facts = {(each.tokenizer_digest, each.eod) for each in known}
         if len(facts) > 1:
@@ -76,6 +94,12 @@ def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Descriptio
                 f"{dataset.prefix} and {first.prefix} were made with different tokenizers or ends "
                 "of documents; prepare both in one way"
             )
+
+
+def _made(description: Description | None) -> tuple[str, str, bool] | None:
+    """How conversations were made; None of text."""
+    conversations = description.conversations if description else None
+    return conversations and conversations.made
 
 
 def _check_directory(directory: Path, described: Description | None) -> None:

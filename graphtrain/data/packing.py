@@ -7,7 +7,7 @@ document that is longer than a sequence goes on in the next ones of its epoch.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,9 @@ class Packing:
         DataError: the dataset has fewer than two tokens, so there is nothing to predict.
     """
 
+    rows = 1  # of a number
+    identity = "cut"
+
     def __init__(
         self,
         dataset: IndexedDataset,
@@ -88,13 +91,7 @@ class Packing:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Sequences as rows of inputs, targets and weights; index -1 gives a row of padding."""
-        rows = {
-            "tokens": np.zeros((len(indices), self.length), np.int32),
-            "targets": np.zeros((len(indices), self.length), np.int32),
-            "weights": np.zeros((len(indices), self.length), np.float32),
-        }
-        if self._apart:
-            rows["documents"] = np.zeros((len(indices), self.length), np.int32)
+        rows = empty_batch(len(indices), self.length, self._apart)
         for row, index in enumerate(indices):
             if index >= 0:
                 self._fill({name: array[row] for name, array in rows.items()}, int(index))
@@ -116,7 +113,13 @@ class Packing:
         skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
         positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
         tokens = self.dataset.tokens[positions]
-        self._check(tokens, pieces)
+        ends = np.cumsum(pieces.sizes)
+        check_tokens(
+            self.dataset.prefix,
+            tokens,
+            self._vocab,
+            lambda place: pieces.documents[np.searchsorted(ends, place, side="right")],
+        )
         return tokens
 
     def _pieces(self, index: int) -> _Pieces:
@@ -150,16 +153,35 @@ class Packing:
         order = np.arange(count) if self._seed is None else permutation(count, self._seed, number)
         return _Epoch(order, np.cumsum(np.diff(self.dataset.document_offsets)[order]))
 
-    def _check(self, tokens: np.ndarray, pieces: _Pieces) -> None:
-        wrong = tokens < 0
-        if self._vocab is not None:
-            wrong |= tokens >= self._vocab
-        if wrong.any():
-            place = int(np.argmax(wrong))
-            piece = np.searchsorted(np.cumsum(pieces.sizes), place, side="right")
-            vocabulary = f"a vocabulary of {self._vocab}" if self._vocab else "any vocabulary"
-            raise DataError(
-                f"{self.dataset.prefix}: document {pieces.documents[piece]} holds token "
-                f"{tokens[place]}, which is outside {vocabulary}; prepare it with the tokenizer of "
-                "the model, or make the model's vocabulary larger"
-            )
+
+def empty_batch(rows: int, length: int, apart: bool) -> Batch:
+    """Rows of padding."""
+    batch = {
+        "tokens": np.zeros((rows, length), np.int32),
+        "targets": np.zeros((rows, length), np.int32),
+        "weights": np.zeros((rows, length), np.float32),
+    }
+    if apart:
+        batch["documents"] = np.zeros((rows, length), np.int32)
+    return batch
+
+
+def check_tokens(
+    prefix: str, tokens: np.ndarray, vocab: int | None, document_at: Callable[[int], int]
+) -> None:
+    """Refuse tokens that a model with this vocabulary does not have.
+
+    Raises:
+        DataError: names the dataset and the document.
+    """
+    wrong = tokens < 0
+    if vocab is not None:
+        wrong |= tokens >= vocab
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        vocabulary = f"a vocabulary of {vocab}" if vocab else "any vocabulary"
+        raise DataError(
+            f"{prefix}: document {document_at(place)} holds token {tokens[place]}, which is "
+            f"outside {vocabulary}; prepare it with the tokenizer of the model, or make the "
+            "model's vocabulary larger"
+        )

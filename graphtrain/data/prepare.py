@@ -7,17 +7,19 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock
 
 from graphtrain.data import manifest
 from graphtrain.data.corpus import TRAIN, Corpus
-from graphtrain.data.description import Description, read_description
-from graphtrain.data.encode import Encoder, encode_chunks
+from graphtrain.data.description import Conversations, Description, read_description
+from graphtrain.data.encode import Encode, Encoder, encode_chunks
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
 from graphtrain.data.progress import Progress, read_progress, unfinished, write_progress
 from graphtrain.data.records import TextDocument
 from graphtrain.data.splits import Splits, are_there, split_names
-from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 Report = Callable[[str, float], None]  # what is being done, and the fraction of it that is
@@ -34,6 +36,7 @@ class Prepared:
     validation: Description | None
     test: Description | None
     up_to_date: bool  # nothing was done: it held the same before
+    left_out: int = 0  # records of which nothing was written
 
 
 def prepare(
@@ -73,55 +76,109 @@ def prepare(
         seed=seed,
     )
     request = manifest.Request.of(corpus, tokenizer, append_eod, eod)
-    work = _Work(Path(output), corpus, append_eod, workers, report)
-    with work.disk_errors():
-        work.directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(work.directory / ".lock"):
-            up_to_date = manifest.is_up_to_date(work.directory, request)
-            if not up_to_date:
-                files = work.write(request, tokenizer)
-                manifest.write_manifest(work.directory, request, files)
-            found = {name: read_description(work.directory / name) for name in split_names(corpus)}
-    train = found["train"]
-    assert train is not None
-    return Prepared(work.directory, train, found.get("validation"), found.get("test"), up_to_date)
+    work = Work(Path(output), corpus, Texts(append_eod), workers, report)
+    return work.prepared(request, tokenizer)
 
 
-class _Work:
+class Making(Protocol):
+    """What becomes of a record."""
+
+    @property
+    def documents(self) -> int:
+        """Of each record."""
+        ...
+
+    @property
+    def append_eod(self) -> bool:
+        """Whether every document ends with the tokenizer's token for that."""
+        ...
+
+    @property
+    def conversations(self) -> Conversations | None:
+        """Of a dataset that says what is learned of it."""
+        ...
+
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode: ...
+
+    def save(self, directory: Path) -> tuple[str, ...]:
+        """Write what belongs beside the tokenizer; return the names of the files."""
+        ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A record is a text, and becomes one document."""
+
+    append_eod: bool
+    documents = 1
+    conversations = None
+
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+        if self.append_eod and tokenizer.eod is None:
+            raise DataError(
+                "the tokenizer has no token for the end of a document; name one with --eod-token, "
+                "choose another tokenizer, or --no-eod"
+            )
+        return Encoder(tokenizer, corpus, self.append_eod)
+
+    def save(self, directory: Path) -> tuple[str, ...]:
+        return ()
+
+
+class Work:
     """One pass over a corpus into the files of a directory."""
 
     def __init__(
         self,
         directory: Path,
         corpus: Corpus,
-        append_eod: bool,
+        making: Making,
         workers: int | None,
         report: Report,
     ) -> None:
         self.directory = directory
         self._corpus = corpus
-        self._append_eod = append_eod
+        self._making = making
+        self._left_out = 0
         self._workers = workers
         self._report = report
         self._fraction = 0.0  # of the corpus that is tokenized
         self._nbytes = 0  # written for it
 
-    def write(self, request: manifest.Request, spec: str) -> list[str]:
+    def prepared(self, request: manifest.Request, spec: str) -> Prepared:
+        """What the directory holds after the pass, or held before, if that is the same.
+
+        Raises:
+            DataError: an input, the tokenizer or the output cannot be used.
+        """
+        with self._disk_errors():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.directory / ".lock"):
+                up_to_date = manifest.is_up_to_date(self.directory, request)
+                if not up_to_date:
+                    files = self._write(request, spec)
+                    manifest.write_manifest(self.directory, request, files)
+                names = split_names(self._corpus)
+                found = {name: read_description(self.directory / name) for name in names}
+        train = found["train"]
+        assert train is not None
+        held_out = found.get("validation"), found.get("test")
+        return Prepared(self.directory, train, *held_out, up_to_date, self._left_out)
+
+    def _write(self, request: manifest.Request, spec: str) -> list[str]:
         """Write datasets, descriptions and tokenizer; return the names of the files."""
         tokenizer, progress = self._beginning(request, spec)
-        if self._append_eod and tokenizer.eod is None:
-            raise DataError(
-                "the tokenizer has no token for the end of a document; name one with --eod-token, "
-                "choose another tokenizer, or --no-eod"
-            )
-        with Splits(self.directory, self._corpus, tokenizer, progress) as splits:
-            self._tokenize(tokenizer, splits, progress)
+        encoder, about = self._making.encoder(tokenizer, self._corpus), self._making.conversations
+        with Splits(self.directory, self._corpus, tokenizer, progress, about is not None) as splits:
+            records = self._tokenize(tokenizer, encoder, splits, progress)
+            self._left_out = records - splits.documents // self._making.documents
             splits.complete()
         self._report("writing", 1.0)
-        return splits.describe(self._append_eod)
+        files = splits.describe(self._making.append_eod, about)
+        return [*files, *self._making.save(self.directory)]
 
     @contextlib.contextmanager
-    def disk_errors(self) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         """Turn errors of the system into one that says what to do."""
         try:
             yield
@@ -161,16 +218,21 @@ class _Work:
         write_progress(self.directory, progress)  # learning takes long; it need not be repeated
         return tokenizer, progress
 
-    def _tokenize(self, tokenizer: Tokenizer, splits: Splits, progress: Progress) -> None:
-        encoder = Encoder(tokenizer, self._corpus, self._append_eod)
+    def _tokenize(
+        self, tokenizer: Tokenizer, encoder: Encode, splits: Splits, progress: Progress
+    ) -> int:
+        """Write all that is not written yet; return the number of records in all."""
         workers = self._workers or _workers_that_pay(self._corpus, tokenizer)
         total = max(self._corpus.nbytes, 1)
         chunks = self._corpus.chunks(progress.position)
+        records = progress.position.documents
         for encoded in encode_chunks(chunks, encoder, workers):
             self._fraction = min(encoded.chunk.read / total, 1.0)
             splits.write(encoded)
+            records = encoded.chunk.after.documents
             self._nbytes = splits.nbytes
             self._report("tokenizing", self._fraction)
+        return records
 
 
 def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:

@@ -59,7 +59,10 @@ def _group(items: list[Item]) -> Group:
     return Group(numbers, records, items[-1].after, items[-1].read)
 
 
-def _size(record: Record) -> int:
-    if isinstance(record, bytes):
-        return len(record)
-    return sum(len(value) for value in record.values() if isinstance(value, str)) + 1
+def _size(record: Any) -> int:
+    """About the bytes of a record, or of what is in it."""
+    if isinstance(record, bytes | str):
+        return len(record) + 1
+    if isinstance(record, dict):
+        record = list(record.values())
+    return 1 + sum(map(_size, record)) if isinstance(record, list) else 1

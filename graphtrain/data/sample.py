@@ -81,6 +81,15 @@ def write_sample(
     return Sample(documents, text_bytes)
 
 
+def docstrings_of_modules() -> Iterator[tuple[str, str, str]]:
+    """Of every function, method and class: its module, its name and its docstring."""
+    for path, source in _modules():
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for found in _docstrings(path, source):
+            if found.name != path:
+                yield module, found.name, found.text
+
+
 def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Pairs of a source's name and its text, part by part."""
     if "topics" in include:

@@ -10,13 +10,19 @@ import numpy as np
 
 from graphtrain.data import manifest
 from graphtrain.data.corpus import Corpus
-from graphtrain.data.description import Description, file_digests, write_description
+from graphtrain.data.description import (
+    Conversations,
+    Description,
+    file_digests,
+    write_description,
+)
 from graphtrain.data.encode import Encoded
 from graphtrain.data.indexed import HEADER, dataset_paths, token_dtype
 from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.learned import SPANS, learned_prefix, spans_writer
 from graphtrain.data.progress import Progress, remove_progress, write_progress
 from graphtrain.data.replacing import partial_path
-from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
 
 NAMES = ("train", "validation", "test")
@@ -37,7 +43,14 @@ class Splits:
     them, from which the next preparation of the same request goes on.
     """
 
-    def __init__(self, directory: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progress):
+    def __init__(
+        self,
+        directory: Path,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        progress: Progress,
+        learned: bool = False,
+    ) -> None:
         self._directory, self._corpus, self._tokenizer = directory, corpus, tokenizer
         self._progress = progress
         self._saved = time.monotonic()
@@ -46,11 +59,15 @@ class Splits:
             name: IndexedWriter(directory / name, tokenizer.vocab, keep=kept.get(name, NOTHING))
             for name in split_names(corpus)
         }
+        self._learned = {
+            name: spans_writer(directory / name, kept.get(learned_prefix(name), NOTHING))
+            for name in (self._writers if learned else ())
+        }
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Splits":
         with self._stack:
-            for writer in self._writers.values():
+            for writer in self._all.values():
                 self._stack.enter_context(writer)
             self._stack = self._stack.pop_all()
         return self
@@ -68,17 +85,32 @@ class Splits:
     @property
     def nbytes(self) -> int:
         """The length of all files, were they finished now."""
-        return sum(writer.nbytes for writer in self._writers.values())
+        return sum(writer.nbytes for writer in self._all.values())
+
+    @property
+    def documents(self) -> int:
+        """In all splits so far."""
+        return sum(writer.documents for writer in self._writers.values())
+
+    @property
+    def _all(self) -> dict[str, IndexedWriter]:
+        """By the name of the file: of the tokens, then of what is learned of them."""
+        learned = {learned_prefix(name): writer for name, writer in self._learned.items()}
+        return self._writers | learned
 
     def write(self, encoded: Encoded) -> None:
         """Write the documents of a chunk that have text, each to its split."""
         split = self._corpus.split(encoded.chunk)
+        split = np.repeat(split, len(encoded.sizes) // len(split))
         for number, name in enumerate(NAMES):
             mask = split == number
             if mask.any():
                 sizes = encoded.sizes[mask]
                 tokens = encoded.tokens[np.repeat(mask, encoded.sizes)]
                 self._writers[name].extend(tokens, sizes[sizes > 0])
+                if encoded.learned is not None and encoded.learned_sizes is not None:
+                    spans = encoded.learned[np.repeat(mask, encoded.learned_sizes)]
+                    self._learned[name].extend(spans, encoded.learned_sizes[mask][sizes > 0])
         if time.monotonic() - self._saved > _SAVE_EVERY:
             self._save(encoded)
 
@@ -89,15 +121,16 @@ class Splits:
             DataError: a split is too small to be used.
         """
         self._check_sizes()
-        for writer in self._writers.values():
+        for writer in self._all.values():
             writer.complete()
         manifest.remove_manifest(self._directory)
-        for name in NAMES:
-            unwanted = _ENDINGS if name not in self._writers else ("json",)
+        for name in (*NAMES, *map(learned_prefix, NAMES)):
+            unwanted = _ENDINGS if name not in self._all else ("json",)
             for ending in unwanted:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
+        (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
 
-    def describe(self, append_eod: bool) -> list[str]:
+    def describe(self, append_eod: bool, conversations: Conversations | None = None) -> list[str]:
         """Write tokenizer and descriptions beside finished datasets; return the files' names."""
         saved = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
@@ -110,21 +143,25 @@ class Splits:
                 documents=writer.documents,
                 tokens=writer.token_count,
                 digests=file_digests(self._directory / name),
+                conversations=conversations and conversations.of(self._directory / name),
             )
             write_description(self._directory / name, description)
-        return [*(f"{name}.{ending}" for name in self._writers for ending in _ENDINGS), *saved]
+        files = [f"{name}.{ending}" for name in self._all for ending in _ENDINGS[:2]]
+        return [*files, *(f"{name}.json" for name in self._writers), *saved]
 
     def _save(self, encoded: Encoded) -> None:
-        for writer in self._writers.values():
+        for writer in self._all.values():
             writer.sync()
-        written = {name: writer.written for name, writer in self._writers.items()}
+        written = {name: writer.written for name, writer in self._all.items()}
         write_progress(self._directory, self._progress.at(encoded.chunk.after, written))
         self._saved = time.monotonic()
 
     def _check_sizes(self) -> None:
-        documents = sum(writer.documents for writer in self._writers.values())
+        documents = self.documents
         if not documents:
             names = ", ".join(map(str, self._corpus.paths))
+            if self._learned:
+                raise DataError(f"{names}: no record holds an answer to learn")
             raise DataError(f"{names}: the corpus is empty; give files with some text")
         for name, writer in self._writers.items():
             if writer.token_count < 2:
@@ -139,8 +176,9 @@ class Splits:
 
 def are_there(directory: Path, vocab: int, written: Mapping[str, Written]) -> bool:
     """Whether partial files hold what a record of the progress says."""
-    width = token_dtype(vocab).itemsize
     for name, (documents, tokens) in written.items():
+        learned = any(name == learned_prefix(split) for split in NAMES)
+        width = (SPANS if learned else token_dtype(vocab)).itemsize
         needed = tokens * width, documents and HEADER.size + 4 * documents
         for path, nbytes in zip(dataset_paths(directory / name), needed, strict=True):
             partial = partial_path(path)

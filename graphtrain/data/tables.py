@@ -15,7 +15,7 @@ Batches = Iterator[tuple[int, Any, float]]  # number of the first row, rows, fra
 
 
 def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
-    """Rows of a table from a place on, as dictionaries of the columns asked for.
+    """Rows of a table from a place on, as dictionaries of the columns asked for, or of all.
 
     Raises:
         DataError: the file does not exist, is not what its name says, or has no such column.
@@ -78,7 +78,8 @@ def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[Item]:
             continue
         _check_columns(path, batch.schema.names, keys)
         for begin in range(max(start - first, 0), batch.num_rows, _ROWS):
-            rows = batch.slice(begin, _ROWS).select(list(keys)).to_pylist()
+            wanted = list(keys) or batch.schema.names
+            rows = batch.slice(begin, _ROWS).select(wanted).to_pylist()
             for number, record in enumerate(rows, first + begin + 1):
                 yield Item(number, record, Place(number, number + 1), int(size * fraction))
 
@@ -89,11 +90,12 @@ def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> Batches:
     with pyarrow.parquet.ParquetFile(path) as file:
         _check_columns(path, file.schema_arrow.names, keys)
         rows = max(file.metadata.num_rows, 1)
+        wanted = list(keys) or None
         first = 0
         for group in range(file.num_row_groups):
             after = first + file.metadata.row_group(group).num_rows
             if after > start:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=list(keys)):
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted):
                     yield first, batch, min(first / rows, 1.0)
                     first += batch.num_rows
             first = after

@@ -1,17 +1,21 @@
 """Tokenizers: text to numbers and back, each with a digest that says which it is."""
 
 import hashlib
-import io
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from graphtrain.data.places import Placed, between_marks, characters
 from graphtrain.data.replacing import replacing
-from graphtrain.data.words import PIECES, Words, are_exact
+from graphtrain.data.words import PARTS, PIECES, Words, exact_words
 from graphtrain.errors import DataError
+
+CHAT_TEMPLATE = "chat_template.jinja"  # beside a tokenizer
 
 
 class Tokenizer(Protocol):
@@ -35,9 +39,23 @@ class Tokenizer(Protocol):
         """Equal digests promise equal numbers for equal text."""
         ...
 
+    @property
+    def special(self) -> Mapping[str, str]:
+        """Special tokens as text by their roles, such as eos_token, for chat templates."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its own, as Jinja."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        """As tokens with their places; special tokens spelled out in a text become tokens."""
+        ...
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
@@ -53,12 +71,23 @@ class ByteTokenizer:
     vocab = 257
     eod = 256
     digest = "bytes"
+    chat_template = None
+    special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        mark = re.compile(re.escape(self.special["eos_token"]))
+        return [between_marks(text, mark, lambda _: self.eod, self._places) for text in texts]
+
+    def _places(self, text: str) -> Placed:
+        encoded = text.encode()
+        begins = characters(encoded)[1:] - 1
+        return Placed(np.frombuffer(encoded, np.uint8), begins, begins + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text; an incomplete character is replaced, as a model may write one, and 256 left out."""
@@ -76,6 +105,7 @@ class SentencePieceTokenizer:
     """
 
     kind = "sentencepiece"
+    chat_template = None  # one that is beside the model is named by its path
 
     def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
         import sentencepiece
@@ -101,13 +131,48 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if self._words is None and are_exact(self._model):
-            self._words = Words(PIECES, partial(self._processor.encode, num_threads=1))
+        if self._words is None and (expression := exact_words(self._model)):
+            encode = partial(self._processor.encode, num_threads=1)
+            self._words = Words(PIECES, encode, PARTS if expression is PARTS else None)
         if self._words is not None:
             return self._words.encode(texts)
         # One thread: processes are the parallelism.
         encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
+
+    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+        number = self._processor.piece_to_id
+        return [between_marks(text, self._marks, number, self._places) for text in texts]
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        named = ("bos_token", self._processor.bos_id()), ("eos_token", self.eod)
+        return {
+            name: self._processor.id_to_piece(number)
+            for name, number in named
+            if number is not None and number >= 0
+        }
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Pieces that sentencepiece never finds in a text."""
+        numbers = filter(self._processor.is_control, range(self.vocab))
+        pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
+
+    def _places(self, text: str) -> Placed:
+        from sentencepiece import sentencepiece_pb2
+
+        proto: Any = sentencepiece_pb2  # its classes are made when it is imported
+        encoded = self._processor.encode(text, out_type="serialized_proto")
+        pieces = proto.SentencePieceText.FromString(encoded).pieces
+        begins = np.array([piece.begin for piece in pieces], np.int64)
+        ends = np.array([piece.end for piece in pieces], np.int64)
+        for index in reversed(range(len(pieces) - 1)):
+            if ends[index] == begins[index]:  # of a character spelled in bytes, not the last
+                ends[index] = ends[index + 1]
+        of = characters(text.encode())
+        return Placed(np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends])
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])
@@ -166,72 +231,13 @@ def _inside(folder: Path) -> Path:
     )
 
 
-def train_sentencepiece(
-    texts: Iterable[str], vocab: int, special: Sequence[str] = ()
-) -> SentencePieceTokenizer:
-    """Learn `vocab` pieces by byte-pair encoding; the same texts give the same pieces.
-
-    Text is learned line by line and comes back from decoding as it was: nothing is normalized,
-    runs of spaces may be pieces, and what no piece covers is spelled in bytes. At most
-    5 million lines are held in memory, drawn evenly from all. Special tokens are pieces of their
-    own wherever the text spells them out.
+def template_of(config: bytes | str) -> str | None:
+    """The chat template in a tokenizer_config.json; of several the default.
 
     Raises:
-        DataError: the text does not hold that many pieces, or more than fit in the vocabulary.
+        ValueError, TypeError, KeyError, AttributeError: it is not such a file.
     """
-    import sentencepiece
-
-    lines = _Lines(texts)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,  # as Llama: numbers are spelled, https://arxiv.org/abs/2302.13971
-            max_sentence_length=1 << 16,  # bytes; longer lines are not learned from
-            user_defined_symbols=list(special),
-            input_sentence_size=5_000_000,
-            shuffle_input_sentence=True,
-            num_threads=4,  # a constant: it is written into the model, and so into its digest
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        if lines.error is not None:  # sentencepiece reports what the texts raised as its own
-            raise lines.error from None
-        raise DataError(
-            f"sentencepiece cannot learn {vocab} pieces from {lines.count} lines of training text: "
-            f"{_reason(error)}; give more text, or choose another size (260 are needed for bytes)"
-        ) from None
-    return SentencePieceTokenizer(model.getvalue())
-
-
-class _Lines:
-    """The lines of texts that are not blank; remembers what stopped them."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.count = 0
-        self.error: Exception | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for text in self._texts:
-                for line in text.split("\n"):
-                    if line and not line.isspace():
-                        self.count += 1
-                        yield line
-        except Exception as error:
-            self.error = error
-            raise
-
-
-def _reason(error: RuntimeError) -> str:
-    """The sentence sentencepiece ends with, without the place in its source."""
-    return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"
+    found = json.loads(config).get("chat_template")
+    if isinstance(found, list):
+        return {each["name"]: each["template"] for each in found}.get("default")
+    return found

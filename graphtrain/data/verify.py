@@ -11,6 +11,7 @@ from graphtrain.data.description import (
     read_description,
 )
 from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.learned import Learned, learned_prefix
 from graphtrain.errors import DataError
 
 _CHUNK = 1 << 22  # tokens looked at a time
@@ -57,13 +58,23 @@ def _check_description(dataset: IndexedDataset, description: Description) -> Non
             raise DataError(f"{prefix}.json: says {said} {name}, but there are {found}")
     if description.eod is not None:
         _check_ends(dataset, description.eod)
-    if description.digests is not None:
-        for ending, digest in file_digests(prefix).items():
-            if description.digests.get(ending) != digest:
-                raise DataError(
-                    f"{prefix}.{ending}: its bytes are not those that {Path(prefix).name}.json was "
-                    "written for; prepare the dataset again"
-                )
+    _check_digests(prefix, prefix, description.digests)
+    if (conversations := description.conversations) is not None:
+        Learned(dataset).check(dataset)
+        _check_digests(prefix, learned_prefix(prefix), conversations.digests)
+        if conversations.pairs and len(dataset) % 2:
+            raise DataError(f"{prefix}.json: says pairs, but there are {len(dataset)} documents")
+
+
+def _check_digests(prefix: str, files: str, digests: dict[str, str] | None) -> None:
+    if digests is None:
+        return
+    for ending, digest in file_digests(files).items():
+        if digests.get(ending) != digest:
+            raise DataError(
+                f"{files}.{ending}: its bytes are not those that {Path(prefix).name}.json was "
+                "written for; prepare the dataset again"
+            )
 
 
 def _check_ends(dataset: IndexedDataset, eod: int) -> None:

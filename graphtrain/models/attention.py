@@ -73,7 +73,7 @@ class Attention(nnx.Module):
             return ring_attention(query, key, value, scoring, ring, window)
         attend = partial(attention, scoring=scoring)
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
-            attend = jax.checkpoint(attend, prevent_cse=False)
+            attend = jax.checkpoint(attend, prevent_cse=self.model.unroll > 1)
         return attend(query, key, value, window=window)
 
     def _window(self, full: jax.Array | None) -> jax.Array | None:

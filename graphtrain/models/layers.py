@@ -129,7 +129,8 @@ def apply_stack(
 ) -> tuple[jax.Array, Auxiliary]:
     """Run x through a stack of layers; add up what they add to the loss.
 
-    A scan, so that neither the program nor the time to compile it grows with depth.
+    A scan, so that neither the program nor the time to compile it grows with depth, but for the
+    layers that the model has written out in a turn.
 
     Args:
         model: Settings of every layer.
@@ -148,18 +149,19 @@ def apply_stack(
             return y, auxiliary
         return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
 
-    body = _checkpoint(one_layer, model.remat)
-    x, auxiliary = jax.lax.scan(body, x, (parameters, keys, real, full))
+    body = _checkpoint(one_layer, model)
+    each = (parameters, keys, real, full)
+    x, auxiliary = jax.lax.scan(body, x, each, unroll=model.unroll)
     return x, jax.tree.map(jnp.sum, auxiliary)
 
 
-def _checkpoint(one_layer: Any, remat: str) -> Any:
+def _checkpoint(one_layer: Any, model: Model) -> Any:
     """Choose what of a layer the backward pass finds kept; the rest it computes again.
 
     "dots" keeps the products with weights, named where they are made: a policy that looks for dots
     would keep their float32 sums, twice the bytes, instead of the bfloat16 results.
     """
-    if remat in ("none", "attention"):  # attention computes its own part again
+    if model.remat in ("none", "attention"):  # attention computes its own part again
         return one_layer
     policies = jax.checkpoint_policies
     policy = {
@@ -171,5 +173,7 @@ def _checkpoint(one_layer: Any, remat: str) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         ),
-    }[remat]
-    return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)  # a scan already prevents it
+    }[model.remat]
+    # A scan keeps the second computation apart; where layers are written out, XLA may take both
+    # for one.
+    return jax.checkpoint(one_layer, policy=policy, prevent_cse=model.unroll > 1)

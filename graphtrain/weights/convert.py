@@ -83,7 +83,8 @@ def to_hugging_face_folder(
         WeightsError: no family has such a model, or the source is not whole.
     """
     weights = open_source(source, step)
-    config = read_config(weights.side) if weights.side.is_dir() else None
+    # Of a model that began from nothing only the tokenizer may be there.
+    config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     family = family_of(config) if config else family_for(weights.model)
     model = without_padding(weights.model, config)
     pieces = list(family.pieces(model))

@@ -35,7 +35,7 @@ class Table:
 
     @classmethod
     def of(cls, side: Path, model: Model, adapter: Adapter) -> Table:
-        config = read_config(side) if side.is_dir() else None
+        config = read_config(side) if (side / "config.json").is_file() else None
         family = family_of(config) if config else family_for(model)
         targets = frozenset(adapted_paths(model, adapter))
         whole = frozenset(whole_paths(model, adapter))

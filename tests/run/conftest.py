@@ -1,34 +1,64 @@
 """Text and compiled programs, made once for all tests of this folder."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from places import CUBE, Place, furnish
 from unoptimized import XLA_FLAGS
 
+Once = Callable[[str, Callable[[Path], None]], Path]
+
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Once:
+    """Makes a directory once, whichever worker of the tests is first to ask for it."""
+    shared = tmp_path_factory.getbasetemp().parent / f"shared-{testrun_uid}"
+    shared.mkdir(exist_ok=True)
+
+    def make(name: str, fill: Callable[[Path], None]) -> Path:
+        path = shared / name
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                fill(path.with_suffix(".part"))
+                path.with_suffix(".part").rename(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def corpus(once: Once) -> Path:
     """Real text as bytes, prepared by the command."""
-    path = tmp_path_factory.mktemp("corpus")
-    place = Place(path, path / "unused")
-    place.command("data", "sample", "text.jsonl", "--megabytes", "0.3")
-    words = ["--output", "data", "--tokenizer", "bytes", "--validation", "0.1"]
-    place.command("data", "prepare", "text.jsonl", *words)
-    return path / "data"
+
+    def fill(path: Path) -> None:
+        path.mkdir()
+        place = Place(path, path / "unused")
+        place.command("data", "sample", "text.jsonl", "--megabytes", "0.3")
+        words = ["--output", "data", "--tokenizer", "bytes", "--validation", "0.1"]
+        place.command("data", "prepare", "text.jsonl", *words)
+
+    return once("corpus", fill) / "data"
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A store with the programs of the configuration, on cpu:1 and on 8 devices."""
-    path = tmp_path_factory.mktemp("compiled")
-    furnish(path / "here", corpus)
-    place = Place(path / "here", path / "cache")
-    options: Sequence[Sequence[str]] = [], CUBE
-    for words in options:
-        place.command("compile", "config.toml", *words)
-    return path / "cache"
+def compiled(once: Once, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the programs of the configuration, on cpu:1 and on 8 devices; what runs add to
+    it is seen by the tests of one worker."""
+
+    def fill(path: Path) -> None:
+        path.mkdir()
+        furnish(path / "here", corpus)
+        place = Place(path / "here", path / "cache")
+        options: Sequence[Sequence[str]] = [], CUBE
+        for words in options:
+            place.command("compile", "config.toml", *words)
+
+    cache = tmp_path_factory.mktemp("compiled") / "cache"
+    shutil.copytree(once("compiled", fill) / "cache", cache)
+    return cache
 
 
 @pytest.fixture

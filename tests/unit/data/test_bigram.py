@@ -51,3 +51,25 @@ def test_a_token_outside_the_vocabulary_is_refused(make_dataset):
     dataset = IndexedDataset(make_dataset([[1, 9]], 10))
     with pytest.raises(DataError, match="train: holds token 9, vocab is 9"):
         Bigram.count(dataset, 9)
+
+
+def test_a_blend_counts_each_dataset_as_often_as_it_is_read(make_dataset):
+    documents = [[1, 2, 1, 2]], [[1, 3, 2, 3, 1, 2, 3]]
+    models = [Bigram.count(IndexedDataset(make_dataset(each, 4)), 4) for each in documents]
+    # 9 pairs in all: 3 of them from the first, 6 from the second, as they are.
+    same = Bigram.blended(models, np.array([1, 2]))
+    counted = zip(same.pairs, same.pair_counts, strict=True)
+    assert {divmod(pair, 4): count for pair, count in counted} == {
+        (1, 2): 2 + 1,
+        (1, 3): 1,
+        (2, 1): 1,
+        (2, 3): 2,
+        (3, 1): 1,
+        (3, 2): 1,
+    }
+    assert same.first_counts.tolist() == [0, 4, 3, 2]
+    even = Bigram.blended(models, np.array([5, 5]))
+    expected = 2 * 1.5 + 1 * 0.75
+    assert even.probabilities(np.array([1]), np.array([2]))[0] == pytest.approx(
+        (expected + 1) / (2 * 1.5 + 2 * 0.75 + 4)
+    )

@@ -11,8 +11,9 @@ from graphtrain.data.description import dataset_tokenizer
 from graphtrain.data.huggingface import HuggingFaceTokenizer, train_bpe
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.learn import learn_tokenizer
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
 from graphtrain.data.prepare import prepare
-from graphtrain.data.tokenizer import load_tokenizer, train_sentencepiece
+from graphtrain.data.tokenizer import load_tokenizer
 from graphtrain.errors import DataError
 
 TEXTS = [

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.instruct import instruct
+from graphtrain.data.learned import Learned
 
 # In a process of its own: importing megatron-core warns, and takes torch.
 PROGRAM = """
@@ -17,7 +19,7 @@ import numpy, torch
 from megatron.core.datasets import indexed_dataset as megatron
 place, documents = sys.argv[1], json.load(open(sys.argv[2]))
 read = {}
-for name in ("small", "large"):
+for name in ("small", "large", "chats", "chats_learned"):
     dataset = megatron.IndexedDataset(f"{place}/{name}")
     read[name] = {
         "documents": [dataset[i].tolist() for i in range(len(dataset))],
@@ -53,6 +55,7 @@ def test_megatron_core_and_graphtrain_read_one_another(tmp_path):
         with IndexedWriter(tmp_path / name, vocab) as writer:
             for document in documents[name]:
                 writer.append(np.array(document))
+    _write_conversations(tmp_path)
     (tmp_path / "documents.json").write_text(json.dumps(documents))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(tmp_path / "documents.json")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -62,9 +65,27 @@ def test_megatron_core_and_graphtrain_read_one_another(tmp_path):
     assert {name: each["dtype"] for name, each in read.items()} == {
         "small": "uint16",
         "large": "int32",
+        "chats": "uint16",
+        "chats_learned": "int32",
     }
+    chats = IndexedDataset(tmp_path / "chats")
+    learned = Learned(chats)
+    assert read["chats"]["documents"] == [chats.document(i).tolist() for i in range(3)]
+    assert read["chats_learned"]["documents"] == [
+        learned.spans(i).ravel().tolist() for i in range(3)
+    ]
     for name, want in documents.items():
         assert read[name]["documents"] == want
         assert read[name]["indices"] == list(range(61))
         theirs = IndexedDataset(tmp_path / f"theirs-{name}")
         assert [theirs.document(i).tolist() for i in range(len(theirs))] == want
+
+
+def _write_conversations(place):
+    """chats and chats_learned."""
+    record = {"instruction": "a question", "output": "an answer", "history": [["one", "two"]]}
+    (place / "chats.jsonl").write_text((json.dumps(record) + "\n") * 3)
+    options = {"template": "chatml", "validation": 0}
+    instruct([place / "chats.jsonl"], place / "made", "bytes", **options)
+    for path in (place / "made").glob("train*.???"):
+        path.rename(place / path.name.replace("train", "chats"))

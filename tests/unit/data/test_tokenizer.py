@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_sentencepiece
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
+from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from graphtrain.errors import DataError
 
 TEXTS = [

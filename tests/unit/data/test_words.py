@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data import words
-from graphtrain.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
-from graphtrain.data.words import are_exact
+from graphtrain.data.learn_sentencepiece import train_sentencepiece
+from graphtrain.data.tokenizer import SentencePieceTokenizer
+from graphtrain.data.words import PARTS, PIECES, exact_words
 
 TEXTS = [
     "the quick brown fox\n    jumps over the lazy dog 123\n" * 3,
     "def f(x):\n\treturn x  +  1\n",
 ] * 9
-LETTERS = "theqikbown fjmpsvrlazydg \u2581\n\t123()é\u3000\0日"
+LETTERS = "theqikbown fjmpsvrlazydg \u2581\n\t123()é\u3000\0日_²\u0301"
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +22,26 @@ def learned():
     return train_sentencepiece(TEXTS, 300, ["<|end|>"])
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """Without a piece that has letters beside something else."""
+    return train_sentencepiece([text.replace("_", " ") for text in TEXTS], 300)
+
+
 @given(texts=st.lists(st.text(LETTERS) | st.text(st.characters(exclude_categories=["Cs"]))))
 @settings(max_examples=300, deadline=None)
-def test_words_have_the_numbers_of_the_model(learned, texts):
-    model = sentencepiece.SentencePieceProcessor(model_proto=learned._model)
+def test_words_have_the_numbers_of_the_model(learned, plain, texts):
     texts = [*texts, *(f"{text}<|end|> {text}" for text in texts)]
-    assert [each.tolist() for each in learned.encode_batch(texts)] == [
-        model.encode(text) for text in texts
-    ]
+    for tokenizer in (learned, plain):
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer._model)
+        assert [each.tolist() for each in tokenizer.encode_batch(texts)] == [
+            model.encode(text) for text in texts
+        ]
+
+
+def test_parts_of_words_are_taken_where_no_piece_mixes_them(learned, plain):
+    assert exact_words(learned._model) is PIECES  # <|end|>
+    assert exact_words(plain._model) is PARTS
 
 
 def test_words_are_kept_within_bounds(learned, monkeypatch):
@@ -72,5 +85,5 @@ def test_other_models_encode_whole_texts(setting):
         minloglevel=2,
         **defaults | setting,
     )
-    assert not are_exact(model.getvalue())
+    assert exact_words(model.getvalue()) is None
     assert SentencePieceTokenizer(model.getvalue()).encode_batch(["a b"])[0].tolist()

@@ -1,0 +1,274 @@
+"""Conversations: messages with roles, from the shapes that data sets of instructions come in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from graphtrain.errors import DataError
+
+Message = dict[str, Any]  # role and content, and what else the record has for a template
+
+_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in turn; answers before the message `learned_from` only lead to the others."""
+
+    messages: tuple[Message, ...]
+    tools: Any = None
+    learned_from: int = 0
+
+    def is_learned(self, index: int) -> bool:
+        """Whether a message is an answer to learn; a weight of 0 says that it is not."""
+        message = self.messages[index]
+        asked = message["role"] == "assistant" and message.get("weight") != 0
+        return asked and index >= self.learned_from
+
+
+class _WrongRecord(ValueError):
+    """What is wrong with a record, to be told with its place."""
+
+
+def read_conversations(record: Any, format: str, place: str) -> tuple[Conversation, ...]:
+    """The conversation of a record; of a preference, the chosen and the rejected one.
+
+    Raises:
+        DataError: the record is not of the format, or of none that is known; names the place.
+    """
+    try:
+        if not isinstance(record, dict):
+            raise _WrongRecord("not a JSON object")
+        return FORMATS[recognised(record) if format == "auto" else format](record)
+    except _WrongRecord as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+def recognised(record: dict[str, Any]) -> str:
+    """The format whose keys a record has."""
+    if "chosen" in record and "rejected" in record:
+        return "preference"
+    if "instruction" in record:
+        belle = str(record["instruction"]).lstrip().startswith("Human:")
+        return "belle" if belle else "alpaca"
+    for key, name in _BY_KEY.items():
+        if key in record:
+            return name
+    found = ", ".join(map(repr, list(record)[:5])) or "nothing"
+    raise _WrongRecord(f"has the keys {found}, which are those of no format; name it with --format")
+
+
+def _alpaca(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """instruction, input, output; also system, and history as pairs of question and answer."""
+    messages = [*_system(record), *_turns(record.get("history") or ())]
+    return (_made([*messages, _instruction(record), _answer(_string(record, "output"))]),)
+
+
+def _belle(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """BELLE's: turns after Human: and Assistant: in one text, the last answer apart."""
+    messages: list[Message] = []
+    for turn in _string(record, "instruction").split("Human:")[1:]:
+        question, *answers = turn.split("Assistant:")
+        messages.append(_question(question.strip()))
+        messages.extend(_answer(answer.strip()) for answer in answers[:1] if answer.strip())
+    if not messages or messages[-1]["role"] != "user":
+        raise _WrongRecord("'instruction' does not end with a question after Human:")
+    return (_made([*messages, _answer(_string(record, "output"))]),)
+
+
+def _moss(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """MOSS's: turns by name under chat, or one plain_text; thoughts and commands are left out."""
+    messages: list[Message] = []
+    meta = record.get("meta_instruction")
+    if isinstance(meta, str) and meta.strip():
+        messages.append({"role": "system", "content": meta.strip()})
+    if "chat" in record:
+        turns = record["chat"]
+        if not isinstance(turns, dict):
+            raise _WrongRecord("'chat' is not an object of turns")
+        for name, turn in turns.items():
+            if turn is None:  # a table has a column for each turn of the longest chat
+                continue
+            if not isinstance(turn, dict):
+                raise _WrongRecord(f"'chat' has {name!r}, which is not an object")
+            messages.append(_question(_without(_string(turn, "Human"), "<|Human|>:", "<eoh>")))
+            messages.append(_answer(_without(_string(turn, "MOSS"), "<|MOSS|>:", "<eom>")))
+    else:
+        for turn in _string(record, "plain_text").split("[Human]:")[1:]:
+            question, mark, answer = turn.partition("[MOSS]:")
+            if not mark:
+                raise _WrongRecord("'plain_text' has [Human]: without [MOSS]: after it")
+            messages.append(_question(_without(question, "", "<eoh>")))
+            messages.append(_answer(_without(answer, "", "<eoa>")))
+    return (_made(messages),)
+
+
+def _leetcode(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """Leetcode-python's: a problem, then code and its explanation."""
+    problem = _string(record, "code_with_problem").split("```", 1)[0].strip()
+    answer = _string(record, "code_only") + "\n" + _string(record, "explanation_only")
+    return (_made([_question(problem), _answer(answer)]),)
+
+
+def _sharegpt(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """ShareGPT's: from and value under conversations."""
+    return (_made([*_system(record), *_said(record, "conversations")], record.get("tools")),)
+
+
+def _messages(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """OpenAI's: role and content under messages."""
+    return (_made(_said(record, "messages"), record.get("tools")),)
+
+
+def _preference(record: dict[str, Any]) -> tuple[Conversation, ...]:
+    """Chosen and rejected, as answers to a prompt or as lists of messages that begin alike."""
+    ends = [_end(record, key) for key in ("chosen", "rejected")]
+    begin = _prompt(record)
+    pair = [[*begin, *end] for end in ends]
+    alike = takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
+    shared = max(len(list(alike)), len(begin))
+    if any(len(messages) == shared for messages in pair):
+        raise _WrongRecord("'chosen' and 'rejected' are the same, or one begins the other")
+    return tuple(_made(messages, record.get("tools"), shared) for messages in pair)
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], tuple[Conversation, ...]]] = {
+    "alpaca": _alpaca,
+    "belle": _belle,
+    "moss": _moss,
+    "leetcode": _leetcode,
+    "sharegpt": _sharegpt,
+    "messages": _messages,
+    "preference": _preference,
+}
+_BY_KEY = {
+    "messages": "messages",
+    "conversations": "sharegpt",
+    "chat": "moss",
+    "plain_text": "moss",
+    "code_with_problem": "leetcode",
+}
+
+
+def _prompt(record: dict[str, Any]) -> list[Message]:
+    """What both answers of a pair follow: a text, messages, or nothing where they hold it."""
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
+        return _said(record, "prompt")
+    if prompt is not None:
+        return [*_system(record), _question(_string(record, "prompt"))]
+    if "instruction" in record:
+        history = _turns(record.get("history") or ())
+        return [*_system(record), *history, _instruction(record)]
+    for key in ("conversations", "messages"):
+        if key in record:
+            return [*_system(record), *_said(record, key)]
+    if isinstance(record["chosen"], str):
+        raise _WrongRecord("'chosen' is a text, and there is no 'prompt' before it")
+    return []
+
+
+def _end(record: dict[str, Any], key: str) -> list[Message]:
+    """One answer of a pair: a text, a message or several."""
+    value = record.get(key)
+    if isinstance(value, dict):
+        return [_message(value, key)]
+    if isinstance(value, list):
+        return _said(record, key)
+    return [_answer(_string(record, key))]
+
+
+def _instruction(record: dict[str, Any]) -> Message:
+    """A question of Alpaca's two parts, which its own template tells apart."""
+    instruction = _string(record, "instruction")
+    added = _string(record, "input") if record.get("input") else ""
+    if not added:
+        return _question(instruction)
+    both = {"instruction": instruction, "input": added}
+    return _question(f"{instruction}\n{added}") | both
+
+
+def _system(record: dict[str, Any]) -> list[Message]:
+    if not record.get("system"):
+        return []
+    return [{"role": "system", "content": _string(record, "system")}]
+
+
+def _turns(history: Any) -> list[Message]:
+    messages = []
+    for turn in history if isinstance(history, list | tuple) else [history]:
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+            raise _WrongRecord("'history' is not a list of pairs of question and answer")
+        messages += [_question(turn[0]), _answer(turn[1])]
+    return messages
+
+
+def _said(record: dict[str, Any], key: str) -> list[Message]:
+    value = record.get(key)
+    if not isinstance(value, list) or not value:
+        raise _WrongRecord(f"{key!r} is not a list of messages")
+    return [_message(message, f"{key}[{index}]") for index, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> Message:
+    """One message with its role by the common name; what else it has is kept."""
+    if not isinstance(message, dict):
+        raise _WrongRecord(f"{where} is not an object")
+    names = ("from", "value") if "from" in message else ("role", "content")
+    role = message.get(names[0])
+    if not isinstance(role, str) or not role:
+        raise _WrongRecord(f"{where} has no {names[0]!r} that is a string")
+    others = {
+        name: value for name, value in message.items() if name not in names and value is not None
+    }
+    content = _content(message.get(names[1]), where, names[1], "tool_calls" in others)
+    return {"role": _ROLES.get(role, role), "content": content, **others}
+
+
+def _content(content: Any, where: str, name: str, may_be_absent: bool) -> str:
+    if isinstance(content, list):  # OpenAI's parts
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise _WrongRecord(f"{where} has a part of its {name!r} that is not text")
+        return "".join(texts)  # type: ignore[arg-type]
+    if content is None and may_be_absent:
+        return ""
+    if not isinstance(content, str):
+        raise _WrongRecord(f"{where} has no {name!r} that is a string")
+    return content
+
+
+def _made(messages: Sequence[Message], tools: Any = None, learned_from: int = 0) -> Conversation:
+    if not messages:
+        raise _WrongRecord("has no messages")
+    return Conversation(tuple(messages), tools, learned_from)
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _string(record: dict[str, Any], key: str) -> str:
+    if not isinstance(record.get(key), str):
+        found = "is absent" if key not in record else f"is {type(record[key]).__name__}, not str"
+        raise _WrongRecord(f"{key!r} {found}")
+    return record[key]
+
+
+def _without(text: str, begin: str, end: str) -> str:
+    return text.strip().removeprefix(begin).removesuffix(end).strip()

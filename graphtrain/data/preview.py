@@ -1,0 +1,66 @@
+"""Documents of a dataset for a person to look at: what is learned of them, and how rows fill."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from graphtrain.data.description import dataset_tokenizer, read_description
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.learned import Learned
+from graphtrain.data.rows import Rows
+from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.errors import DataError
+
+
+class Piece(NamedTuple):
+    """Tokens of a document that are all learned, or all not."""
+
+    text: str
+    tokens: np.ndarray
+    learned: bool
+
+
+def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piece]]]:
+    """Documents by number, in pieces; of text, everything is learned.
+
+    Raises:
+        DataError: the dataset cannot be used, or has no such document.
+    """
+    dataset, description = IndexedDataset(prefix), read_description(prefix)
+    tokenizer = dataset_tokenizer(prefix)
+    if description is None or tokenizer is None:
+        raise DataError(f"{prefix}.json: no such file, and without it tokens have no text")
+    if first >= len(dataset):
+        raise DataError(f"{prefix}: has documents 0 to {len(dataset) - 1}, and no {first}")
+    learned = Learned(dataset) if description.conversations else None
+    for number in range(first, min(first + count, len(dataset))):
+        tokens = dataset.document(number)
+        mask = learned.mask(number, len(tokens)) if learned else np.ones(len(tokens), bool)
+        ends = [0, *np.flatnonzero(np.diff(mask)) + 1, len(tokens)]
+        yield (
+            number,
+            [
+                Piece(_text(tokenizer, tokens[begin:end]), tokens[begin:end], bool(mask[begin]))
+                for begin, end in pairwise(ends)
+                if end > begin
+            ],
+        )
+
+
+def filling(prefix: str, length: int) -> str:
+    """How many rows of a length the whole documents of a dataset take, and how full they are."""
+    sizes = np.diff(IndexedDataset(prefix).document_offsets)
+    packed = Rows(length=length, apart=True, packing="fit", longer="cut").open(prefix)
+    places = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
+    share = places / (len(packed) * packed.rows * length)
+    return f"length {length}: {len(packed) * packed.rows} rows, {share:.1%} full"
+
+
+def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    """Text of tokens; a special one that decoding leaves out by its name."""
+    end = tokenizer.special.get("eos_token", "")
+    text = tokenizer.decode(tokens)
+    ends = len(tokens) and tokens[-1] == tokenizer.eod and not text.endswith(end)
+    return text + end if ends else text

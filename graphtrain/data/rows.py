@@ -1,0 +1,58 @@
+"""How the rows of a batch are made of a dataset: cut, fitted or padded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from graphtrain.data.description import read_description
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.learned import Learned
+from graphtrain.data.packing import Packing
+from graphtrain.data.whole import Longer, WholePacking
+from graphtrain.errors import DataError
+
+HowPacked = Literal["cut", "fit", "padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The shape of a row, and what fills it."""
+
+    length: int
+    vocab: int | None = None
+    apart: bool = False
+    packing: HowPacked | None = None  # None: text is cut; conversations fit, or else are padded
+    longer: Longer = "refuse"
+
+    def open(self, prefix: str | Path, seed: int | None = None) -> Packing | WholePacking:
+        """The rows of a dataset, in an order of the seed or in its own.
+
+        Raises:
+            DataError: the dataset cannot be used, or not so.
+        """
+        dataset = IndexedDataset(prefix)
+        description = read_description(prefix)
+        conversations = description.conversations if description else None
+        packing = self.packing or self._usual(conversations is not None)
+        if packing == "cut" and conversations is None:
+            return Packing(dataset, self.length, seed=seed, vocab=self.vocab, apart=self.apart)
+        if packing == "cut":
+            raise DataError(
+                f'{prefix}: run.data.packing = "cut" is for text, and these are conversations; '
+                'choose "fit" or "padded", or leave it out'
+            )
+        return WholePacking(
+            dataset,
+            self.length,
+            learned=Learned(dataset) if conversations else None,
+            fit=packing == "fit",
+            longer=self.longer,
+            pairs=conversations is not None and conversations.pairs,
+            vocab=self.vocab,
+            apart=self.apart,
+        )
+
+    def _usual(self, conversations: bool) -> HowPacked:
+        if not conversations:
+            return "cut"
+        return "fit" if self.apart else "padded"

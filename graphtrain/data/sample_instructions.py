@@ -1,0 +1,70 @@
+"""Questions and answers that need no network: what functions of CPython's library do.
+
+The first paragraph of a docstring answers; in a preference, that of another is the wrong answer.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from graphtrain.data.replacing import replacing
+from graphtrain.data.sample import Sample, docstrings_of_modules
+from graphtrain.errors import DataError
+
+_APART = 997  # answers from here to the wrong one, so that it is of another module
+
+
+def write_instructions(path: str | Path, *, limit: int = 8_000_000) -> Sample:
+    """Write OpenAI's messages as JSON lines, as many as `limit` bytes hold; the same each time.
+
+    Raises:
+        DataError: this Python carries no docstrings, or the file cannot be written.
+    """
+    return _write(path, limit, (_conversation(*pair) for pair in _questions()))
+
+
+def write_preferences(path: str | Path, *, limit: int = 8_000_000) -> Sample:
+    """Write prompts with a chosen and a rejected answer, likewise."""
+    pairs = list(_questions())
+    wrong = [pairs[(index + _APART) % len(pairs)][1] for index in range(len(pairs))]
+    records = (
+        {"prompt": question, "chosen": answer, "rejected": other}
+        for (question, answer), other in zip(pairs, wrong, strict=True)
+        if answer != other
+    )
+    return _write(path, limit, records)
+
+
+def _questions() -> Iterator[tuple[str, str]]:
+    for module, name, text in docstrings_of_modules():
+        answer = " ".join(text.split("\n\n")[0].split())
+        if not name.startswith("_") and len(answer) > 20:
+            yield f"What does {name} of Python's module {module} do?", answer
+
+
+def _conversation(question: str, answer: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> Sample:
+    documents = text_bytes = 0
+    try:
+        with replacing(Path(path)) as file:
+            for record in records:
+                line = json.dumps(record).encode() + b"\n"
+                if text_bytes + len(line) > limit:
+                    break
+                file.write(line)
+                documents += 1
+                text_bytes += len(line)
+            if not documents:
+                raise DataError(f"this Python has no docstrings below {limit} bytes")
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    return Sample(documents, text_bytes)

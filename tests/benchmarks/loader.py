@@ -1,0 +1,108 @@
+"""How many tokens a second the loader gives, and how long a step would wait for it.
+
+    python tests/benchmarks/loader.py [--seconds 5] [--consumed 20000] [--json FILE]
+
+Of plain text, a blend of three datasets, text with documents apart, conversations packed and
+padded, and pairs: tokens a second when nothing else is done, the share of them that are targets,
+and what a step that takes as long as training (--consumed tokens a second) waits for its batch.
+The goal is 20 times what training consumes.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measuring import finish, summary
+
+GOAL = 20
+
+
+def write_data(place: Path, megabytes: float) -> None:
+    from graphtrain.data.instruct import instruct
+    from graphtrain.data.prepare import prepare
+    from graphtrain.data.sample import write_sample
+    from graphtrain.data.sample_instructions import write_instructions, write_preferences
+
+    write_sample(place / "text.jsonl", limit=int(megabytes * 1e6))
+    write_instructions(place / "chats.jsonl")
+    write_preferences(place / "pairs.jsonl")
+    # Whole files make documents of many rows; lines make documents as short as conversations.
+    lines = [json.loads(line)["text"] for line in (place / "text.jsonl").open()]
+    with (place / "lines.txt").open("w") as file:
+        file.writelines(f"{text}\n" for text in lines)
+    prepare([place / "text.jsonl"], place / "text", "bytes", validation=0)
+    prepare([place / "lines.txt"], place / "lines", "bytes", validation=0)
+    for name in ("chats", "pairs"):
+        settings: dict[str, Any] = {"template": "chatml", "validation": 0}
+        instruct([place / f"{name}.jsonl"], place / name, "bytes", **settings)
+
+
+def measured(seconds: float, consumed: float, data: Any, **options: Any) -> dict[str, Any]:
+    """Open a loader and take batches from it for a while, then as a run does."""
+    from graphtrain.data.loader import Loader
+
+    began = time.perf_counter()
+    loader = Loader(data, seed=0, longer="cut", **options)
+    next(loader)
+    opened = time.perf_counter() - began
+    size, batches, targets = options["sequences"] * options["length"], 0, 0.0
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        targets += float(next(loader)["weights"].sum())
+        batches += 1
+    rate = batches * size / (time.perf_counter() - began)
+    waits = []
+    for _ in range(max(3, min(20, int(seconds * consumed / size)))):
+        time.sleep(size / consumed)  # as long as a step takes
+        began = time.perf_counter()
+        next(loader)
+        waits.append(time.perf_counter() - began)
+    loader.close()
+    return {
+        "tokens_per_second": round(rate),
+        "targets": round(targets / batches / size, 3),
+        "times_what_training_consumes": round(rate / consumed, 1),
+        "opening_seconds": round(opened, 3),
+        "stall_seconds": summary(waits),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5, help="for each")
+    parser.add_argument("--consumed", type=float, default=20_000, help="tokens a second")
+    parser.add_argument("--megabytes", type=float, default=20)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    from graphtrain.config.schema import Part
+
+    shape = {"sequences": arguments.sequences, "length": arguments.length}
+    results: dict[str, Any] = {"goal": GOAL, "consumed": arguments.consumed, **shape}
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        write_data(place, arguments.megabytes)
+        names = ("text", "lines", "chats")
+        blend = [Part(dataset=str(place / name / "train"), weight=1.0) for name in names]
+        cases: dict[str, tuple[Any, dict[str, Any]]] = {
+            "plain": (place / "text/train", {}),
+            "short documents": (place / "lines/train", {}),
+            "documents apart": (place / "lines/train", {"apart": True}),
+            "blend": (blend, {"apart": True}),
+            "conversations packed": (place / "chats/train", {"apart": True}),
+            "conversations padded": (place / "chats/train", {}),
+            "pairs": (place / "pairs/train", {}),
+        }
+        for name, (data, options) in cases.items():
+            results[name] = measured(
+                arguments.seconds, arguments.consumed, data, **shape, **options
+            )
+    finish(results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

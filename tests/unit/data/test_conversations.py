@@ -1,0 +1,134 @@
+"""Records of every published shape, to messages."""
+
+import pytest
+
+from graphtrain.data.conversations import FORMATS, read_conversations
+from graphtrain.errors import DataError
+
+QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+MORE = [QUESTION, ANSWER, {"role": "user", "content": "R"}, {"role": "assistant", "content": "B"}]
+
+RECORDS = {
+    "alpaca": [
+        ({"instruction": "Q", "input": "", "output": "A"}, [QUESTION, ANSWER]),
+        ({"instruction": "R", "output": "B", "history": [["Q", "A"]]}, MORE),
+    ],
+    "belle": [
+        ({"instruction": "Human:Q\nAssistant:A\nHuman:R\nAssistant:\n", "output": "B"}, MORE),
+        ({"instruction": "Human: Q \nAssistant:", "output": "A"}, [QUESTION, ANSWER]),
+    ],
+    "moss": [
+        (
+            {
+                "meta_instruction": "",
+                "chat": {
+                    "turn_1": {"Human": "<|Human|>: Q<eoh>\n", "MOSS": "<|MOSS|>: A<eom>\n"},
+                    "turn_2": {"Human": "<|Human|>: R<eoh>\n", "MOSS": "<|MOSS|>: B<eom>\n"},
+                    "turn_3": None,
+                },
+            },
+            MORE,
+        ),
+        ({"plain_text": "[Human]: Q<eoh> [MOSS]: A<eoa> [Human]: R<eoh> [MOSS]: B<eoa>"}, MORE),
+    ],
+    "leetcode": [
+        (
+            {
+                "code_with_problem": "Q\n```\n1\n```",
+                "code_only": "1",
+                "explanation_only": "2",
+            },
+            [QUESTION, {"role": "assistant", "content": "1\n2"}],
+        )
+    ],
+    "sharegpt": [
+        (
+            {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+            [QUESTION, ANSWER],
+        ),
+    ],
+    "messages": [
+        ({"messages": MORE}, MORE),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, ANSWER]},
+            [QUESTION, ANSWER],
+        ),
+    ],
+}
+PAIRS = [
+    {"prompt": "Q", "chosen": "A", "rejected": "B"},
+    {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [MORE[3]]},
+    {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, MORE[3]]},
+    {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
+    {
+        "conversations": [{"from": "human", "value": "Q"}],
+        "chosen": {"from": "gpt", "value": "A"},
+        "rejected": {"from": "gpt", "value": "B"},
+    },
+]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("name", "record", "expected"),
+    [(name, *each) for name, cases in RECORDS.items() for each in cases],
+)
+def test_a_record_becomes_its_messages(name, record, expected, named):
+    (found,) = read_conversations(record, name if named else "auto", "line 1")
+    assert list(found.messages) == expected
+
+
+@pytest.mark.parametrize("record", PAIRS)
+def test_a_preference_becomes_two_conversations_of_which_the_ends_are_learned(record):
+    chosen, rejected = read_conversations(record, "auto", "line 1")
+    assert list(chosen.messages) == [QUESTION, ANSWER]
+    assert list(rejected.messages) == [QUESTION, MORE[3]]
+    assert [one.is_learned(1) for one in (chosen, rejected)] == [True, True]
+
+
+def test_answers_that_lead_to_both_of_a_pair_are_not_learned():
+    record = {"chosen": [*MORE[:3], ANSWER], "rejected": [*MORE[:3], MORE[3]]}
+    chosen, _ = read_conversations(record, "auto", "line 1")
+    assert [chosen.is_learned(index) for index in range(4)] == [False, False, False, True]
+
+
+def test_a_weight_of_0_is_not_learned():
+    record = {"messages": [QUESTION, ANSWER | {"weight": 0}, *MORE[2:]]}
+    (found,) = read_conversations(record, "auto", "line 1")
+    assert [found.is_learned(index) for index in range(4)] == [False, False, False, True]
+
+
+def test_alpacas_input_is_part_of_the_question():
+    record = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    (found,) = read_conversations(record, "auto", "line 1")
+    both = {"instruction": "Add.", "input": "1 2"}
+    assert found.messages[0] == {"role": "user", "content": "Add.\n1 2", **both}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"text": "x"}, "has the keys 'text', which are those of no format"),
+        ({}, "has the keys nothing"),
+        ([1], "not a JSON object"),
+        ({"messages": []}, "'messages' is not a list of messages"),
+        ({"messages": ["hi"]}, r"messages\[0\] is not an object"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] has no 'role' that is a string"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no 'content' that is a string"),
+        ({"instruction": "x"}, "'output' is absent"),
+        ({"instruction": 1, "output": "y"}, "'instruction' is int, not str"),
+        ({"instruction": "Human: a Assistant: b", "output": "c"}, "does not end with a question"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are the same"),
+        ({"chosen": "a", "rejected": "b"}, "there is no 'prompt' before it"),
+        ({"plain_text": "[Human]: a"}, r"\[Human\]: without \[MOSS\]:"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_said_with_its_place(record, words):
+    with pytest.raises(DataError, match=rf"^a\.jsonl: line 7: .*{words}"):
+        read_conversations(record, "auto", "a.jsonl: line 7")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_record_of_another_format_than_the_one_named_is_refused(name):
+    with pytest.raises(DataError, match="line 1"):
+        read_conversations({"something": "else"}, name, "line 1")

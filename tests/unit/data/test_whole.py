@@ -1,0 +1,201 @@
+"""Rows of whole documents, and batches of them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphtrain.config.schema import Part
+from graphtrain.data.indexed import IndexedDataset
+from graphtrain.data.instruct import instruct
+from graphtrain.data.learned import Learned
+from graphtrain.data.loader import Loader, evaluation_batches
+from graphtrain.data.prepare import prepare
+from graphtrain.data.whole import best_fit
+from graphtrain.errors import DataError
+
+
+@settings(max_examples=200)
+@given(sizes=st.lists(st.integers(1, 20), max_size=60))
+def test_best_fit_fills_rows_and_overfills_none(sizes):
+    rows = best_fit(np.array(sizes, np.int64), 20)
+    filled = np.bincount(rows, sizes) if sizes else np.empty(0)
+    assert (filled > 0).all() and (filled <= 20).all()
+    # Johnson et al. 1974: no more than 11/9 of the best + 4, which is at least the sum of sizes.
+    assert len(filled) <= 11 / 9 * max(-(-sum(sizes) // 20), sum(size > 10 for size in sizes)) + 4
+
+
+def test_best_fit_leaves_the_least_room():
+    assert best_fit(np.array([6, 4, 3, 7, 5, 5]), 10).tolist() == [1, 1, 0, 0, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """40 conversations, 20 pairs and some text, all bytes."""
+    path = tmp_path_factory.mktemp("data")
+    chats = [
+        {"instruction": f"Question {number}", "output": "answer " * (1 + number * 7 % 11)}
+        for number in range(40)
+    ]
+    pairs = [
+        {"prompt": f"Question {number}", "chosen": "yes " * (number + 1), "rejected": "no"}
+        for number in range(20)
+    ]
+    texts = [{"text": "some text " * 20}] * 10
+    for name, records in (("chats", chats), ("pairs", pairs), ("texts", texts)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (path / f"{name}.jsonl").write_text(lines)
+    for name in ("chats", "pairs"):
+        settings = {"template": "chatml", "validation": 0}
+        instruct([path / f"{name}.jsonl"], path / name, "bytes", **settings)
+    prepare([path / "texts.jsonl"], path / "texts", "bytes", validation=0)
+    return path
+
+
+def rows_of(data, name, **options):
+    settings = {"length": 256, "sequences": 4, "seed": 3} | options
+    return Loader(data / name / "train", **settings)
+
+
+def conversations_in(batch, row):
+    """Tokens and weights of each document of a row, as it says which they are."""
+    numbers = batch["documents"][row]
+    for number in range(1, numbers.max() + 1):
+        places = np.flatnonzero(numbers == number)
+        assert (np.diff(places) == 1).all()
+        tokens = np.append(batch["tokens"][row][places], batch["targets"][row][places[-1]])
+        yield tokens, batch["weights"][row][places]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_epoch_has_every_conversation_once_and_whole(data, apart):
+    dataset = IndexedDataset(data / "chats/train")
+    learned = Learned(dataset)
+    expected = {dataset.document(i).tobytes(): i for i in range(len(dataset))}
+    loader = rows_of(data, "chats", apart=apart, packing=None if apart else "padded", sequences=1)
+    count = len(loader._packings[0])
+    assert count < 40 if apart else count == 40
+    for _ in range(2):
+        seen = []
+        for batch in (next(loader) for _ in range(count)):
+            if not apart:
+                size = int((batch["tokens"][0] > 0).sum())
+                batch["documents"] = (np.arange(256) < size)[None].astype(np.int32)
+            for tokens, weights in conversations_in(batch, 0):
+                document = expected[tokens.astype(dataset.dtype).tobytes()]
+                assert weights.tolist() == learned.mask(document, len(tokens))[1:].tolist()
+                seen.append(document)
+            assert not batch["weights"][batch["documents"] == 0].any()
+        assert sorted(seen) == list(range(40))
+
+
+def test_rows_are_joined_where_that_is_asked_for(data):
+    batch = next(rows_of(data, "chats", packing="fit"))
+    assert set(batch) == {"tokens", "targets", "weights"}
+    assert (batch["tokens"] > 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("name", ["chats", "pairs"])
+def test_the_stream_is_the_same_on_any_number_of_ranks_and_after_a_restart(data, name):
+    whole = rows_of(data, name, apart=True)
+    batches = [next(whole) for _ in range(14)]
+    for ranks in (1, 2):
+        parts = [rows_of(data, name, apart=True, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for part in parts:
+            part.restore({**whole.state(), "step": 7})
+        for expected in batches[7:]:
+            got = [next(part) for part in parts]
+            for key, value in expected.items():
+                np.testing.assert_array_equal(np.concatenate([one[key] for one in got]), value)
+
+
+def test_rows_of_a_pair_are_the_chosen_and_the_rejected_answer(data):
+    dataset = IndexedDataset(data / "pairs/train")
+    learned = Learned(dataset)
+    loader = rows_of(data, "pairs")
+    seen = []
+    for batch in (next(loader) for _ in range(10)):
+        for row in (0, 2):
+            size = int((batch["tokens"][row] > 0).sum())
+            tokens = np.append(batch["tokens"][row][:size], batch["targets"][row][size - 1])
+            for pair in range(20):
+                if tokens.tolist() == dataset.document(2 * pair).tolist():
+                    seen.append(pair)
+            rejected = dataset.document(2 * seen[-1] + 1)
+            assert batch["tokens"][row + 1][: len(rejected) - 1].tolist() == rejected[:-1].tolist()
+            for each, document in ((row, 2 * seen[-1]), (row + 1, 2 * seen[-1] + 1)):
+                mask = learned.mask(document, len(dataset.document(document)))
+                assert batch["weights"][each].sum() == mask[1:].sum()
+    assert sorted(seen) == list(range(20))
+
+
+def test_a_pair_is_never_parted(data):
+    with pytest.raises(DataError, match=r"make batch.sequences, over microbatches, even"):
+        rows_of(data, "pairs", sequences=3)
+    with pytest.raises(ValueError, match="4 ranks, 2 pairs"):
+        rows_of(data, "pairs", ranks=4)
+
+
+def test_text_and_conversations_are_blended_and_pairs_are_not(data):
+    def part(name):
+        return Part(dataset=str(data / name / "train"), weight=1.0)
+
+    settings = {"length": 256, "sequences": 2, "seed": 1, "apart": True}
+    loader = Loader([part("chats"), part("texts")], **settings)
+    batches = [next(loader) for _ in range(8)]
+    texts = sum((batch["weights"].sum(axis=1) > 200).sum() for batch in batches)
+    assert texts == 8  # half of the rows
+    assert loader.state()["packing"] == ["fit, longer: refuse", "cut"]
+    with pytest.raises(DataError, match="pairs of answers are blended only with others"):
+        Loader([part("chats"), part("pairs")], **settings)
+
+
+def test_conversations_that_are_longer_are_refused_cut_or_left_out(data):
+    settings = {"length": 90, "sequences": 1}
+    with pytest.raises(
+        DataError, match=r'of 40 documents are longer than batch.length = 90 .*"cut"'
+    ):
+        rows_of(data, "chats", **settings)
+    for longer, words in (
+        ("cut", r"\d+ are cut, 0 left out"),
+        ("drop", r"0 are cut, \d+ left out"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            loader = rows_of(data, "chats", longer=longer, **settings)
+        sizes = np.diff(IndexedDataset(data / "chats/train").document_offsets)
+        assert len(loader._packings[0]) == (40 if longer == "cut" else (sizes <= 91).sum())
+        assert all(next(loader)["weights"].any() for _ in range(40))
+    with pytest.warns(UserWarning), pytest.raises(DataError, match="no document can be used"):
+        rows_of(data, "chats", length=30, sequences=1, longer="cut")
+
+
+def test_a_run_does_not_go_on_with_another_packing(data):
+    state = rows_of(data, "chats", apart=True).state()
+    with pytest.raises(DataError, match=r"packing was .*fit.* and is .*padded"):
+        rows_of(data, "chats", apart=True, packing="padded").restore(state)
+
+
+def test_conversations_are_not_cut_like_text(data):
+    with pytest.raises(DataError, match='"cut" is for text'):
+        rows_of(data, "chats", packing="cut")
+
+
+def test_text_may_stay_whole_too(data):
+    batch = next(rows_of(data, "texts", packing="fit", apart=True))
+    assert batch["weights"].sum(axis=1).tolist() == [200] * 4
+
+
+def test_evaluation_sees_every_learned_token_once(data):
+    for name in ("chats", "pairs"):
+        prefix = data / name / "train"
+        batches = list(evaluation_batches(prefix, sequences=6, length=256))
+        total = sum(batch["weights"].sum() for batch in batches)
+        assert total == Learned(IndexedDataset(prefix)).count()
+        assert {batch["tokens"].shape for batch in batches} == {(6, 256)}
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_document(data):
+    with pytest.raises(DataError, match=r"document \d+ holds token \d+, which is outside"):
+        next(rows_of(data, "chats", vocab=100))

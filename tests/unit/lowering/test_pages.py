@@ -1,0 +1,37 @@
+"""Memory that a process frees stays its own, where the C library is glibc."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# In a thread, as XLA does; a megabyte of pages is 256.
+FAULTS = """
+import resource, sys, threading
+from lowering import host
+
+if sys.argv[1] == "kept":
+    host.keep_pages()
+
+def fill():
+    bytearray(64 << 20)
+
+faults = []
+for _ in range(3):
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[2] - faults[1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_pages_are_taken_from_the_kernel_once():
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", FAULTS, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert faults("default") > 16_000
+    assert faults("kept") < 100
