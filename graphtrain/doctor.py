@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering import host
+from lowering.ascend import here
 from lowering.toolchain import Toolchain
 
 
@@ -69,12 +70,10 @@ def _accelerator(name: str, module: str, extra: str) -> Finding:
 
 
 def _ascend() -> Finding:
-    found = importlib.util.find_spec("mindspore") is not None
-    state = (
-        "runs where CANN is; ascend-cpu runs"
-        if found
-        else "pip install 'graphtrain[ascend]' runs it"
-    )
+    if not here.has_mindspore():
+        state = f"{here.INSTALL} runs it"
+    else:
+        state = "runs" if here.has_cann() else "runs where CANN is; ascend-cpu runs"
     return Finding("target ascend", f"compiles; {state}", True)
 
 

@@ -114,6 +114,12 @@ def count() -> int:
     return _state().num_processes or 1
 
 
+def first_host() -> str:
+    """Name or address of the host of rank 0, by which the others know it."""
+    address = _state().coordinator_address if count() > 1 else None
+    return address.rpartition(":")[0].strip("[]") if address else "127.0.0.1"
+
+
 def exchange(word: str) -> list[str]:
     """What every process says at this point of the run, by rank; all wait for the slowest.
 

@@ -46,12 +46,13 @@ class Target:
     def _problem(self) -> str:
         """Why there is no such machine, and what to write; empty if there is."""
         sizes, machine, group = self.topology, self.machine, int(self.about.get("group", 0))
-        if machine == "cpu":
-            return "write processes and devices of each, cpu:2x4" if len(sizes) > 2 else ""
+        if self._by_process and len(sizes) > 2:
+            return f"write processes and devices of each, {machine}:2x4"
         if self.platform == "tpu":
             return self._problem_of_torus()
         if len(sizes) > 1:
-            return f"{machine} come by number; write {machine}:{self.devices}"
+            by_number = f"{machine} come by number; write {machine}:{self.devices}"
+            return "" if self._by_process else by_number
         if group and self.devices > group and self.devices % group:
             return f"{machine} come {group} to a host; ask for a multiple of {group}"
         return ""
@@ -98,14 +99,21 @@ class Target:
         return "rbg" if self.platform == "neuron" and not self.on_host else None
 
     @property
+    def _by_process(self) -> bool:
+        """Whether a topology may be processes by devices of each."""
+        return self.machine == "cpu" or self.about.get("by_process", False)
+
+    @property
     def devices(self) -> int:
         return math.prod(self.topology) * self.about.get("devices_per_chip", 1)
 
     @property
     def processes(self) -> int | None:
         """How many drive it, one for each host; None where the launcher knows."""
+        if self._by_process and len(self.topology) > 1:
+            return self.topology[0]
         if self.machine == "cpu":
-            return self.topology[0] if len(self.topology) > 1 else 1
+            return 1
         group = self.about.get("group")
         return None if group is None else -(-self.devices // int(group))
 

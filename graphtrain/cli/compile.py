@@ -12,6 +12,7 @@ import click
 from graphtrain.cli.options import (
     Size,
     cache_option,
+    command_line,
     json_option,
     overrides_option,
     pull_shared,
@@ -91,6 +92,10 @@ def command(
         click.echo(json.dumps(result.as_json()))
     else:
         print_report(result)
+        if not result.count("failed"):
+            for path, program in programs.items():
+                again = command_line("run", Path(path), target, overrides, cache)
+                _print_what_a_run_lacks(program.target, again)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
     if result.count("failed"):
@@ -157,6 +162,20 @@ def print_report(report: "Report") -> None:
     if bundles:
         click.echo("Finish the bundles on a machine with neuronx-cc:")
         click.echo(f"  graphtrain neuron-finish {' '.join(map(str, bundles))}")
+
+
+def _print_what_a_run_lacks(target: str, run: str) -> None:
+    """Of a target whose graphs take nothing to be written, and a run takes what may not be here."""
+    if not target.startswith("ascend"):  # spares the import
+        return
+    from lowering.ascend.here import lacks
+    from lowering.target import Target
+
+    if lacking := lacks(Target.parse(target)):
+        click.echo(
+            f"The graphs for {target} are complete, and not loaded: for that this machine lacks "
+            f"{lacking}.\nWhere that is, with this cache:\n  {run}"
+        )
 
 
 def _instructions(outcome: "Outcome") -> str:

@@ -127,7 +127,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 def compile_command(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
     """The command that compiles what a command with these options needs."""
-    words = ["graphtrain", "compile", str(config)]
+    return command_line("compile", config, target, overrides, cache)
+
+
+def command_line(
+    verb: str, config: Path, target: str | None, overrides: Sequence[str], cache: Path
+) -> str:
+    """Another command with the options of this one."""
+    words = ["graphtrain", verb, str(config)]
     words += ["--target", target] if target else []
     words += [word for override in overrides for word in ("--set", override)]
     words += ["--cache", str(cache)] if cache != Path("cache") else []

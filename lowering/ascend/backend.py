@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lowering import collectives, host, one_device
+from lowering import collectives, host, jax_xla, processes
 from lowering.artifact import Artifact
+from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
+from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import Translated, translate
 from lowering.errors import LoweringError
 from lowering.graph import Graph
@@ -27,6 +28,7 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
+from lowering.one_device import backend as one_device
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
@@ -55,8 +57,14 @@ def described_devices(target: Target) -> list[Device]:
 
 
 def devices(target: Target) -> list[Device]:
-    """Devices of the CPU, which hold what is on its way to the ranks, and from them."""
-    return one_device.devices(target)
+    """Devices of the CPU, which hold what is on its way to the ranks, and from them.
+
+    Of several processes each has as many as it has ranks, in the same order.
+    """
+    count = processes.count()
+    if count == 1:
+        return one_device.devices(target)
+    return jax_xla.devices(Target("cpu", (count, target.devices // count)))
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
@@ -112,7 +120,7 @@ def _loading(translated: Translated) -> dict[str, Any]:
 
 
 def load(artifact: Artifact, target: Target) -> Executable:
-    """Load a graph on the ranks of this machine.
+    """Load a graph on the ranks of this host.
 
     Raises:
         LoweringError: MindSpore or CANN is not here, or the graph is for another machine.
@@ -120,30 +128,30 @@ def load(artifact: Artifact, target: Target) -> Executable:
     about = artifact.record
     if Target.parse(about["target"]) != target:
         raise LoweringError(f"the compiled {about['graph']} step is for {about['target']}")
-    _check_here(target)
     mesh = make_mesh(MeshShape(about["mesh"]), devices(target))
+    program = Program(artifact.payload, about, mesh, _ranks(target), _device(target))
+    return Executable(program, about, mesh)
+
+
+def _device(target: Target) -> str:
+    """MindSpore's name of what a rank computes on."""
+    return "CPU" if target.on_host else "Ascend"
+
+
+@functools.cache
+def _ranks(target: Target) -> Ranks:
+    """The ranks of this process, started when first asked for; all processes of a run ask."""
+    missing = "" if here.has_mindspore() else f"{target} runs on MindSpore, which is not installed"
+    cluster = launch.agree(target.devices, missing and f"{missing}: {here.INSTALL}")
     if target.on_host:
-        return Executable(Program(artifact.payload, about, mesh, "CPU"), about, mesh)
+        return Ranks(cluster, _device(target))
     try:
-        return Executable(Program(artifact.payload, about, mesh, "Ascend"), about, mesh)
+        return Ranks(cluster, _device(target))
     except LoweringError as error:
         raise LoweringError(
             f"{target} needs its devices and CANN on this machine, with CANN's set_env.sh sourced; "
             f"the compiled graphs are complete, and the same command runs them there ({error})"
         ) from None
-
-
-def _check_here(target: Target) -> None:
-    if importlib.util.find_spec("mindspore") is None:
-        raise LoweringError(
-            f"{target} runs on MindSpore, which is not installed: pip install 'graphtrain[ascend]'"
-        )
-    per_host = int(target.about.get("group", target.devices))
-    if target.devices > per_host:
-        raise LoweringError(
-            f"{target}: runs over several hosts are not wired up yet for Ascend; one host has "
-            f"{per_host} devices. The compiled graphs are complete"
-        )
 
 
 def storable(tree: Tree) -> Tree:

@@ -17,7 +17,7 @@ from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import hlo_type, reduced, settled, shape_of, signed
 from lowering.ascend.values import Value, known
 from lowering.groups import Groups
-from lowering.neuron.proto import Message
+from lowering.one_device.proto import Message
 
 _HCCL = {
     "add": "sum",

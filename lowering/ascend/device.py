@@ -1,4 +1,4 @@
-"""A MindIR graph on the ranks of this machine, as a function of trees of arrays.
+"""A MindIR graph on the ranks of this host, as a function of trees of arrays.
 
 State stays where it is computed: what a graph returns are numbers of arrays on the ranks, which the
 next call takes as they are. Only what is read, such as a loss or a checkpoint, comes here.
@@ -6,7 +6,6 @@ next call takes as they are. Only what is read, such as a loss or a checkpoint, 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from lowering.ascend.personal import groups_of, personal
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
-from lowering.neuron.device import ArrayLayout
+from lowering.one_device.layout import ArrayLayout
 from lowering.trees import Tree, flatten, unflatten
 
 # MindSpore's names for the types that graphs have.
@@ -28,12 +27,6 @@ _TYPES = {
     "pred": "bool_", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8",
     "u16": "uint16", "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
 }  # fmt: skip
-
-
-@functools.cache
-def ranks(count: int, device: str) -> Ranks:
-    """The ranks of this process, started when first asked for."""
-    return Ranks(count, device)
 
 
 class DeviceArray:
@@ -88,10 +81,12 @@ class DeviceArray:
 class Program:
     """A graph loaded on every rank; call it with the trees it names, in order."""
 
-    def __init__(self, mindir: bytes, record: Mapping[str, Any], mesh: Mesh, device: str) -> None:
+    def __init__(
+        self, mindir: bytes, record: Mapping[str, Any], mesh: Mesh, ranks: Ranks, device: str
+    ) -> None:
         about = record["ascend"]
         self._record, self._about = record, about
-        self._ranks = ranks(mesh.devices.size, device)
+        self._ranks = ranks
         self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
@@ -162,7 +157,8 @@ class Program:
                 continue
             array = DeviceArray(self._ranks, layout)
             placed.append(array)
-            sent.append((array.number, list(layout.shards(leaf)), number))
+            shards = zip(self._ranks.mine, layout.shards(leaf), strict=True)
+            sent.append((array.number, dict(shards), number))
         if sent:
             self._ranks.tell(
                 "put",

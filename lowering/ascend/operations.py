@@ -12,7 +12,7 @@ import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.values import Value, known
-from lowering.neuron.proto import TYPE_NAMES, Message
+from lowering.one_device.proto import TYPE_NAMES, Message
 
 _FLOATS = ("f16", "f32", "f64", "bf16")
 _BITS = {
@@ -131,10 +131,16 @@ def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
 
 def _keeping_nan(emit: Emitter, result: Value, a: Value, b: Value) -> Value:
     for one in (a, b):
-        if one.data is not None and not np.isnan(one.data.astype(np.float64)).any():
+        if one.data is not None and not _has_nan(one.data):
             continue  # a bound, as in relu
         result = emit.select(emit.compare("NotEqual", one, one), one, result)
     return result
+
+
+def _has_nan(data: np.ndarray) -> bool:
+    """Whether a constant has what is not a number; what is repeated is looked at once."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in data.strides)
+    return bool(np.isnan(data[once].astype(np.float64)).any())
 
 
 def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:

@@ -1,12 +1,13 @@
 """One rank: MindSpore in a process of its own, which does what its host process says.
 
-Run by msrun, or alone where there is one rank. Nothing of graphtrain is imported, so that it begins
-as fast as MindSpore does.
+Nothing of graphtrain is imported, so that it begins as fast as MindSpore does.
 """
 
+import ctypes
 import os
 import signal
-from multiprocessing.connection import Client
+import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -121,15 +122,30 @@ def _condensed(message: str) -> str:
     return " ".join(line for line in lines if line)[:600]
 
 
+def _end_with(host: int) -> None:
+    """Have the kernel end this process when its host dies, in whatever wait it is then.
+
+    It goes by the thread that started this one, which for graphtrain is the first.
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != host:  # gone before
+        os._exit(1)
+
+
 def main() -> None:
     """Serve the host until it is gone."""
-    if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun's own, through which the ranks meet
-        Rank(os.environ["GRAPHTRAIN_RANKS_DEVICE"], is_alone=False)
+    # Schedulers send what is for a run to all of its processes; a rank is told by its host.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
+    device, role = os.environ["GRAPHTRAIN_RANK_DEVICE"], os.environ.get("MS_ROLE")
+    if role == "MS_SCHED":  # through which the ranks meet
+        Rank(device, is_alone=False)
         return
-    key = os.environ["GRAPHTRAIN_RANKS_KEY"].encode()
-    with Client(os.environ["GRAPHTRAIN_RANKS_ADDRESS"], "AF_UNIX", authkey=key) as host:
+    with Connection(int(os.environ["GRAPHTRAIN_RANK_PIPE"])) as host:
         try:
-            rank = Rank(os.environ["GRAPHTRAIN_RANKS_DEVICE"], "MS_ROLE" not in os.environ)
+            rank = Rank(device, is_alone=role is None)
         except Exception as error:
             host.send((None, f"{type(error).__name__}: {_condensed(str(error))}"))
             os._exit(1)
@@ -144,9 +160,7 @@ def main() -> None:
                 host.send((True, getattr(rank, word)(*arguments)))
             except Exception as error:
                 host.send((False, f"{type(error).__name__}: {_condensed(str(error))}"))
-    # Its host is gone, and with it the work: of msrun, the scheduler and the other ranks too, which
-    # have a process group of their own. They would wait for each other.
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # MindSpore's own end waits for ranks that may be gone
 
 
 if __name__ == "__main__":

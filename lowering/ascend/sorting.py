@@ -9,7 +9,7 @@ import numpy as np
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.operations import shape_of
 from lowering.ascend.values import Value, known
-from lowering.neuron.proto import Message
+from lowering.one_device.proto import Message
 
 Evaluate = Callable[[Sequence[Value]], Value]  # a comparison, of two elements of each operand
 

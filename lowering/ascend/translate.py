@@ -21,8 +21,8 @@ from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
 from lowering.ascend.values import Value, known
 from lowering.errors import LoweringError
 from lowering.groups import Groups
-from lowering.neuron.normalise import Normalised, entry_of
-from lowering.neuron.proto import TYPE_NAMES, Message, read_module
+from lowering.one_device.normalise import Normalised, entry_of
+from lowering.one_device.proto import TYPE_NAMES, Message, read_module
 
 _UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, jax_xla, one_device
+from lowering import collectives, jax_xla
 from lowering.artifact import Artifact
 from lowering.graph import Graph
 from lowering.jax_xla import (
@@ -22,6 +22,7 @@ from lowering.jax_xla import (
 from lowering.lowered import Lowered
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
+from lowering.one_device import backend as one_device
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape

@@ -7,16 +7,17 @@ are. Only what is read, such as a loss or a checkpoint, comes to the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from lowering.errors import LoweringError
 from lowering.neuron.nrt import Model, Runtime, Tensor
+from lowering.one_device.layout import ArrayLayout
 from lowering.trees import Tree, flatten, unflatten
 
 
@@ -64,29 +65,6 @@ class DeviceArray:
     def _check(self) -> None:
         if self.is_deleted():
             raise RuntimeError("this array was donated to a step; use what the step returned")
-
-
-class ArrayLayout:
-    """Shape, dtype and layout of an array, as a program's record tells them."""
-
-    def __init__(self, fact: Mapping[str, Any], mesh: Mesh) -> None:
-        self.shape, self.dtype = tuple(fact["shape"]), jax.numpy.dtype(fact["dtype"])
-        split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
-        self.sharding = NamedSharding(mesh, split)
-        self.shard = self.sharding.shard_shape(self.shape)
-        self.devices = list(mesh.devices.reshape(-1))  # by rank
-
-    @property
-    def nbytes(self) -> int:
-        """Of one shard."""
-        return int(np.prod(self.shard, dtype=int)) * self.dtype.itemsize
-
-    def shards(self, array: Any) -> Iterator[np.ndarray]:
-        """The shards of an array that is in the host's memory, by rank."""
-        placed = jax.device_put(array, self.sharding)
-        by_device = {each.device: each.data for each in placed.addressable_shards}
-        for device in self.devices:
-            yield np.ascontiguousarray(by_device[device])
 
 
 class Program:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lowering.neuron.proto import TYPE_NAMES, Message
+from lowering.one_device.proto import TYPE_NAMES, Message
 from lowering.target import Target
 
 

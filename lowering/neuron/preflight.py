@@ -14,8 +14,8 @@ from lowering.errors import LoweringError, OutOfMemory
 from lowering.neuron.compiler import TOO_LITTLE_MEMORY
 from lowering.neuron.findings import Finding, Module, told
 from lowering.neuron.instructions import TOO_LOW, Instructions, estimate
-from lowering.neuron.proto import TYPES, Message, array_bytes, read_module
 from lowering.neuron.rules import RULES
+from lowering.one_device.proto import TYPES, Message, array_bytes, read_module
 from lowering.target import Target
 
 _INSTRUCTIONS = 5_000_000  # of a NEFF, unless a flag says otherwise

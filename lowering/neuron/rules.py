@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lowering.neuron.findings import Finding, Module, type_of
-from lowering.neuron.proto import Message
+from lowering.one_device.proto import Message
 
 Rule = Callable[[Message, Module], Iterator[Finding]]
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering.neuron.proto import Message, read_module, write_module
+from lowering.one_device.proto import Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
 
 # No public name compiles HLO or runs what it gives (jax 0.11).
@@ -73,13 +73,6 @@ def load_module(executable: bytes, devices: Sequence[Device]) -> Any:
     return devices[0].client.deserialize_executable(
         executable, xla_client.DeviceList(tuple(devices)), _options(len(devices))
     )
-
-
-def text_of(hlo: bytes) -> str:
-    """A module as HLO text, with its constants."""
-    options = xla_client.hlo.HloPrintOptions()
-    options.print_large_constants = True
-    return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)
 
 
 def _options(ranks: int) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from lowering.errors import LoweringError
 from lowering.neuron import neff
 from lowering.neuron.preflight import preflight
-from lowering.neuron.proto import read_module
+from lowering.one_device.proto import read_module
 from lowering.target import Target
 
 _REFUSED = 70  # the status of neuronx-cc

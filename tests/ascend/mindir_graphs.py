@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from lowering.ascend.translate import Translated, translate
-from lowering.neuron.normalise import normalise
+from lowering.one_device.normalise import normalise
 from lowering.partitioned import partition
 
 

@@ -22,8 +22,9 @@ from lowering.errors import LoweringError, OutOfMemory
 from lowering.groups import groups_of
 from lowering.hlo import parse
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
-from lowering.neuron.normalise import entry_of, normalise
-from lowering.neuron.proto import array_bytes, read_module, write_module
+from lowering.one_device import backend as one_device
+from lowering.one_device.normalise import entry_of, normalise
+from lowering.one_device.proto import array_bytes, read_module, write_module
 from lowering.partitioned import partitioned
 from lowering.target import Target
 from sharding_rules.rules import Rules
@@ -60,7 +61,7 @@ def instructions(module):
 def test_every_collective_names_the_ranks_that_xla_prints(raw, module):
     printed = [
         groups_of(each.rest, 8)
-        for one in parse(simulation.text_of(raw)).computations.values()
+        for one in parse(one_device.text_of(raw)).computations.values()
         for each in one.instructions.values()
         if "replica_groups=" in each.rest
     ]

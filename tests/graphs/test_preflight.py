@@ -15,9 +15,9 @@ from graphtrain.steps import build_graph
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
-from lowering.neuron.normalise import normalise
 from lowering.neuron.preflight import check, instruction_limit, preflight
-from lowering.neuron.proto import read_module
+from lowering.one_device.normalise import normalise
+from lowering.one_device.proto import read_module
 from lowering.partitioned import partitioned
 from lowering.target import Target
 from sharding_rules.rules import Rules

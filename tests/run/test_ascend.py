@@ -1,9 +1,12 @@
 """The command for Ascend: trained by MindSpore on CPUs, in a process for each rank."""
 
 import importlib.util
+import shlex
 import signal
+import socket
 
 import pytest
+from places import Place
 
 PLACE = ["--set", "program.mesh.data=2", "--set", "program.mesh.tensor=2"]
 STEPS = ["--set", "run.steps=20", "--set", "run.evaluate_every=10"]
@@ -13,23 +16,41 @@ installed = pytest.mark.skipif(
 )
 
 
+def on_two_hosts(place: Place, *words: str) -> None:
+    """Train in two processes, each with half of the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--coordinator", meeting, "--processes", "2", "--rank"]
+    both = [place.start("run", *words, *options, rank) for rank in "01"]
+    told = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert not told[1][0]  # the first speaks for both
+
+
 @installed
 @pytest.mark.slow
-def test_four_ranks_train_as_a_cpu_does(cold):
-    for target in ("cpu:4", "ascend-cpu:4"):
-        words = ["config.toml", "--target", target, *PLACE]
-        directory = ["--set", f'run.directory="{target[:3]}"']
+def test_two_hosts_train_as_a_cpu_does_and_one_goes_on(cold):
+    """20 steps on two hosts of two ranks beside XLA; from there on one of four, and on XLA."""
+    two, one, xla = (
+        ["config.toml", *PLACE, "--target", target, "--set", f'run.directory="{directory}"']
+        for target, directory in (
+            ("ascend-cpu:2x2", "asc"),
+            ("ascend-cpu:4", "asc"),
+            ("cpu:4", "cpu"),
+        )
+    )
+    for words in (two, one, xla):
         cold.command("compile", *words)
-        cold.command("run", *words, *STEPS, *directory)
+    on_two_hosts(cold, *two, *STEPS)
+    cold.command("run", *xla, *STEPS)
     theirs, ours = cold.journal("cpu"), cold.journal("asc")
     assert [record["step"] for record in ours] == [record["step"] for record in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         name = "loss" if "loss" in mine else "validation_loss"
         assert mine[name] == pytest.approx(other[name], abs=1e-4)
-    # From the checkpoint of 20, and on XLA from that of MindSpore.
-    again = ["config.toml", *PLACE, *STEPS, "--set", 'run.directory="asc"']
-    cold.command("run", *again, "--target", "ascend-cpu:4", "--set", "run.steps=22")
-    cold.command("run", *again, "--target", "cpu:4", "--set", "run.steps=24")
+    cold.command("run", *one, *STEPS, "--set", "run.steps=22")
+    cold.command("run", *xla, *STEPS, "--set", "run.steps=24", "--set", 'run.directory="asc"')
     assert cold.journal("asc")[-1]["step"] == 24
     cold.command("cache", "verify")
 
@@ -56,6 +77,13 @@ def test_without_cann_graphs_are_complete_and_a_run_says_what_it_takes(cold):
     words = ["config.toml", "--target", "ascend910b:4", *PLACE]
     out, _ = cold.command("compile", *words)
     assert "compiled:        3" in out
+    assert "The graphs for ascend910b:4 are complete, and not loaded: for that this machine" in out
+    assert f"graphtrain {shlex.join(['run', *words])} --cache {cold.cache}" in out
     _, err = cold.command("run", *words, status=2)
     assert "mindspore" in err.lower()
     assert "CANN" in err or "pip install 'graphtrain[ascend]'" in err
+
+
+def test_another_number_of_hosts_is_refused(cold):
+    _, err = cold.command("run", "config.toml", "--target", "ascend910b:16", status=2)
+    assert "ascend910b:16 runs in 2 processes, one for each host, and here are 1" in err

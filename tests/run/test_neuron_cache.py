@@ -15,7 +15,7 @@ import pytest
 from places import CONFIG, ROOT
 
 from lowering.neuron import neff
-from lowering.neuron.normalise import normalise
+from lowering.one_device.normalise import normalise
 
 REAL, SIMULATED = "neuronxcc-2.27.5334.0+ab12", "neuronxcc-0.0.0.0+simulator"
 COMPILER = """#!/bin/sh
@@ -76,7 +76,7 @@ import hashlib, json, os, pathlib, sys
 import jax
 from lowering import jax_xla
 from lowering.neuron import compiler, plugin
-from lowering.neuron.normalise import normalise
+from lowering.one_device.normalise import normalise
 from lowering.neuron.persistent_cache import flags
 from lowering.partitioned import partition
 from lowering.target import Target

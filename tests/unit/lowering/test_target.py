@@ -42,11 +42,21 @@ def test_devices_that_are_no_numbers_are_refused(name):
         ("trn1:35", r"trn1 come 32 to a host"),
         ("h100:2x4", r"h100 come by number; write h100:8"),
         ("cpu:2x2x2", r"write processes and devices of each"),
+        ("ascend910b:2x2", r"ascend910b come by number; write ascend910b:4"),
+        ("ascend-cpu:9", r"ascend-cpu come 8 to a host; ask for a multiple of 8"),
     ],
 )
 def test_a_machine_that_nobody_has_is_refused_with_what_to_write(name, advice):
     with pytest.raises(LoweringError, match=f"target '{name}': .*{advice}"):
         Target.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("cpu:4", 1), ("cpu:2x4", 2), ("h100:16", 2), ("ascend-cpu:4", 1), ("ascend-cpu:2x2", 2)],
+)
+def test_a_host_is_a_process(name, processes):
+    assert Target.parse(name).processes == processes
 
 
 @pytest.mark.parametrize("name", ["v4:1x1x1", "v5e:1x2", "v5p:4x4x6", "h100:7", "trn1:64"])

@@ -13,14 +13,18 @@ from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.jax_xla import Device
 from lowering.lowered import Lowered
-from lowering.neuron.normalise import Normalised, normalise
-from lowering.neuron.proto import array_bytes, read_module
-from lowering.neuron.simulation import text_of
+from lowering.one_device.normalise import Normalised, normalise
+from lowering.one_device.proto import array_bytes, read_module
 from lowering.overheard import overhear
 from lowering.partitioned import partition
 from lowering.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
+
+# No public name reads a module (jax 0.11).
+from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
+
+xla_client: Any = _client
 
 
 def devices(target: Target) -> list[Device]:
@@ -103,3 +107,10 @@ def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
         "host": 0,
         "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
     }
+
+
+def text_of(hlo: bytes) -> str:
+    """A module as HLO text, with its constants."""
+    options = xla_client.hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from lowering.groups import Groups, along_axes, of_iota
-from lowering.neuron.proto import Message, message
+from lowering.one_device.proto import Message, message
 
 _COLLECTIVES = {
     "all-gather",

@@ -16,7 +16,7 @@ from google.protobuf.message import Message as AnyMessage
 
 from lowering.errors import LoweringError
 from lowering.hlo import item_bits
-from lowering.neuron.schema import MESSAGES
+from lowering.one_device.schema import MESSAGES
 from lowering.protobuf import classes
 
 Message = Any  # a message of one of the classes below; protobuf makes them when they are asked for

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
-from lowering.neuron.precision import drop_exact_roundings
-from lowering.neuron.proto import TYPES, Message, read_module, unknown, write_module
-from lowering.neuron.rank import rank_as_input
-from lowering.neuron.replica_groups import write_explicitly
+from lowering.one_device.precision import drop_exact_roundings
+from lowering.one_device.proto import TYPES, Message, read_module, unknown, write_module
+from lowering.one_device.rank import rank_as_input
+from lowering.one_device.replica_groups import write_explicitly
 from lowering.sources import line_of
 
 _OF_MODULE = (

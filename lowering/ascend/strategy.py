@@ -1,0 +1,93 @@
+"""Parameter strategy files: how a plan splits its parameters, in the form that MindSpore keeps.
+
+mindspore.transform_checkpoints and MindFormers read them, to take checkpoints from one split to
+another. Ranks are numbered as in our meshes, the last axis fastest.
+Source: mindspore 2.10.0, mindspore.train.node_strategy_pb2, whose numbers these are, and how
+mindspore.parallel._parallel_serialization reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lowering.errors import LoweringError
+from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import Layout
+
+SUFFIX = ".ckpt"  # of MindSpore's own strategy files, which are no checkpoints
+
+_UNSPLIT = -1
+
+_MESSAGES = {
+    "Strategies": {"stage": (1, "uint32")},
+    "StrategyItem": {"node_name": (1, "string"), "parallel_strategys": (2, "Strategies")},
+    "Matrix": {"dim": (1, "[uint32]")},
+    "Map": {"dim": (1, "[int32]")},
+    "Sizes": {"dim": (1, "[int64]")},
+    "Layouts": {
+        "dev_matrix": (1, "[Matrix]"),
+        "tensor_map": (2, "[Map]"),
+        "param_split_shape": (3, "[Sizes]"),
+        "indices_offset": (4, "[Sizes]"),
+        "field": (5, "int32"),
+        "opt_weight_shard_step": (6, "int32"),
+        "opt_weight_shard_size": (7, "int32"),
+    },
+    "LayoutItem": {"param_name": (1, "string"), "parallel_layouts": (2, "Layouts")},
+    "StrategyMap": {
+        "current_stage": (1, "uint32"),
+        "parallel_strategy_item": (2, "[StrategyItem]"),
+        "parallel_layout_item": (3, "[LayoutItem]"),
+    },
+}
+
+
+def strategy(layouts: Mapping[str, Layout], mesh: MeshShape) -> bytes:
+    """A strategy file, a ParallelStrategyMap.
+
+    Args:
+        layouts: of the parameters, by the names that they have in checkpoints.
+
+    Raises:
+        LoweringError: MindSpore would read a name as that of a pipeline's stage.
+    """
+    # Required fields are written though they are 0.
+    made = _classes()["StrategyMap"](current_stage=0)
+    # Readers take a file without operators for an empty one.
+    item = made.parallel_strategy_item.add(node_name="graphtrain")
+    item.parallel_strategys.stage = 0
+    for name, layout in layouts.items():
+        if "-" in name:
+            raise LoweringError(f"{name}: MindSpore takes what is before - for a pipeline's stage")
+        item = made.parallel_layout_item.add(param_name=name)
+        _describe(item.parallel_layouts, layout.split, mesh)
+    return made.SerializeToString(deterministic=True)
+
+
+def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape) -> None:
+    """One layout: sizes of the mesh, and by dimension the mesh axes, counted from the last."""
+    axes = [name for name, size in mesh.axes.items() if size > 1]  # others split nothing
+    described.dev_matrix.add(dim=[mesh.axes[name] for name in axes] or [1])
+    dimensions = [[len(axes) - 1 - axes.index(name) for name in names] for names in split]
+    dimensions = [numbers or [_UNSPLIT] for numbers in dimensions]
+    if any(len(numbers) > 1 for numbers in dimensions):
+        for numbers in dimensions:
+            described.tensor_map.add(dim=numbers)
+        if len(dimensions) == 1:
+            described.tensor_map.add()  # or the axes of one dimension would be one of each
+    else:
+        described.tensor_map.add(
+            dim=[one for numbers in dimensions for one in numbers or [_UNSPLIT]]
+        )
+    described.param_split_shape.add()  # only where pieces differ in size
+    described.indices_offset.add()
+    described.field = described.opt_weight_shard_step = described.opt_weight_shard_size = 0
+
+
+@functools.cache
+def _classes() -> dict[str, Any]:
+    from lowering.protobuf import classes
+
+    return classes("graphtrain.strategy", _MESSAGES, "proto2")
