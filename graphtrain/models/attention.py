@@ -12,14 +12,14 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
-from graphtrain.models.documents import hide_others
-from graphtrain.models.dot import dot
+from graphtrain.models.fused import fused_attention, is_fused
+from graphtrain.models.mixing import attention
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
 from graphtrain.models.positions import frequencies, rotate
 from graphtrain.models.projection import project, projects
 from graphtrain.models.ring import ring_attention
-from graphtrain.models.scores import Scoring, score
+from graphtrain.models.scores import Scoring
 from lowering.constrain import constrain, size_of, split_of
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Attention(nnx.Module):
         scoring, window = Scoring.of(self.model), self._window(full)
         if ring := split_of("attended"):
             return ring_attention(query, key, value, scoring, ring, window)
+        if is_fused(scoring):
+            return fused_attention(query, key, value, scoring, window)
         attend = partial(attention, scoring=scoring)
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=self.model.unroll > 1)
@@ -119,38 +121,3 @@ def _outside(
 def _grouped(x: jax.Array, heads: str) -> jax.Array:
     """With two dimensions of heads: pieces of their split, and those in a piece."""
     return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])
-
-
-def attention(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
-    scoring: Scoring | None = None,
-    window: jax.Array | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention in which groups of query heads share one key and value head.
-
-    Scores and softmax are float32 whatever the dtype of the inputs.
-
-    Args:
-        query: Of every position.
-        key: Of every position.
-        value: Of every position.
-        scoring: What becomes of products; by default they are over the root of head_dim.
-        window: The distance at which a query sees a key no more; without it, it sees all.
-
-    Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
-    """
-    batch, length, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-
-    # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
-    # comes in; any other would transpose the largest array of the model.
-    products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
-    positions = jnp.arange(length)
-    distance = positions[:, None, None] - positions  # (q, 1, k)
-    scores = score(products, distance, scoring or Scoring(head_dim**-0.5), window)
-    shares = jax.nn.softmax(hide_others(scores), axis=-1)
-    mixed = dot("bhqgk,bkhd->bqhgd", shares, value)
-    return mixed.reshape(query.shape)

@@ -35,15 +35,18 @@ def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
         _numbers.reset(token)
 
 
+def numbers() -> Int[Array, "batch seq"] | None:
+    """Which document each token is of; None where they are not kept apart."""
+    return _numbers.get()
+
+
 def places() -> Int[Array, "batch seq"] | None:
     """The position of each token in its document, from 0; None where they are not kept apart."""
-    numbers = _numbers.get()
-    if numbers is None:
+    found = numbers()
+    if found is None:
         return None
-    index = jnp.arange(numbers.shape[1])
-    begins = jnp.concatenate(
-        [jnp.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]], 1
-    )
+    index = jnp.arange(found.shape[1])
+    begins = jnp.concatenate([jnp.ones_like(found[:, :1], bool), found[:, 1:] != found[:, :-1]], 1)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), 1)
 
 
@@ -51,8 +54,8 @@ def hide_others(
     scores: Float[Array, "batch kv_heads query group key"],
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Scores with minus infinity where query and key are of different documents."""
-    numbers = _numbers.get()
-    if numbers is None:
+    found = numbers()
+    if found is None:
         return scores
-    same = numbers[:, :, None] == numbers[:, None, :]
+    same = found[:, :, None] == found[:, None, :]
     return jnp.where(same[:, None, :, None, :], scores, -jnp.inf)

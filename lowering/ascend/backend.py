@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, host, jax_xla, processes
+from lowering import collectives, host, jax_xla, processes, regions
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
@@ -69,7 +69,10 @@ def devices(target: Target) -> list[Device]:
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device; raises as one_device.lower."""
-    program = one_device.lower(graph, rules, mesh_shape, target)
+    with regions.marked("attention"):
+        # On a CPU every collective is made of sums, in which each rank has its place.
+        rank_input = target.on_host and target.devices > 1
+        program = one_device.lower(graph, rules, mesh_shape, target, rank_input=rank_input)
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 
@@ -116,6 +119,7 @@ def _loading(translated: Translated) -> dict[str, Any]:
         "groups": [[list(group) for group in groups] for groups in translated.groups],
         "exchanges": [list(sources) for sources in translated.exchanges],
         "nodes": translated.nodes,
+        "attention_left": list(translated.left),
     }
 
 

@@ -37,7 +37,7 @@ class Collectives:
     def __init__(self, emit: Emitter, ranks: int, rank: Value | None) -> None:
         """rank: the program's own rank, where it has it as an input."""
         self._emit, self._ranks = emit, ranks
-        self._rank = rank
+        self.rank = rank
         self.groups: list[Groups] = []
         self.exchanges: list[list[int]] = []  # by rank: who sends to it
 
@@ -115,6 +115,8 @@ class Collectives:
         sources = np.full(self._ranks, -1)
         for source, target in pairs:
             sources[target] = source
+        if emit.native and (sources >= 0).all():
+            return self._sent(sources, x)
         source = emit.take(known(sources, "s64"), self._own_rank(), 0)
         if emit.native:
             found = self._sent(sources, x)
@@ -145,8 +147,7 @@ class Collectives:
         writer, tensor = self._emit.writer, Tensor(x.shape, x.dtype)
         given = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
         taken = writer.node("NeighborExchange", [given], [tensor], attributes)
-        first = writer.node("TupleGetItem", [taken, writer.constant(0)], tensor)
-        return Value(x.shape, x.dtype, node=first)
+        return self._emit.part(taken, 0, tensor)
 
     def _all(self, groups: Groups, x: Value) -> Value:
         """What every rank of the group has: (ranks of the group, *shape), in the group's order."""
@@ -194,9 +195,9 @@ class Collectives:
         return self._emit.take(known(places, "s64"), self._own_rank(), 0)
 
     def _own_rank(self) -> Value:
-        if self._rank is None:
+        if self.rank is None:
             raise unsupported("collective in a program that does not know its rank")
-        return self._emit.reshape(self._rank, (1,))
+        return self._emit.reshape(self.rank, (1,))
 
     def _attributes(self, groups: Groups) -> dict[str, Any]:
         if groups not in self.groups:

@@ -79,14 +79,28 @@ class Emitter:
         attributes: Mapping[str, Any] | None = None,
     ) -> Value:
         """An operator of MindSpore; inputs that are no Values are settings, given as constants."""
-        names = [
+        tensor = Tensor(shape, dtype)
+        node = self.writer.node(operator, self._names(inputs), tensor, attributes)
+        return Value(tensor.shape, dtype, node=node)
+
+    def several(
+        self, operator: str, inputs: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> tuple[Value, ...]:
+        """As apply, of an operator that has several results."""
+        names = self._names(inputs)
+        together = self.writer.node(operator, names, tensors)
+        return tuple(self.part(together, number, one) for number, one in enumerate(tensors))
+
+    def part(self, together: str, number: int, tensor: Tensor) -> Value:
+        """One of a tuple of results."""
+        node = self.writer.node("TupleGetItem", [together, self.writer.constant(number)], tensor)
+        return Value(tensor.shape, tensor.dtype, node=node)
+
+    def _names(self, inputs: Sequence[Any]) -> list[str]:
+        return [
             self.node(one) if isinstance(one, Value) else self.writer.constant(one)
             for one in inputs
         ]
-        tensor = Tensor(shape, dtype)
-        return Value(
-            tensor.shape, dtype, node=self.writer.node(operator, names, tensor, attributes)
-        )
 
     def computed(
         self, function: Callable[..., np.ndarray], inputs: Sequence[Value], dtype: str
@@ -150,6 +164,9 @@ class Emitter:
     def both(self, a: Value, b: Value) -> Value:
         return self.elementwise("LogicalAnd", np.logical_and, [a, b])
 
+    def either(self, a: Value, b: Value) -> Value:
+        return self.elementwise("LogicalOr", np.logical_or, [a, b], "pred")
+
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """a where condition, else b."""
         if condition.data is not None and condition.size:
@@ -194,6 +211,11 @@ class Emitter:
         ] == sorted(axis for axis in order if value.shape[axis] > 1):
             return self.reshape(value, shape)
         return self.apply("Transpose", [value, order], shape, value.dtype)
+
+    def reverse(self, value: Value, axes: tuple[int, ...]) -> Value:
+        if value.data is not None:
+            return known(np.flip(value.data, axes), value.dtype)
+        return self.apply("ReverseV2", [value, axes], value.shape, value.dtype)
 
     def broadcast_to(self, value: Value, shape: Sequence[int]) -> Value:
         """Repeat along axes of size 1, and new ones in front."""

@@ -6,18 +6,23 @@ Source: the files that mindspore.export of mindspore 2.10.0 writes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from lowering.ascend.schema import (
     BOOL,
+    CHOICE,
+    CLOSURE,
     FLOAT,
     FUNCTION,
+    GRAPH,
     INT64,
     LIST,
     MESSAGES,
+    NONE,
     PRIMITIVE,
     STRING,
     TENSOR_TYPES,
@@ -34,13 +39,17 @@ _VERSION = 3  # of MindIR, with which MindSpore reads operands as they are writt
 # Operators that keep their settings in attributes; all others take them as inputs.
 _WITH_ATTRIBUTES = {
     "AllGather", "AllReduce", "AlltoAll", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Depend",
-    "Invert", "Load", "MakeTuple", "NeighborExchange", "ReduceScatter", "Rint", "Sort",
+    "Invert", "Load", "MakeTuple", "NeighborExchange", "Partial", "ReduceScatter", "Rint", "Sort",
+    "Switch",
     "TensorScatterMax", "TensorScatterMin", "TensorScatterMul", "TensorScatterUpdate", "TopK",
     "TruncateDiv", "TruncateMod", "TupleGetItem", "UpdateState",
 }  # fmt: skip
 
 # Operators whose result may lie in the memory of what they are given.
-_VIEWS = {"BroadcastTo", "Depend", "MakeTuple", "Reshape", "StridedSlice", "Transpose"}
+_VIEWS = {
+    "BroadcastTo", "Depend", "MakeTuple", "Partial", "Reshape", "StridedSlice", "Transpose",
+    "TupleGetItem",
+}  # fmt: skip
 
 
 def read(binary: bytes) -> Any:
@@ -78,23 +87,22 @@ class Writer:
         )
         self._graph = self.model.graph
         self._graph.name = name
-        self._name = name
         self.count = 0  # of nodes
         self._users: dict[str, list[str]] = {}  # by the variable's reading
-        self._same_memory: dict[str, str] = {}  # node to the variable's reading
-        self._constants: dict[Any, str] = {}
+        self._same_memory: dict[str, frozenset[str]] = {}  # node to readings of variables
+        self._constants: dict[Any, str] = {}  # of the graph that is being written
         self._primitives: dict[Any, str] = {}
 
     def input(self, name: str, tensor: Tensor) -> str:
         """An argument of the graph; in the order in which they are added."""
-        added = self._graph.input.add(name=f"{self._name}:{name}")
+        added = self._graph.input.add(name=f"{self._graph.name}:{name}")
         _describe(added.tensor.add(), tensor)
         return added.name
 
     def parameter(self, name: str, tensor: Tensor) -> str:
         """A variable of the graph, which its loader gives a value and Assign another."""
         added = self._graph.parameter.add(
-            name=f"{self._name}:{name}", ref_key=name, compression_type=0
+            name=f"{self._graph.name}:{name}", ref_key=name, compression_type=0
         )
         _describe(added, tensor)
         return added.name
@@ -103,11 +111,54 @@ class Writer:
         """What a variable holds before anything is written."""
         name = self.node("Load", [variable, self.monad()], tensor)
         self._users[name] = []
-        self._same_memory[name] = name
+        self._same_memory[name] = frozenset([name])
+        return name
+
+    @contextmanager
+    def function(self, name: str) -> Iterator[None]:
+        """What is written inside goes into a graph of its own, which others call by name."""
+        before = self._graph, self._constants
+        self._graph, self._constants = self.model.functions.add(name=name), {}
+        try:
+            yield
+        finally:
+            self._graph, self._constants = before
+
+    def call(self, function: str, inputs: Sequence[str], tensors: Sequence[Tensor]) -> str:
+        """The tuple that a function returns."""
+        return self._operator(f"REF::{function}", inputs, tensors)
+
+    def choice(
+        self,
+        condition: str,
+        options: Sequence[tuple[str, Sequence[str]]],
+        tensors: Sequence[Tensor],
+    ) -> str:
+        """What one of two functions returns.
+
+        Args:
+            options: name and inputs of the function to be called where the condition is true, and
+                of the other.
+        """
+        closures = []
+        for function, inputs in options:
+            # A function is referred to by its name, and a closure by the node that makes it.
+            closure = self.node("Partial", [function, *inputs], None, {"side_effect_propagate": 1})
+            made = self._graph.node[-1].attribute[-1]
+            made.type, made.s = CLOSURE, closure.encode()
+            closures.append(closure)
+        chosen = self.node("Switch", [condition, *closures], None)
+        result = self._graph.node[-1].attribute[-1]
+        result.type = CHOICE
+        for function, _ in options:
+            result.values.add(type=GRAPH, s=function.encode())
+        readings = frozenset().union(*(self._same_memory.get(one, ()) for one in closures))
+        name = self.call(chosen, [], tensors)
+        self._reads(name, readings, is_view=True)
         return name
 
     def constant(self, value: Any) -> str:
-        """A number, a truth, a tuple of integers, or an array (of a type that MindIR has)."""
+        """A number, a truth, a tuple of integers, an array (of a type that MindIR has), or None."""
         key = (
             (value.dtype.str, value.dtype.name, value.shape, value.tobytes())
             if isinstance(value, np.ndarray)
@@ -142,20 +193,33 @@ class Writer:
             attributes: of the primitive.
             ref: the variable that the result stands for.
         """
-        node = self._graph.node.add(input=inputs)
-        node.op_type = f"REF::{self._primitive(operator, attributes or {})}"
-        node.domain = f"Default/{operator}-op{self.count}"
-        shape = node.attribute.add(name="shape")
-        _set_result(shape, result)
+        kind = f"REF::{self._primitive(operator, attributes or {})}"
+        name = self._operator(kind, inputs, result, operator in _VIEWS)
+        node = self._graph.node[-1]
+        node.domain = f"Default/{operator}-op{self.count - 1}"
         if ref is not None:
-            shape.tensors[0].ref_key = ref
-        name = self._finish(node, "n")
-        for one in inputs:
-            if (reading := self._same_memory.get(one)) is not None:
-                self._users[reading].append(name)
-                if operator in _VIEWS:
-                    self._same_memory[name] = reading
+            node.attribute[-1].tensors[0].ref_key = ref
         return name
+
+    def _operator(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        result: Tensor | Sequence[Tensor] | None,
+        is_view: bool = True,
+    ) -> str:
+        node = self._graph.node.add(input=inputs, op_type=kind)
+        _set_result(node.attribute.add(name="shape"), result)
+        name = self._finish(node, "n")
+        readings = frozenset().union(*(self._same_memory.get(one, ()) for one in inputs))
+        self._reads(name, readings, is_view)
+        return name
+
+    def _reads(self, name: str, readings: frozenset[str], is_view: bool) -> None:
+        for reading in sorted(readings):
+            self._users[reading].append(name)
+        if is_view and readings:
+            self._same_memory[name] = readings
 
     def users(self, reading: str) -> list[str]:
         """Nodes that read a variable's memory, which must be done before it is written over."""
@@ -163,14 +227,24 @@ class Writer:
 
     def finish(self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None) -> bytes:
         """The file, of a graph that returns a tuple, once what `after` orders has happened."""
+        self.returned(outputs, tensors, after)
+        return self.model.SerializeToString(deterministic=True)
+
+    def returned(
+        self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None = None
+    ) -> None:
+        """End the graph that is being written: it returns a tuple."""
         result = self.node("MakeTuple", outputs, tensors)
         if after is not None:
             result = self.node(
                 "Depend", [result, after], tensors, attributes={"side_effect_propagate": 1}
             )
-        output = self._graph.output.add(name=result, denotation="Tuple")
+        self.returns(result, tensors)
+
+    def returns(self, together: str, tensors: Sequence[Tensor]) -> None:
+        """End the graph that is being written with a tuple that is there already."""
+        output = self._graph.output.add(name=together, denotation="Tuple")
         _set_result(output.attr_info, tensors)
-        return self.model.SerializeToString(deterministic=True)
 
     def _primitive(self, operator: str, attributes: Mapping[str, Any]) -> str:
         key = operator, repr(sorted(attributes.items()))
@@ -187,7 +261,7 @@ class Writer:
 
     def _finish(self, node: Any, prefix: str) -> str:
         self.count += 1
-        node.name = f"{self._name}:{prefix}{self.count}"
+        node.name = f"{self._graph.name}:{prefix}{self.count}"
         node.output.append(node.name)
         return node.name
 
@@ -216,7 +290,9 @@ def _set_result(attribute: Any, result: Tensor | Sequence[Tensor] | None) -> Non
 
 
 def _set_value(attribute: Any, value: Any) -> None:
-    if isinstance(value, bool):
+    if value is None:
+        attribute.type = NONE
+    elif isinstance(value, bool):
         attribute.type, attribute.i = BOOL, int(value)
     elif isinstance(value, int):
         attribute.type, attribute.i = INT64, value

@@ -14,7 +14,7 @@ from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.values import Value, known
 from lowering.one_device.proto import TYPE_NAMES, Message
 
-_FLOATS = ("f16", "f32", "f64", "bf16")
+FLOATS = ("f16", "f32", "f64", "bf16")
 _BITS = {
     "pred": 1,
     "s8": 8,
@@ -105,7 +105,7 @@ def unary(emit: Emitter, instruction: Message, x: Value) -> Value:
     if instruction.opcode in ("abs", "sign") and dtype.startswith("u"):
         raise unsupported(f"{instruction.opcode} of {dtype}")
     operator, function = UNARY[instruction.opcode]
-    if instruction.opcode == "sign" and dtype in _FLOATS:  # keeps what is not a number
+    if instruction.opcode == "sign" and dtype in FLOATS:  # keeps what is not a number
         signs = emit.elementwise(operator, function, [x])
         return emit.select(emit.compare("NotEqual", x, x), x, signs)
     return settled(emit, emit.elementwise(operator, function, [x]), dtype)
@@ -116,13 +116,13 @@ def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     if dtype == "pred":  # numbers of one bit
         opcode = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}[opcode]
         return logical(emit, opcode, a, b)
-    if opcode == "power" and dtype not in _FLOATS:
+    if opcode == "power" and dtype not in FLOATS:
         raise unsupported(f"power of {dtype}")
     if opcode in ("maximum", "minimum"):
         less = compared(emit, "GT" if opcode == "maximum" else "LT", a, b, dtype)
-        if dtype == "u64":
+        if dtype in ("u16", "u64"):  # MindSpore has no operator for them
             return emit.select(less, a, b)
-        if dtype in _FLOATS:  # what is not a number wins; MindSpore's operators drop it
+        if dtype in FLOATS:  # what is not a number wins; MindSpore's operators drop it
             operator, function = BINARY[opcode]
             return _keeping_nan(emit, emit.elementwise(operator, function, [a, b]), a, b)
     operator, function = BINARY[opcode]
@@ -165,35 +165,44 @@ def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
 def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     """Of integers towards zero; by zero all ones, or what was to be divided as a remainder."""
     dtype, is_rest = hlo_type(instruction), instruction.opcode == "remainder"
-    if dtype in _FLOATS:
+    if dtype in FLOATS:
         if is_rest:
             return settled(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
         result = emit.elementwise("Div", np.divide, [a, b])
         if not emit.native:  # a CPU's Div of what is not a number by 0 is infinite
             result = _keeping_nan(emit, result, a, b)
         return settled(emit, result, dtype)
-    if dtype == "u64":
-        raise unsupported("division of u64")
     wide_a, wide_b = emit.cast(a, "s64"), emit.cast(b, "s64")
     is_zero = emit.compare("Equal", wide_b, emit.integer(0, wide_b))
     safe = emit.select(is_zero, emit.integer(1, wide_b), wide_b)
-    # The one quotient that 64 bits do not hold would end the process.
-    is_minus = emit.compare("Equal", safe, emit.integer(-1, safe))
     if dtype == "s64":
-        safe = emit.select(is_minus, emit.integer(1, safe), safe)
-    # A CPU's TruncateDiv is inexact beyond 53 bits, its RealDiv of integers is not.
-    result = emit.elementwise(
-        "TruncateDiv" if emit.native else "RealDiv", _truncated, [wide_a, safe]
-    )
-    if is_rest:
-        result = emit.subtract(wide_a, emit.multiply(result, safe))
-    if dtype == "s64":
-        zero = emit.integer(0, result)
-        other = zero if is_rest else emit.subtract(zero, wide_a)
-        result = emit.select(is_minus, emit.broadcast_to(other, result.shape), result)
+        result = _divided_64(emit, wide_a, safe, is_rest)
+    else:
+        result = _quotient(emit, wide_a, safe)
+        result = _rest(emit, wide_a, result, safe) if is_rest else result
     by_zero = wide_a if is_rest else emit.integer(-1, result)
     result = emit.select(is_zero, by_zero, result)
     return settled(emit, emit.cast(result, a.dtype), dtype)
+
+
+def _divided_64(emit: Emitter, a: Value, b: Value, is_rest: bool) -> Value:
+    """Numbers of 64 bits by -1 are negated: the one quotient that 64 bits do not hold would end the
+    process."""
+    is_minus = emit.compare("Equal", b, emit.integer(-1, b))
+    safe = emit.select(is_minus, emit.integer(1, b), b)
+    result, zero = _quotient(emit, a, safe), emit.integer(0, a)
+    result = _rest(emit, a, result, safe) if is_rest else result
+    other = zero if is_rest else emit.subtract(zero, a)
+    return emit.select(is_minus, emit.broadcast_to(other, result.shape), result)
+
+
+def _quotient(emit: Emitter, a: Value, b: Value) -> Value:
+    # A CPU's TruncateDiv is inexact beyond 53 bits, its RealDiv of integers is not.
+    return emit.elementwise("TruncateDiv" if emit.native else "RealDiv", _truncated, [a, b])
+
+
+def _rest(emit: Emitter, a: Value, quotient: Value, b: Value) -> Value:
+    return emit.subtract(a, emit.multiply(quotient, b))
 
 
 def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -208,6 +217,8 @@ def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     if logical_right and dtype[0] == "s" and bits < 64:
         mask = emit.integer((1 << bits) - 1, wide)
         wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
+    if opcode == "shift-right-arithmetic" and dtype[0] == "u" and bits < 64:
+        wide = signed(emit, wide, bits)  # copies of the first bit
     within = emit.minimum(by, emit.integer(bits - 1, by))
     if opcode == "shift-left":
         result = emit.elementwise("LeftShift", np.left_shift, [wide, within])
@@ -243,10 +254,12 @@ def converted(emit: Emitter, instruction: Message, x: Value, source: str) -> Val
     stored = emit.stored(dtype)
     if dtype == "pred":
         return emit.compare("NotEqual", x, emit.literal(np.array(0), source))
-    if source in _FLOATS and dtype not in _FLOATS:
+    if (source == "u64" and dtype in FLOATS) or (dtype == "u64" and source in FLOATS):
+        raise unsupported(f"conversion of {source} to {dtype}")
+    if source in FLOATS and dtype not in FLOATS:
         x = _within(emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype)
         return emit.cast(x, stored)
-    if dtype[0] == "u" and _BITS[dtype] < 64 and source not in _FLOATS:
+    if dtype[0] == "u" and _BITS[dtype] < 64 and source not in FLOATS:
         wide = emit.cast(x, "s64")
         mask = emit.integer((1 << _BITS[dtype]) - 1, wide)
         wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
@@ -286,9 +299,9 @@ def _resigned(emit: Emitter, x: Value, dtype: str) -> Value:
     return emit.cast(wide, emit.stored(dtype))
 
 
-def signed(emit: Emitter, wide: Value) -> Value:
-    """32 bits of a wider integer as a signed number: from 2 ** 31 on, less 2 ** 32."""
-    half, whole = emit.integer(1 << 31, wide), emit.integer(1 << 32, wide)
+def signed(emit: Emitter, wide: Value, bits: int = 32) -> Value:
+    """Bits of a wider integer as a signed number: from 2 ** (bits - 1) on, less 2 ** bits."""
+    half, whole = emit.integer(1 << (bits - 1), wide), emit.integer(1 << bits, wide)
     return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, whole), wide)
 
 
@@ -400,13 +413,21 @@ def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> 
     if not axes:
         return x
     operator, _ = REDUCERS[kind]
-    if x.dtype == "pred" and operator not in ("ReduceAll", "ReduceAny"):
+    if x.dtype == "pred":
         operator = {"ReduceMax": "ReduceAny", "ReduceMin": "ReduceAll"}.get(operator, operator)
+    elif operator in ("ReduceAll", "ReduceAny"):
+        raise unsupported(f"reduction by {kind} of the bits of {dtype}")
     shape = [size for axis, size in enumerate(x.shape) if axis not in axes]
     settings: list[Any] = [tuple(axes), False]
     if operator == "ReduceSum":
         settings.append(False)
-    return settled(emit, emit.apply(operator, [x, *settings], shape, x.dtype), dtype)
+    result = emit.apply(operator, [x, *settings], shape, x.dtype)
+    if kind in ("maximum", "minimum") and x.dtype in FLOATS and not emit.native:
+        # A CPU's operators pass over what is not a number.
+        is_none = emit.compare("NotEqual", x, x)
+        any_none = emit.apply("ReduceAny", [is_none, *settings], shape, "pred")
+        result = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), result)
+    return settled(emit, result, dtype)
 
 
 def with_initial(emit: Emitter, kind: str, x: Value, initial: Value, dtype: str) -> Value:
@@ -424,7 +445,7 @@ def _changes_nothing(kind: str, value: Any, dtype: str) -> bool:
         return not value
     if kind in ("multiply", "and"):
         return value == 1
-    if dtype in _FLOATS:
+    if dtype in FLOATS:
         return value == (-np.inf if kind == "maximum" else np.inf)
     return False
 

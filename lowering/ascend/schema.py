@@ -74,7 +74,8 @@ TENSOR_TYPES = {
     "f32": 1, "u8": 2, "s8": 3, "u16": 4, "s16": 5, "s32": 6, "s64": 7, "pred": 9, "f16": 10,
     "f64": 11, "u32": 12, "u64": 13, "bf16": 16,
 }  # fmt: skip
-INT64, STRING, BOOL, TENSORS, TUPLE, LIST, UMONAD = 7, 8, 9, 19, 20, 21, 23
+INT64, STRING, BOOL, TENSORS, TUPLE, LIST, UMONAD, NONE = 7, 8, 9, 19, 20, 21, 23, 25
+GRAPH, CLOSURE, CHOICE = 27, 28, 29  # what Switch chooses from, a Partial, and a Switch
 FLOAT = 1
 PRIMITIVE, FUNCTION = 1, 2  # PrimitiveProto.PrimType
 

@@ -1,4 +1,4 @@
-"""Sorting, the largest elements and where they are, and running sums."""
+"""Sorting, the largest elements and where they are, and running sums and maxima."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.operations import shape_of
+from lowering.ascend.mindir import Tensor
+from lowering.ascend.operations import FLOATS, hlo_type, settled, shape_of
 from lowering.ascend.values import Value, known
 from lowering.one_device.proto import Message
 
@@ -61,21 +62,13 @@ def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequ
     (axis,) = instruction.dimensions
     axis, key = int(axis), operands[0]
     descending = not is_ascending(evaluate, operands)
-    order = _order(emit, _turned(emit, key) if descending else key, axis)
+    order = _order(emit, key, axis, descending)
     results = [_taken_along(emit, x, order, axis) for x in operands]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _turned(emit: Emitter, key: Value) -> Value:
-    if key.dtype == "pred":
-        return emit.elementwise("LogicalNot", np.logical_not, [key], "pred")
-    if key.dtype in ("f16", "f32", "f64", "bf16"):
-        return emit.elementwise("Neg", np.negative, [key])
-    return emit.elementwise("BitwiseXor", np.bitwise_xor, [key, emit.integer(-1, key)])
-
-
-def _order(emit: Emitter, key: Value, axis: int) -> Value:
-    """The numbers of elements in ascending order, the first of equal ones first.
+def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
+    """The numbers of elements in order, the first of equal ones first; no number is the greatest.
 
     MindSpore's Sort says nothing of equal elements, so an element's place is counted: how many are
     smaller, or equal and before it. That is quadratic, and meant for the few experts of a mixture.
@@ -89,10 +82,8 @@ def _order(emit: Emitter, key: Value, axis: int) -> Value:
     others = emit.reshape(rows, (*rows.shape[:-1], 1, size))
     before = known(np.arange(size)[None, :] < np.arange(size)[:, None], "pred")
     before = emit.broadcast_to(before, (*rows.shape[:-1], size, size))
-    equal = emit.both(emit.compare("Equal", others, mine), before)
-    ahead = emit.elementwise(
-        "LogicalOr", np.logical_or, [emit.compare("Less", others, mine), equal], "pred"
-    )
+    less, equal = _ordered(emit, *((mine, others) if descending else (others, mine)))
+    ahead = emit.either(less, emit.both(equal, before))
     counted = emit.cast(ahead, "f32")
     place = emit.apply("ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32")
     # The element whose place is p: the only one for which place == p.
@@ -105,6 +96,16 @@ def _order(emit: Emitter, key: Value, axis: int) -> Value:
     return emit.transpose(order, inverse([*behind, axis]))
 
 
+def _ordered(emit: Emitter, a: Value, b: Value) -> tuple[Value, Value]:
+    """Whether a comes before b, and whether they are equal, in ascending order."""
+    less, equal = emit.compare("Less", a, b), emit.compare("Equal", a, b)
+    if a.dtype not in FLOATS:
+        return less, equal
+    no_a, no_b = (emit.compare("NotEqual", one, one) for one in (a, b))
+    is_a = emit.elementwise("LogicalNot", np.logical_not, [no_a], "pred")
+    return emit.either(less, emit.both(is_a, no_b)), emit.either(equal, emit.both(no_a, no_b))
+
+
 def _taken_along(emit: Emitter, x: Value, order: Value, axis: int) -> Value:
     stored = x.dtype
     x = emit.cast(x, "s32") if stored == "pred" else x
@@ -115,7 +116,7 @@ def top_k(emit: Emitter, instruction: Message, x: Value) -> tuple[Value, Value]:
     """The largest elements along the last axis, largest first, and where they were."""
     values = instruction.shape.tuple_shapes[0]
     k = values.dimensions[-1]
-    order = _order(emit, _turned(emit, x), len(x.shape) - 1)
+    order = _order(emit, x, len(x.shape) - 1, descending=True)
     low, high = [0] * len(x.shape), [*x.shape[:-1], k]
     order = emit.slice(order, low, high)
     found = emit.apply("GatherD", [x, len(x.shape) - 1, order], values.dimensions, x.dtype)
@@ -142,32 +143,48 @@ def largest(
     is_max = int(chosen.data) == 2
     (axis,) = axes
     shape = tuple(size for a, size in enumerate(x.shape) if a != axis)
+    stored = x.dtype
+    x = emit.cast(x, "s32") if stored == "pred" else x
     found = emit.apply("ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype)
     # The first of the equal ones: the smallest number among them.
     along = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     is_best = emit.compare("Equal", x, emit.reshape(found, along))
+    if x.dtype in FLOATS:  # what is not a number wins
+        is_none = emit.compare("NotEqual", x, x)
+        any_none = emit.apply("ReduceAny", [is_none, (axis,), False], shape, "pred")
+        is_best = emit.select(emit.reshape(any_none, along), is_none, is_best)
+        found = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), found)
     counted = emit.cast(numbers, "f32")
     beyond = known(np.array(float(x.shape[axis]), np.float32), "f32")
     candidates = emit.select(is_best, counted, beyond)
     number = emit.apply("ReduceMin", [candidates, (axis,), False], shape, "f32")
-    return found, emit.cast(number, numbers.dtype)
+    return emit.cast(found, stored), emit.cast(number, numbers.dtype)
 
 
-def running_sum(emit: Emitter, instruction: Message, x: Value) -> Value:
-    """A window that ends at each element and is as long as the axis.
+def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
+    """A sum or the greatest of a window that ends at each element and is as long as the axis.
 
     Raises:
-        LoweringError: it is another window.
+        LoweringError: it is another window, or another function of it.
     """
+    what = unsupported("reduce-window other than a running sum or maximum")
     windows = instruction.window.dimensions
     moving = [axis for axis, window in enumerate(windows) if window.size > 1]
-    if len(moving) != 1 or shape_of(instruction) != x.shape:
-        raise unsupported("reduce-window other than a running sum")
+    if len(moving) > 1 or shape_of(instruction) != x.shape:
+        raise what
+    if not moving:
+        return x
     (axis,) = moving
     window = windows[axis]
     size = x.shape[axis]
     forward = window.padding_low == size - 1 and window.padding_high == 0
     backward = window.padding_high == size - 1 and window.padding_low == 0
-    if window.size != size or not (forward or backward):
-        raise unsupported("reduce-window other than a running sum")
-    return emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
+    if window.size != size or not (forward or backward) or kind not in ("add", "maximum"):
+        raise what
+    if kind == "add":
+        sums = emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
+        return settled(emit, sums, hlo_type(instruction))
+    x = emit.reverse(x, (axis,)) if backward else x
+    tensors = [Tensor(x.shape, x.dtype), Tensor(x.shape, "s64")]  # the second: where it is
+    greatest = emit.several("Cummax", [x, axis], tensors)[0]
+    return emit.reverse(greatest, (axis,)) if backward else greatest

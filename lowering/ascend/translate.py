@@ -6,25 +6,28 @@ A loop's counter is known, so its turns are written one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lowering.ascend import indexing, operations, sorting
+from lowering.ascend.attention import Attention
 from lowering.ascend.collectives import Collectives
+from lowering.ascend.control import Control
 from lowering.ascend.emitter import Emitter, unsupported
+from lowering.ascend.flow import Flow
 from lowering.ascend.literals import array_of
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
-from lowering.ascend.values import Value, known
+from lowering.ascend.regions import Marked, find
+from lowering.ascend.values import Value
 from lowering.errors import LoweringError
 from lowering.groups import Groups
 from lowering.one_device.normalise import Normalised, entry_of
 from lowering.one_device.proto import TYPE_NAMES, Message, read_module
-
-_UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Translated:
     groups: tuple[Groups, ...]  # by number of their placeholders
     exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
     nodes: int
+    left: tuple[str, ...]  # why marked attention was left as it is
 
 
 def translate(
@@ -68,12 +72,18 @@ class _Walk:
         self.emit = Emitter(name, native=native)
         self._normalised, self._ranks = normalised, ranks
         self._computations = {each.id: each for each in self.module.computations}
-        self._types = {
-            each.id: TYPE_NAMES[each.shape.element_type]
-            for one in self.module.computations
-            for each in one.instructions
+        self._instructions = {
+            each.id: each for one in self.module.computations for each in one.instructions
         }
-        self._turns = 0
+        self._types = {
+            number: TYPE_NAMES[each.shape.element_type]
+            for number, each in self._instructions.items()
+        }
+        self._regions: dict[int, Marked] = {}  # by computation
+        self._is_located = False  # an error on its way says its line
+        self._attention = Attention(self.emit)
+        control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
+        self._flow = Flow(self.module, self.run, control)
         self._collectives = Collectives(self.emit, ranks, None)
 
     def arguments(self, written: set[int]) -> list[Value]:
@@ -129,30 +139,54 @@ class _Walk:
             tuple(self._collectives.groups),
             tuple(tuple(one) for one in self._collectives.exchanges),
             writer.count,
+            tuple(sorted(set(self._attention.left))),
         )
 
     def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
         """The root of a computation: a Value, or a tuple of them."""
         values: dict[int, Any] = {}
+        marked = self._marked(computation)
         for instruction in computation.instructions:
-            operands = [values[number] for number in instruction.operand_ids]
+            if instruction.id not in marked.needed:
+                continue
             if instruction.opcode == "parameter":
                 values[instruction.id] = arguments[instruction.parameter_number]
                 continue
-            try:
-                values[instruction.id] = self._instruction(instruction, operands)
-            except LoweringError as error:
-                raise self._located(error, instruction) from None
+            if region := marked.regions.get(instruction.id):
+                found = self._attention.written(region, values[region.entry])
+                if found is not None:
+                    values[instruction.id] = found
+                    continue
+                for number in region.inside:
+                    values[number] = self._located(self._instructions[number], values)
+            values[instruction.id] = self._located(instruction, values)
         return values[computation.root_id]
 
-    def _located(self, error: LoweringError, instruction: Message) -> LoweringError:
-        line = self._normalised.sources.get(instruction.id)
-        if line is None or line in str(error):
-            return error
-        return LoweringError(f"{line}: {error} ({instruction.opcode} in {self.module.name})")
+    def _marked(self, computation: Message) -> Marked:
+        """Its regions, which only devices have operators for."""
+        if computation.id not in self._regions:
+            found = find(computation, whole=not self.emit.native)
+            if found.left:
+                self._attention.left.append("attention that several devices compute together")
+            self._regions[computation.id] = found
+        return self._regions[computation.id]
+
+    def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
+        """The result of an instruction; an error says which line of the model it comes from."""
+        try:
+            return self._instruction(instruction, [values[i] for i in instruction.operand_ids])
+        except LoweringError as error:
+            line = self._normalised.sources.get(instruction.id)
+            if line is None or self._is_located:  # by what it calls
+                raise
+            self._is_located = True
+            where = f"{instruction.opcode} in {self.module.name}"
+            raise LoweringError(f"{line}: {error} ({where})") from None
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit
+        if opcode in _NOT_OF_U64 and "u64" in {self._types[i] for i in instruction.operand_ids}:
+            raise unsupported(f"{opcode} of u64")
         if opcode in _SIMPLE:
             return _SIMPLE[opcode](emit, instruction, *operands)
         if opcode in _STRUCTURE:
@@ -164,31 +198,15 @@ class _Walk:
     def _call(self, instruction: Message, operands: Sequence[Any]) -> Any:
         return self.run(self._computations[instruction.called_computation_ids[0]], operands)
 
-    def _loop(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        body, condition = (self._computations[i] for i in instruction.called_computation_ids)
-        state = operands[0]
-        while True:
-            goes_on = self.run(condition, [state])
-            if goes_on.data is None:
-                raise unsupported("loop whose number of turns is known only when it runs")
-            if not goes_on.data:
-                return state
-            self._turns += 1
-            if self._turns > _UNROLLED:
-                raise unsupported(f"graph of more than {_UNROLLED:,} turns of loops")
-            state = self.run(body, [state])
-
-    def _branches(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        choice, *arguments = operands
-        if choice.data is None:
-            raise unsupported("conditional that is decided when it runs; use select")
-        last = len(arguments) - 1
-        number = int(choice.data)
-        if choice.dtype == "pred":
-            number = 0 if choice.data else 1
-        number = number if 0 <= number <= last else last
-        chosen = self._computations[instruction.called_computation_ids[number]]
-        return self.run(chosen, [arguments[number]])
+    @contextmanager
+    def _elsewhere(self, rank: Value | None = None) -> Iterator[None]:
+        """In a graph of its own, where nodes of another are nothing."""
+        before = self._attention.masks, self._collectives.rank
+        self._attention.masks, self._collectives.rank = {}, rank
+        try:
+            yield
+        finally:
+            self._attention.masks, self._collectives.rank = before
 
     def _reduce(self, instruction: Message, operands: Sequence[Any]) -> Any:
         axes = [int(axis) for axis in instruction.dimensions]
@@ -207,9 +225,7 @@ class _Walk:
         return sorting.sort(self.emit, instruction, self._function(instruction), operands)
 
     def _windows(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        if self._combiner(instruction) != "add":
-            raise unsupported("reduce-window other than a running sum")
-        return sorting.running_sum(self.emit, instruction, operands[0])
+        return sorting.running(self.emit, instruction, self._combiner(instruction), operands[0])
 
     def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if instruction.custom_call_target == "TopK":
@@ -260,6 +276,9 @@ class _Walk:
         )
 
 
+# Kept in a signed type of 64 bits, which orders and divides otherwise.
+_NOT_OF_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
+
 _Simple = Callable[..., Any]
 
 
@@ -272,13 +291,6 @@ def _slice(emit: Emitter, instruction: Message, x: Value) -> Value:
     return emit.slice(
         x, [c.start for c in cuts], [c.limit for c in cuts], [c.stride or 1 for c in cuts]
     )
-
-
-def _reverse(emit: Emitter, instruction: Message, x: Value) -> Value:
-    axes = tuple(int(axis) for axis in instruction.dimensions)
-    if x.data is not None:
-        return known(np.flip(x.data, axes), x.dtype)
-    return emit.apply("ReverseV2", [x, axes], x.shape, x.dtype)
 
 
 def _finite(emit: Emitter, instruction: Message, x: Value) -> Value:
@@ -309,7 +321,7 @@ _SIMPLE: dict[str, _Simple] = {
     "is-finite": _finite,
     "pad": operations.padded,
     "reshape": lambda emit, i, x: emit.reshape(x, shape_of(i)),
-    "reverse": _reverse,
+    "reverse": lambda emit, i, x: emit.reverse(x, tuple(int(axis) for axis in i.dimensions)),
     "select": lambda emit, i, c, a, b: emit.select(c, a, b),
     "slice": _slice,
     "transpose": lambda emit, i, x: emit.transpose(x, i.dimensions),
@@ -323,7 +335,7 @@ _STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
     "collective-permute": lambda walk, i, xs: walk._collectives.permute(i, xs[0]),
     "bitcast-convert": _Walk._converted,
     "compare": _Walk._compared,
-    "conditional": _Walk._branches,
+    "conditional": lambda walk, i, xs: walk._flow.branch(walk.emit, i, xs),
     "convert": _Walk._converted,
     "custom-call": _Walk._custom,
     "dynamic-slice": lambda walk, i, xs: indexing.dynamic_slice(
@@ -339,5 +351,5 @@ _STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
     "scatter": _Walk._scatter,
     "topk": lambda walk, i, xs: sorting.top_k(walk.emit, i, xs[0]),
     "sort": _Walk._sort,
-    "while": _Walk._loop,
+    "while": lambda walk, i, xs: walk._flow.loop(i, xs[0]),
 }

@@ -52,8 +52,13 @@ class OneDevice:
         )
 
 
-def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> OneDevice:
+def lower(
+    graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target, *, rank_input: bool = False
+) -> OneDevice:
     """Trace a graph, split it, and take the program of one device in its normalised form.
+
+    Args:
+        rank_input: the rank is an input even of a program that does not ask for it.
 
     Raises:
         ShardingError: an array cannot be placed.
@@ -68,7 +73,7 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
     whole = jax_xla.lower(graph, rules, mesh_shape, Target("cpu", (target.devices,)))
     with overhear() as replicated:
         split = partition(whole.handle)
-    normalised = normalise(split.hlo, name=graph.name, ranks=target.devices)
+    normalised = normalise(split.hlo, name=graph.name, ranks=target.devices, rank_input=rank_input)
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
+from lowering.one_device.marks import marks
 from lowering.one_device.precision import drop_exact_roundings
 from lowering.one_device.proto import TYPES, Message, read_module, unknown, write_module
 from lowering.one_device.rank import rank_as_input
@@ -49,12 +50,13 @@ class Normalised:
     sources: dict[int, str]  # line of the model's code by instruction id
 
 
-def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
+def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
     """Rewrite the module of one device, as lowering.partitioned.partitioned gives it.
 
     Args:
         name: of the module; XLA's own is that of a Python function.
         ranks: devices that run the module.
+        rank_input: the rank is an input even if the module does not ask for it.
 
     Raises:
         LoweringError: the module holds what no reader of Neuron's would see.
@@ -68,9 +70,12 @@ def normalise(binary: bytes, *, name: str, ranks: int) -> Normalised:
         for instruction in computation.instructions:
             write_explicitly(instruction, ranks)
             _settle_order(instruction)
+            kept = marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
-    rank_input = rank_as_input(module)
+            if kept:
+                instruction.frontend_attributes.map.update(kept)
+    rank_input = rank_as_input(module, always=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
         module.ClearField(field)

@@ -13,15 +13,18 @@ from lowering.one_device.proto import TYPES, Message, message
 _ASKS = ("partition-id", "replica-id")
 
 
-def rank_as_input(module: Message) -> bool:
-    """Replace the instructions that ask for the rank by a last parameter; whether there were any.
+def rank_as_input(module: Message, *, always: bool = False) -> bool:
+    """Replace the instructions that ask for the rank by a last parameter; whether there is one.
+
+    Args:
+        always: even if none asks.
 
     Raises:
         LoweringError: the rank is asked for inside a conditional.
     """
     rewriter = _Rewriter(module)
     entry = rewriter.computations[module.entry_computation_id]
-    if entry.id not in rewriter.asking:
+    if entry.id not in rewriter.asking and not always:
         return False
     rank = rewriter.add_parameter(entry)
     module.host_program_shape.parameters.append(_scalar())

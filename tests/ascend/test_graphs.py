@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
@@ -18,7 +19,10 @@ from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
 from lowering.ascend.personal import groups_of, personal
 from lowering.ascend.schema import TENSOR_TYPES
+from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
+from lowering.one_device.normalise import normalise
+from lowering.partitioned import partition
 from lowering.target import Target
 from lowering.trees import flatten
 from sharding_rules.rules import Rules
@@ -69,6 +73,61 @@ def test_collectives_are_those_of_hccl_with_the_groups_of_the_rank(cube):
     # Devices are numbered along data, fsdp, tensor: 5 is the second of data and of tensor.
     assert [4, 5] in groups.values() and [5, 7] in groups.values()
     assert not any(b"graphtrain.group" in one.SerializeToString() for one in model.primitives)
+
+
+def test_every_kind_of_collective_is_hccls_own():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+
+    def every(x):
+        lax, around = jax.lax, [(n, (n + 1) % 4) for n in range(4)]
+        return (
+            lax.psum(x, "data"),
+            lax.pmax(x, "tensor"),
+            lax.all_gather(x, "tensor"),
+            lax.psum_scatter(x, "tensor", tiled=True),
+            lax.all_to_all(x, "tensor", 0, 0, tiled=True),
+            lax.ppermute(x, "tensor", around),
+        )
+
+    whole = jax.sharding.PartitionSpec()
+    function = jax.shard_map(every, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    normalised = normalise(
+        partition(jax.jit(function).lower(np.ones((8, 3), np.float32))).hlo, name="test", ranks=8
+    )
+    graph = translate(normalised, name="test", ranks=8, native=True, in_place={})
+    model = mindir.read(personal(graph.mindir, graph.groups, graph.exchanges, 5, "Ascend"))
+    found = {}
+    for one in operators(model):
+        if any(setting.name == "group" for setting in one.attribute):
+            of = {each.name: each for each in one.attribute}
+            kind = of["op"].s.decode() if one.op_type == "AllReduce" else one.op_type
+            found[kind] = of
+    groups = dict(groups_of(graph.groups, 5, "Ascend"))
+    ranks = {kind: groups.get(of["group"].s.decode(), "all") for kind, of in found.items()}
+    tensor = [4, 5, 6, 7]
+    assert ranks == {
+        "sum": [1, 5],
+        "max": tensor,
+        "AllGather": tensor,
+        "ReduceScatter": tensor,
+        "AlltoAll": tensor,
+        "NeighborExchange": "all",
+    }
+    assert found["AllGather"]["rank_size"].i == found["ReduceScatter"]["rank_size"].i == 4
+    assert found["ReduceScatter"]["op"].s == b"sum"
+    split = {name: found["AlltoAll"][name].i for name in ("split_count", "split_dim", "concat_dim")}
+    assert split == {"split_count": 4, "split_dim": 0, "concat_dim": 0}
+    exchange = found["NeighborExchange"]
+    assert [one.ints[0] for one in exchange["recv_rank_ids"].values] == [4]
+    assert [one.ints[0] for one in exchange["send_rank_ids"].values] == [6]
+
+
+def test_on_cpus_a_program_that_gathers_is_given_its_rank():
+    of = program(target="cpu:2", mesh=Mesh(fsdp=2))  # whose evaluation asks for no rank itself
+    artifact = compiled(of, "evaluate", "ascend-cpu:2")
+    assert artifact.record["ascend"]["rank_input"]
+    kinds = {one.op_type for one in operators(mindir.read(artifact.payload))}
+    assert "AllReduce" in kinds and "AllGather" not in kinds
 
 
 def test_a_device_computes_in_bfloat16_and_a_cpu_in_float32(cube):

@@ -15,6 +15,7 @@ few = settings(  # every example is compiled twice
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
+once = settings(few, max_examples=1)  # of many operations
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
@@ -270,15 +271,136 @@ def test_random_bits_are_those_of_jax(both, seed):
     equal(both(lambda key: jax.random.normal(jax.random.wrap_key_data(key), (6, 3)), key), 1e-5)
 
 
+@given(seeds)
+@once
+def test_narrow_integers(both, seed):
+    rng = np.random.default_rng(seed)
+    types = (np.int8, np.uint8, np.int16, np.uint16)
+    pairs = []
+    for dtype in types:
+        ends = np.iinfo(dtype)
+        edges = [0, 1, 2, ends.min, ends.max, ends.max // 2, *rng.integers(ends.min, ends.max, 3)]
+        pairs.append(pairs_of(np.array(edges, dtype)))
+
+    def of_two(a, b):
+        lax, by = jax.lax, (b & 7).astype(a.dtype)
+        results = [a + b, a - b, a * b, lax.div(a, b), lax.rem(a, b), a & b, a ^ b, ~a, a < b]
+        results += [jnp.maximum(a, b), jnp.minimum(a, b), lax.shift_left(a, by)]
+        results += [lax.shift_right_logical(a, by), lax.shift_right_arithmetic(a, by)]
+        return [*results, jnp.sort(a), a.argmax(), a[::-1], jnp.pad(a, 1), a.astype(jnp.float32)]
+
+    equal(both(lambda *pairs: [of_two(a, b) for a, b in pairs], *pairs), 0)
+
+
+@given(seeds)
+@few
+def test_what_is_not_a_number_is_the_greatest(both, seed):
+    x = np.random.default_rng(seed).choice(EDGES[[0, 1, 4, 9, 10, 11]], (4, 7))
+
+    def every(x):
+        found = [x.max(1), x.min(0), jnp.sort(x, 1), jnp.sort(x, 0, descending=True)]
+        found += [jax.lax.top_k(x, 3)[0], jnp.cumsum(x, 1)]
+        return [jnp.nan_to_num(one, nan=99.0) for one in found] + [
+            x.argmax(1), x.argmin(0), jnp.argsort(x, 1), jax.lax.top_k(x, 3)[1],
+        ]  # fmt: skip
+
+    equal(both(every, x), 0)
+
+
+@given(seeds)
+@few
+def test_running_sums_and_maxima(both, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-9, 9, (3, 5)).astype(np.int32)
+    unsigned = rng.integers(2**31, 2**32, 6).astype(np.uint32)
+
+    def every(x, unsigned):
+        lax = jax.lax
+        signed = [jnp.cumsum(x, 1), lax.cummax(x, 1), lax.cummax(x, 0, reverse=True)]
+        return [*signed, jnp.cumsum(unsigned), lax.cummax(unsigned), unsigned.sum(), x[:1, :1]]
+
+    equal(both(every, x, unsigned), 0)
+
+
+@given(seeds)
+@few
+def test_loops_whose_turns_are_known_when_they_run(both, seed):
+    rng = np.random.default_rng(seed)
+    turns, limit = np.int32(rng.integers(0, 6)), np.float32(rng.integers(1, 20))
+
+    def write(x, turns, limit, w):
+        """As generation does: until all is written, or something says stop."""
+
+        def goes_on(state):
+            number, x, _ = state
+            return (number < turns) & (x.sum() < limit)
+
+        def turn(state):
+            number, x, written = state
+            x = jnp.tanh(x @ w) + 1
+            return number + 1, x, jax.lax.dynamic_update_slice(written, x[None], (number, 0))
+
+        return jax.lax.while_loop(goes_on, turn, (jnp.int32(0), x, jnp.zeros((6, 3))))
+
+    def nested(x, turns):
+        def inner(n, x):
+            return jax.lax.while_loop(
+                lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] * 1.1 + n), (0, x)
+            )[1]
+
+        def turn(state):
+            number, x = state
+            x = jax.lax.fori_loop(0, 2, lambda n, x: x + n, x)  # written out
+            return number + 1, inner(number, x)
+
+        return jax.lax.while_loop(lambda s: s[0] < turns, turn, (0, x))
+
+    def every(x, turns, limit, w):
+        return write(x, turns, limit, w), nested(x, turns)
+
+    equal(both(every, floats(seed, 3), turns, limit, floats(seed + 1, 3, 3) / 3), 1e-4)
+
+
+@given(st.integers(-1, 4), st.booleans())
+@few
+def test_branches_that_are_chosen_when_they_run(both, number, truth):
+    branches = [lambda x: (x * 2, x), lambda x: (x + 1, -x), lambda x: (jnp.tanh(x), x * x)]
+
+    def every(number, truth, x):
+        chosen = jax.lax.switch(number, branches, x)
+        return chosen, jax.lax.cond(truth, lambda x: x - 1, lambda x: x @ x.T, x)
+
+    equal(both(every, np.int32(number), np.bool_(truth), floats(0, 2, 2)), 1e-5)
+
+
+def test_a_loop_reads_a_variable_before_it_is_written(mindspore, tmp_path):
+    def step(state, turns):
+        kept = jax.lax.while_loop(
+            lambda s: s[0] < turns, lambda s: (s[0] + 1, s[1] * 2), (0, state)
+        )
+        return state + 1, kept[1] + state
+
+    graph = translated(step, floats(0, 4), np.int32(0), in_place={0: 0})
+    path = tmp_path / "test.mindir"
+    path.write_bytes(graph.mindir)
+    state = floats(0, 4)
+    variables = {"input0": mindspore.Tensor(state)}
+    net = mindspore.nn.GraphCell(mindspore.load(str(path)), params_init=variables)
+    for turns in (0, 3, 1):
+        (result,) = (net(mindspore.Tensor(np.int32(turns))),)
+        result = result[0] if isinstance(result, tuple) else result
+        np.testing.assert_allclose(result.asnumpy(), state * 2**turns + state, rtol=1e-6)
+        state = state + 1
+        np.testing.assert_allclose(net.parameters_dict()["input0"].asnumpy(), state, rtol=1e-6)
+
+
 def test_what_mindspore_lacks_is_one_error_with_its_line():
     from lowering.errors import LoweringError
 
-    def turns(n):
-        return jax.lax.while_loop(lambda c: c < n, lambda c: c * 2, jnp.int32(1))
-
-    with pytest.raises(LoweringError, match=r"test_operations\.py:\d+: .*known only when it runs"):
-        translated(turns, np.int32(9))
-    with pytest.raises(
-        LoweringError, match=r"test_operations\.py:\d+: .*no operation for convolution"
-    ):
-        translated(lambda x: jax.lax.conv(x, x, (1, 1), "SAME"), floats(0, 1, 1, 3, 3))
+    for function, what in [
+        (lambda x: jax.lax.conv(x, x, (1, 1), "SAME"), "operation for convolution"),
+        (lambda x: jax.lax.reduce(x > 0, False, jax.lax.bitwise_xor, (1,)), "reduction by"),
+        (lambda x: jax.lax.population_count(x.astype(np.int32)), "operation for popcnt"),
+    ]:
+        with pytest.raises(LoweringError, match=rf"test_operations\.py:\d+: .*no {what}"):
+            translated(function, floats(0, 1, 1, 3, 3))

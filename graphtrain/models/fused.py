@@ -1,0 +1,95 @@
+"""Attention as a region, for targets that have one operator for it.
+
+Its two passes are one region each. Between them nothing is kept whose size is that of the scores:
+the backward pass is given what went in, what came out, and the greatest score and the sum of each
+softmax. Without an operator both passes are the ordinary arithmetic, and the second computes the
+scores again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.models.documents import apart, numbers
+from graphtrain.models.mixing import attention, mix, scores_of
+from graphtrain.models.scores import Scoring
+from lowering.regions import is_marked, region
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+FORWARD, BACKWARD = "attention", "attention_gradient"
+_REPEATED = 8  # times that operators keep each statistic of a softmax
+
+
+def is_fused(scoring: Scoring) -> bool:
+    """Whether attention is to be a region: no operator bends scores or adds slopes to them."""
+    return is_marked(FORWARD) and scoring.cap is None and scoring.slopes is None
+
+
+def fused_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    scoring: Scoring,
+    window: jax.Array | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """What `attention` computes, as a region forward and another backward."""
+    given = {"window": window, "documents": numbers()}
+    hiding = {name: one for name, one in given.items() if one is not None}
+    settings = {"scale": scoring.scale, "hiding": list(hiding)}
+
+    def whole(*arrays: jax.Array) -> jax.Array:
+        query, key, value, *hidden = arrays
+        by_name = dict(zip(hiding, hidden, strict=True))
+        with apart(by_name.get("documents")):
+            return attention(query, key, value, scoring, by_name.get("window"))
+
+    def with_statistics(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        query, key, value, *hidden = arrays
+        by_name = dict(zip(hiding, hidden, strict=True))
+        with apart(by_name.get("documents")):
+            scores = scores_of(query, key, scoring, by_name.get("window"))
+        return mix(scores, value), *_statistics(scores)
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        gradient, _, _, _, query, key, value, *hidden = arrays
+        _, back = jax.vjp(lambda *three: whole(*three, *hidden), query, key, value)
+        return back(gradient)
+
+    @jax.custom_vjp
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return forward(*arrays)[0]
+
+    def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        results = region(FORWARD, with_statistics, *arrays, settings=settings)
+        return results[0], (*results, *arrays)
+
+    def backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        found = region(BACKWARD, gradients, gradient, *kept, settings=settings)
+        return (*found, *(None for _ in hiding))
+
+    attend.defvjp(forward, backward)
+    return attend(query, key, value, *hiding.values())
+
+
+def _statistics(
+    scores: Float[Array, "batch kv_heads query group key"],
+) -> tuple[jax.Array, jax.Array]:
+    """Of each softmax: the greatest score, and the sum of what its shares are made of.
+
+    Both are (batch, heads, query, 8) in float32, as operators for attention keep them.
+    """
+    highest = scores.max(-1, keepdims=True)
+    total = jnp.exp(scores - highest).sum(-1)
+
+    def by_head(x: Float[Array, "batch kv_heads query group"]) -> jax.Array:
+        batch, kv_heads, length, group = x.shape
+        x = jnp.moveaxis(x, 2, 3).reshape(batch, kv_heads * group, length, 1)
+        return jnp.broadcast_to(x, (*x.shape[:3], _REPEATED))
+
+    return by_head(highest[..., 0]), by_head(total)

@@ -1,0 +1,146 @@
+"""Loops and choices that are decided when a graph runs, as graphs that call each other.
+
+A loop is three graphs: its header asks the condition, and calls the body, which calls the header
+again, or the end, which returns the state. Source: what mindspore.export of mindspore 2.10.0 writes
+of while and if.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from lowering.ascend.emitter import Emitter
+from lowering.ascend.mindir import Tensor
+from lowering.ascend.values import Value, known
+
+Values = Sequence[Value]
+Function = Callable[[Values], Values]  # written where it is called
+
+
+class Control:
+    """Writes loops and choices over lists of values."""
+
+    def __init__(
+        self,
+        emit: Emitter,
+        rank: Callable[[], Value | None],
+        elsewhere: Callable[..., AbstractContextManager[None]],
+    ) -> None:
+        """Args:
+        rank: the program's own, as the graph has it that is being written.
+        elsewhere: what is written inside is in a graph of its own, which has this rank, if any.
+        """
+        self._emit, self._rank, self._elsewhere = emit, rank, elsewhere
+        self._count = 0
+
+    def loop(
+        self, state: Values, fixed: set[int], goes_on: Function, turn: Function
+    ) -> list[Value]:
+        """The state once it does not go on.
+
+        Args:
+            fixed: numbers of what no turn changes.
+        """
+        emit, writer, size = self._emit, self._emit.writer, len(state)
+        self._count += 1
+        header, body, end = (f"{part}.{self._count}" for part in ("loop", "turn", "end"))
+        moving = [number for number in range(size) if number not in fixed]
+        tensors = [_tensor(state[number]) for number in moving]
+        everything = self._with_rank(state)
+        # What is known and stays is known in every turn.
+        known_ = {n for n in fixed if state[n].data is not None}
+
+        def nodes(values: Values) -> list[str]:
+            return [emit.node(one) for n, one in enumerate(values) if n not in known_]
+
+        with writer.function(header):
+            now = self._inputs(everything, known_)
+            with self._elsewhere(*now[size:]):
+                condition = emit.node(goes_on(now[:size])[0])
+            ends_with = [emit.node(now[number]) for number in moving]
+            chosen = writer.choice(condition, [(body, nodes(now)), (end, ends_with)], tensors)
+            writer.returns(chosen, tensors)
+        with writer.function(body):
+            now = self._inputs(everything, known_)
+            with self._elsewhere(*now[size:]):
+                after = turn(now[:size])
+            after = [now[n] if n in fixed or n == size else after[n] for n in range(len(now))]
+            writer.returns(writer.call(header, nodes(after), tensors), tensors)
+        with writer.function(end):
+            now = self._inputs([state[number] for number in moving], set())
+            writer.returned([emit.node(one) for one in now], tensors)
+        found = self._parts(writer.call(header, nodes(everything), tensors), tensors)
+        by_number = dict(zip(moving, found, strict=True))
+        return [by_number.get(number, one) for number, one in enumerate(state)]
+
+    def choose(
+        self,
+        number: Value,
+        arguments: Sequence[Values],
+        branches: Sequence[Function],
+        tensors: Sequence[Tensor],
+    ) -> Values:
+        """What one of several branches returns; the last, for a number that none has.
+
+        Args:
+            number: of the branch, from 0.
+            arguments: what each branch takes.
+            tensors: what each returns.
+        """
+        emit, writer = self._emit, self._emit.writer
+        if len(branches) == 1:
+            return branches[0](arguments[0])
+
+        def others(given: Values) -> Values:
+            before, *flat = given
+            split, rest = [], iter(flat)
+            for each in arguments[1:]:
+                split.append([next(rest) for _ in each])
+            number = emit.subtract(before, emit.integer(1, before))
+            return self.choose(number, split, branches[1:], tensors)
+
+        rest = [number, *(one for each in arguments[1:] for one in each)]
+        self._count += 1
+        options = [
+            self._branch(f"branch.{self._count}.first", arguments[0], branches[0], tensors),
+            self._branch(f"branch.{self._count}.others", rest, others, tensors),
+        ]
+        is_first = emit.compare("Equal", number, emit.integer(0, number))
+        return self._parts(writer.choice(emit.node(is_first), options, tensors), tensors)
+
+    def _branch(
+        self, name: str, given: Values, function: Function, tensors: Sequence[Tensor]
+    ) -> tuple[str, list[str]]:
+        """A graph of what a branch returns; its name, and the nodes that it is called with."""
+        emit, writer, size = self._emit, self._emit.writer, len(given)
+        everything = self._with_rank(given)
+        known_ = {n for n, one in enumerate(given) if one.data is not None}
+        with writer.function(name):
+            now = self._inputs(everything, known_)
+            with self._elsewhere(*now[size:]):
+                writer.returned([emit.node(one) for one in function(now[:size])], tensors)
+        return name, [emit.node(one) for n, one in enumerate(everything) if n not in known_]
+
+    def _with_rank(self, values: Values) -> list[Value]:
+        rank = self._rank()
+        return [*values, *([] if rank is None else [rank])]
+
+    def _inputs(self, values: Values, known_: set[int]) -> list[Value]:
+        """What stands for values in the graph that is being written."""
+        writer = self._emit.writer
+        return [
+            known(np.asarray(one.data), one.dtype)
+            if number in known_
+            else Value(one.shape, one.dtype, node=writer.input(f"input{number}", _tensor(one)))
+            for number, one in enumerate(values)
+        ]
+
+    def _parts(self, together: str, tensors: Sequence[Tensor]) -> list[Value]:
+        return [self._emit.part(together, number, one) for number, one in enumerate(tensors)]
+
+
+def _tensor(value: Value) -> Tensor:
+    return Tensor(value.shape, value.dtype)
