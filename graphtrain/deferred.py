@@ -23,8 +23,8 @@ from sharding_rules.plan import layout
 
 DATA = "data"
 
-# (parameters, microbatch, its index) -> objective to differentiate, loss to report
-Objective = Callable[[Tree, Tree, Any], tuple[jax.Array, jax.Array]]
+# (parameters, microbatch, its index) -> objective to differentiate, metrics to report
+Objective = Callable[[Tree, Tree, Any], tuple[jax.Array, Tree]]
 
 
 def can_defer() -> bool:
@@ -39,10 +39,18 @@ def key_here(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
 
 
+def own_here(tree: Tree) -> Tree:
+    """Arrays that are the same everywhere; as each copy's own, where copies work by hand."""
+    found = placement()
+    if found is None or DATA not in found.manual:
+        return tree
+    return jax.tree.map(lambda array: vary(array, DATA), tree)
+
+
 def reduce_last(
     objective: Objective, parameters: Tree, specs: Tree, batch: Tree, microbatches: int
-) -> tuple[Tree, jax.Array]:
-    """Gradients and loss of all microbatches; gradients rest where the optimizer's state does.
+) -> tuple[Tree, Tree]:
+    """Gradients and metrics of all microbatches; gradients rest where the optimizer's state does.
 
     Args:
         objective: of one microbatch and its index, to be summed over microbatches and sequences.
@@ -54,7 +62,7 @@ def reduce_last(
     assert found is not None
     split_dimension = {path: _data_dimension(path, spec) for path, spec in flatten(specs).items()}
 
-    def local(parameters: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+    def local(parameters: Tree, batch: Tree) -> tuple[Tree, Tree]:
         with by_hand((DATA,)):
             return _local(objective, parameters, specs, batch, microbatches, split_dimension)
 
@@ -88,23 +96,23 @@ def _local(
     batch: Tree,
     microbatches: int,
     split_dimension: dict[str, int | None],
-) -> tuple[Tree, jax.Array]:
+) -> tuple[Tree, Tree]:
     """On one copy of the model: its own sequences, and its part of the reduction."""
 
-    def of(parameters: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
+    def of(parameters: Tree, index: Any) -> tuple[jax.Array, Tree]:
         return objective(parameters, jax.tree.map(lambda array: array[index], batch), index)
 
     own = jax.tree.map(lambda array: vary(array, DATA), parameters)
     differentiate = jax.value_and_grad(of, has_aux=True)
 
     def add(sums: Any, index: jax.Array) -> tuple[Any, None]:
-        (_, loss), gradients = differentiate(own, index)
+        (_, metrics), gradients = differentiate(own, index)
         gradients = constrain_tree(gradients, specs, "gradient")
-        return jax.tree.map(jnp.add, sums, (gradients, loss)), None
+        return jax.tree.map(jnp.add, sums, (gradients, metrics)), None
 
     zeros = constrain_tree(jax.tree.map(jnp.zeros_like, own), specs, "gradient")
-    start = zeros, vary(jnp.zeros(()), DATA)
-    (sums, loss), _ = jax.lax.scan(add, start, jnp.arange(microbatches - 1))
+    start = zeros, {"loss": vary(jnp.zeros(()), DATA)}
+    (sums, metrics), _ = jax.lax.scan(add, start, jnp.arange(microbatches - 1))
     flat_parameters, flat_sums = flatten(parameters), flatten(sums)
 
     def last(slots: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -115,12 +123,12 @@ def _local(
         return of(unflatten(pending), microbatches - 1)
 
     slots = {path: _slot(array, split_dimension[path]) for path, array in flat_parameters.items()}
-    (_, last_loss), gradients = jax.value_and_grad(last, has_aux=True)(slots)
+    (_, last_metrics), gradients = jax.value_and_grad(last, has_aux=True)(slots)
     pieces = {
         path: replace(spec, shape=gradients[path].shape) for path, spec in flatten(specs).items()
     }
     placed = constrain_tree(unflatten(gradients), unflatten(pieces), "gradient")
-    return placed, jax.lax.psum(loss + last_loss, DATA)
+    return placed, jax.lax.psum(jax.tree.map(jnp.add, metrics, last_metrics), DATA)
 
 
 def _pending(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import lowering
+from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Batch, Config, Data
@@ -19,24 +20,30 @@ from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.loader import evaluation_batches
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
-from graphtrain.weights.start import open_initial, start_parameters
+from graphtrain.models.tuned import keeps_weights
 from lowering.target import Target
 from lowering.trees import Tree
 
 
 def validation_loss(
-    evaluate: Any, parameters: Tree, batches: Iterable[dict[str, np.ndarray]], target: Target
+    evaluate: Any,
+    weights: tuple[Tree, ...],
+    batches: Iterable[dict[str, np.ndarray]],
+    target: Target,
 ) -> float:
-    """Mean loss in nats over every target that counts.
+    """Mean loss in nats over every target that counts; of preferences, over every pair.
 
     Args:
         evaluate: the loaded evaluation step.
-        parameters: on the devices, placed as the step asks.
+        weights: on the devices, placed as the step asks: those that are trained, then those that
+            are not, if there are any.
+        batches: of the step's shape.
+        target: the machine.
     """
     put, described = lowering.backend(target).put, evaluate.inputs("batch")
     losses, targets = [], []
     for batch in batches:
-        metrics = evaluate(parameters, put(batch, described))["metrics"]
+        metrics = evaluate(*weights, put(batch, described))["metrics"]
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
     return math.fsum(losses) / math.fsum(targets)
@@ -81,8 +88,8 @@ def checkpoint_loss(
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    weights = None if steps or step else open_initial(config)
-    if weights is None and (not steps or (step is not None and step not in steps)):
+    beginning = None if step and not steps else Beginning.open(config, resumes=bool(steps))
+    if (beginning is None or steps) and (not steps or (step is not None and step not in steps)):
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
     step = steps[-1] if steps and step is None else step or 0
@@ -90,13 +97,16 @@ def checkpoint_loss(
     target = Target.parse(program.target)
     with lowering.backend(target).forbid_tracing():
         described = evaluate.inputs("parameters")
-        if weights is None:
+        if steps:
             parameters = restore_parameters(directory, step, described, arrangement_of(program))
         else:
-            fill = lowering.backend(target).fill
-            parameters = start_parameters(weights, program, described, fill)
+            assert beginning is not None
+            parameters = beginning.parameters(described)
+        weights = (parameters,)
+        if beginning is not None and keeps_weights(program):
+            weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
         batches = validation_batches(run.data, program.batch, program.model.vocab, None)
-        loss = validation_loss(evaluate, parameters, batches, target)
+        loss = validation_loss(evaluate, weights, batches, target)
     return {"step": step, "validation_loss": loss, "perplexity": math.exp(loss)}
 
 

@@ -33,7 +33,7 @@ def _is_matrix(spec: ArraySpec) -> bool:
     """Whether an array multiplies a vector: norms and biases have one axis beside layers, or are
     the bias of a matrix whose output has two, such as heads and head_dim."""
     inside = [axis for axis in spec.axes if axis not in ("rounds", "layers")]
-    return "embed" in inside and len(inside) > 1
+    return ("embed" in inside or "rank" in inside) and len(inside) > 1
 
 
 def pack(optimizer_state: Any) -> Tree:

@@ -21,9 +21,11 @@ _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/deferred.py",
+    "graphtrain/estimates/arrays.py",
     "graphtrain/extending.py",
     "graphtrain/loss.py",
     "graphtrain/models",
+    "graphtrain/objectives.py",
     "graphtrain/optimizer.py",
     "graphtrain/pipelined.py",
     "graphtrain/steps.py",

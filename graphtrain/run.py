@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import lowering
+from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
@@ -21,7 +22,8 @@ from graphtrain.errors import TrainingError
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
-from graphtrain.models.counts import flops_per_token
+from graphtrain.models.counts import step_flops_per_token
+from graphtrain.models.tuned import keeps_weights
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
@@ -30,6 +32,7 @@ from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
+_USUAL = ("loss", "grad_norm", "targets")  # metrics of every step
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         saved = saved_steps(directory / "checkpoints")
         check_steps(run.directory, saved)
         start = saved[-1] if saved else 0
-        weights = None if saved else together(lambda: _open_initial(config))
+        beginning = together(lambda: Beginning.open(config, resumes=bool(saved)))
         # Importing the loader and filling its buffers overlaps with loading the programs.
         opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
@@ -83,53 +86,44 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         else:
             restored = None
             state = programs["init"](np.uint32(run.seed))["state"]
-            if weights is not None:
-                state = _start_from(weights, program, programs, state)
+            if beginning is not None:
+                state = _start_from(beginning, programs, state)
             programs["train"]  # loads while init computes
+        frozen = ()
+        if beginning is not None and keeps_weights(program):
+            frozen = (beginning.frozen(programs["train"].inputs("frozen")),)
         loader = together(opening.result)
         stack.callback(loader.close)
         if restored is not None:
             loader.restore(restored.loader)
         write = _writer(config, start, report, stack) if first else _silent
         if first:
-            _keep_side(config, weights)
+            _keep_side(config, beginning if not saved else None)
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
-        loop = _Loop(config, programs, loader, checkpoints, write, start)
+        loop = _Loop(config, programs, frozen, loader, checkpoints, write, start)
         return loop.take_steps(state, stop)
 
 
-def _open_initial(config: Config) -> Any:
-    """The weights to start from, if there are any; imported only then."""
-    if config.run.initial is None:
-        return None
-    from graphtrain.weights.start import open_initial
-
-    return open_initial(config)
-
-
-def _start_from(weights: Any, program: Program, programs: Programs, state: Tree) -> Tree:
-    """A new state with these weights in place of the random ones, which are given up first."""
-    from graphtrain.weights.start import start_parameters
-
+def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
+    """A new state with weights in place of the random ones, which are given up first."""
     others = {name: tree for name, tree in state.items() if name != "parameters"}
+    # Of an adapter, a part of what init made stays.
+    new = state["parameters"] if beginning.program.adapter is not None else None
     state.clear()
     described = programs["train"].inputs("state")["parameters"]
-    fill = lowering.backend(Target.parse(program.target)).fill
-    return others | {"parameters": start_parameters(weights, program, described, fill)}
+    return others | {"parameters": beginning.parameters(described, new)}
 
 
-def _keep_side(config: Config, weights: Any) -> None:
+def _keep_side(config: Config, beginning: Beginning | None) -> None:
     """What is beside the weights, and the tokenizer of the data, for the way back."""
     from graphtrain.weights.sources import SIDE
     from graphtrain.weights.tokenizer import keep_tokenizer
 
     run = config.run
     directory = Path(run.directory)
-    if weights is not None:
-        from graphtrain.weights.start import keep_side
-
-        keep_side(weights, directory)
+    if beginning is not None:
+        beginning.keep(directory)
     data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
     with writing(directory):
         keep_tokenizer(data, directory / SIDE)
@@ -212,6 +206,7 @@ class _Loop:
 
     config: Config
     programs: Programs
+    frozen: tuple[Tree, ...]  # weights that no step changes, if there are any
     loader: Any
     checkpoints: Checkpoints
     write: Report
@@ -231,7 +226,7 @@ class _Loop:
         for index in range(self.start, run.steps):
             rate = learning_rate(run.schedule, run.steps, index)
             batch = put(self._microbatches(next(self.loader)), batches)
-            outputs = step(state, batch, np.float32(rate))
+            outputs = step(state, *self.frozen, batch, np.float32(rate))
             state, done = outputs["state"], index + 1
             self._settle()
             self._pending = done, outputs["metrics"], rate
@@ -260,6 +255,7 @@ class _Loop:
         done, metrics, rate = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        further = {name: float(metrics[name]) for name in metrics if name not in _USUAL}
         now = time.perf_counter()
         seconds, self._settled_at = now - self._settled_at, now
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -270,6 +266,7 @@ class _Loop:
                 "step": done,
                 "loss": loss,
                 "grad_norm": norm,
+                **further,
                 "learning_rate": rate,
                 "targets": int(metrics["targets"]),
                 "step_seconds": round(seconds, 6),
@@ -282,7 +279,7 @@ class _Loop:
     def _utilization(self, tokens_per_second: float) -> float | None:
         program = self.config.program
         peak = self._target.peak_flops(program.model.dtype)
-        flops = flops_per_token(program.model, program.batch.length) * tokens_per_second
+        flops = step_flops_per_token(program) * tokens_per_second
         return round(flops / peak, 6) if peak else None
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
@@ -305,7 +302,8 @@ class _Loop:
             run.data, program.batch, program.model.vocab, run.evaluate_batches
         )
         evaluate = self.programs["evaluate"]
-        loss = validation_loss(evaluate, state["parameters"], batches, self._target)
+        weights = state["parameters"], *self.frozen
+        loss = validation_loss(evaluate, weights, batches, self._target)
         self.write({"step": done, "validation_loss": loss})
         self._settled_at = time.perf_counter()  # the next step did not take this time
         return loss

@@ -1,9 +1,11 @@
 """init, train and evaluate as pure functions: the Graphs of a program.
 
-A state is {"parameters", "optimizer", "step", "key"}, all named arrays. What changes often but not
-the code, such as the learning rate, is an input.
+A state is {"parameters", "optimizer", "step", "key"}, all named arrays; parameters are those that
+are trained. Those that are not, the base of an adapter or what DPO refers to, are an input of their
+own, "frozen". What changes often but not the code, such as the learning rate, is an input.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -11,21 +13,33 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Program
-from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
+from graphtrain.deferred import can_defer, reduce_last
 from graphtrain.extending import TOKENS, extend_graph
-from graphtrain.loss import cross_entropy
-from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
+from graphtrain.loss import cross_entropy, log_probabilities, preference
+from graphtrain.models.adapters import combine
+from graphtrain.models.decoder import initialise, logits
 from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
 from graphtrain.models.stages import arrange, arrange_specs
+from graphtrain.models.tuned import A, frozen_arrays, trained_arrays
+from graphtrain.objectives import (
+    count_pairs,
+    cross_entropy_objective,
+    is_pair,
+    metric_names,
+    preference_objective,
+    random_bits,
+    reference_scores,
+    step_key,
+)
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.pipelined import pipelined_gradients, pipelined_loss
-from graphtrain.requests import stages_of
+from graphtrain.requests import mesh_shape, stages_of
 from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
-from lowering.target import Target
-from lowering.trees import Tree, flatten
+from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
+from sharding_rules.rules import Rules
 
 _SCALAR = ArraySpec((), (), "float32", "activation")
 
@@ -41,8 +55,8 @@ def _init(program: Program) -> Graph:
     stages = stages_of(program)
 
     def init(seed: jax.Array) -> Tree:
-        weights_key, dropout_key = jax.random.split(jax.random.key(seed, impl=_bits(program)))
-        parameters = initialise(program.model, weights_key)
+        weights_key, dropout_key = jax.random.split(jax.random.key(seed, impl=random_bits(program)))
+        parameters = _initialise(program, weights_key)
         if stages is not None:
             parameters = arrange(parameters, stages)
         return {
@@ -59,14 +73,32 @@ def _init(program: Program) -> Graph:
     return Graph("init", init, {"seed": seed}, outputs, runs_once=True)
 
 
+def _initialise(program: Program, key: jax.Array) -> Tree:
+    """New parameters. An adapter begins as PEFT's does, its product as zero; what is trained whole
+    beside it begins as zeros, until the run puts the weights there that it starts from."""
+    if program.adapter is None:
+        return initialise(program.model, key)
+    specs = trained_arrays(program)
+
+    def begin(path: str, index: int) -> jax.Array:
+        spec = specs[path]
+        if not path.endswith(f"/{A}"):
+            return jnp.zeros(spec.shape)
+        bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming's, uniform, with a = sqrt(5)
+        drawn = jax.random.fold_in(key, index)
+        return jax.random.uniform(drawn, spec.shape, minval=-bound, maxval=bound)
+
+    return unflatten({path: begin(path, index) for index, path in enumerate(sorted(specs))})
+
+
 def _train(program: Program) -> Graph:
     optimizer = _optimizer(program)
     specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
-    state_specs = state_specs_of(program)
+    state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
 
-    def train(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
-        gradients, loss = accumulate_gradients(program, state, batch)
+    def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
+        gradients, metrics = accumulate_gradients(program, state, batch, frozen)
         # The update happens where the optimizer's state rests; only its result goes further.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
@@ -83,44 +115,56 @@ def _train(program: Program) -> Graph:
                 "key": state["key"],
             },
             "metrics": {
-                "loss": loss,
+                **metrics,
                 "grad_norm": optax.tree.norm(gradients),
                 "targets": batch["weights"].sum(),
             },
         }
 
+    # A compiled program names its arrays by the parameters of the function.
+    def train_all(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
+        return train(state, None, batch, learning_rate)
+
     return Graph(
         "train",
-        train,
-        {"state": state_specs, "batch": _batch(program, train=True), "learning_rate": _SCALAR},
+        train if frozen_specs else train_all,
         {
             "state": state_specs,
-            "metrics": dict.fromkeys(("loss", "grad_norm", "targets"), _SCALAR),
+            **frozen_specs,
+            "batch": _batch(program, train=True),
+            "learning_rate": _SCALAR,
+        },
+        {
+            "state": state_specs,
+            "metrics": dict.fromkeys((*metric_names(program), "grad_norm", "targets"), _SCALAR),
         },
         donated=("state",),
     )
 
 
-def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
-    """Gradients and loss of all microbatches, each target weighing the same."""
+def accumulate_gradients(
+    program: Program, state: Tree, batch: Tree, frozen: Tree | None = None
+) -> tuple[Tree, Tree]:
+    """Gradients and metrics of all microbatches, each target (or pair) weighing the same."""
     batch = order_batch(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
     if (stages := stages_of(program)) is not None:
         gradients, loss = pipelined_gradients(
-            program, stages, state, batch, _step_key(program, state)
+            program, stages, state, batch, step_key(program, state)
         )
-        return constrain_tree(gradients, specs, "optimizer"), loss
-    objective = _objective(program, state, jnp.maximum(batch["weights"].sum(), 1.0))
+        return constrain_tree(gradients, specs, "optimizer"), {"loss": loss}
+    make = preference_objective if program.loss.kind == "preference" else cross_entropy_objective
+    objective = make(program, state, frozen, batch)
     if program.batch.reduce == "last" and can_defer():
         return reduce_last(objective, parameters, specs, batch, microbatches)
     # A single gradient goes straight to where it is used; sums rest where the rules want them.
     role: Role = "optimizer" if microbatches == 1 else "gradient"
 
-    def of(microbatch: Tree, index: Any) -> tuple[Tree, jax.Array]:
+    def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)
-        (_, loss), gradients = differentiate(parameters, microbatch, index)
-        return constrain_tree(gradients, specs, role), loss
+        (_, metrics), gradients = differentiate(parameters, microbatch, index)
+        return constrain_tree(gradients, specs, role), metrics
 
     if microbatches == 1:
         return of(jax.tree.map(lambda array: array[0], batch), 0)
@@ -129,64 +173,58 @@ def accumulate_gradients(program: Program, state: Tree, batch: Tree) -> tuple[Tr
         return jax.tree.map(jnp.add, sums, of(*indexed)), None
 
     zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, role)
-    sums, _ = jax.lax.scan(add, (zeros, jnp.zeros(())), (batch, jnp.arange(microbatches)))
+    none = {name: jnp.zeros(()) for name in metric_names(program)}
+    sums, _ = jax.lax.scan(add, (zeros, none), (batch, jnp.arange(microbatches)))
     return sums
-
-
-def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
-    """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
-    key = _step_key(program, state)
-
-    def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
-        dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
-        with apart(microbatch.get("documents")):
-            out, auxiliary = forward(
-                program.model, parameters, microbatch["tokens"], dropout_key=dropout
-            )
-        loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
-        added = sum(auxiliary.values()) / program.batch.microbatches
-        return (loss + program.loss.z_loss * squares) / targets + added, loss / targets
-
-    return objective
-
-
-def _step_key(program: Program, state: Tree) -> jax.Array:
-    key = jax.random.wrap_key_data(state["key"], impl=_bits(program))
-    return jax.random.fold_in(key, state["step"])
-
-
-def _bits(program: Program) -> str | None:
-    """How random bits are made: as JAX is set, unless the target cannot make them so."""
-    return Target.parse(program.target).random_bits
 
 
 def _evaluate(program: Program) -> Graph:
     stages = stages_of(program)
 
-    def loss_of(parameters: Tree, batch: Tree) -> jax.Array:
+    def loss_of(parameters: Tree, frozen: Tree | None, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """Sum of the loss, and over how many targets; of preferences, over how many pairs."""
         batch = order_batch(batch)
+        targets, weights = batch["targets"], batch["weights"]
         if stages is not None:
-            return pipelined_loss(program, stages, parameters, batch)
+            return pipelined_loss(program, stages, parameters, batch), weights.sum()
         with apart(batch.get("documents")):
-            out = logits(program.model, parameters, batch["tokens"])
-        return cross_entropy(out, batch["targets"], batch["weights"])[0]
+            out = logits(program.model, combine(program, parameters, frozen), batch["tokens"])
+        if program.loss.kind == "cross_entropy":
+            return cross_entropy(out, targets, weights)[0], weights.sum()
+        after = log_probabilities(out, targets, weights)
+        gained = after - reference_scores(program, frozen, batch)
+        return preference(gained, is_pair(weights), program.loss)["loss"], count_pairs(weights)
 
-    def evaluate(parameters: Tree, batch: Tree) -> Tree:
-        loss = loss_of(parameters, batch)
-        return {"metrics": {"loss_sum": loss, "targets": batch["weights"].sum()}}
+    def evaluate(parameters: Tree, frozen: Tree | None, batch: Tree) -> Tree:
+        loss, targets = loss_of(parameters, frozen, batch)
+        return {"metrics": {"loss_sum": loss, "targets": targets}}
 
+    def evaluate_all(parameters: Tree, batch: Tree) -> Tree:
+        return evaluate(parameters, None, batch)
+
+    frozen_specs = _frozen_input(program)
     return Graph(
         "evaluate",
-        evaluate,
-        {"parameters": parameter_specs_of(program), "batch": _batch(program, train=False)},
+        evaluate if frozen_specs else evaluate_all,
+        {
+            "parameters": parameter_specs_of(program),
+            **frozen_specs,
+            "batch": _batch(program, train=False),
+        },
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
     )
 
 
 def parameter_specs_of(program: Program) -> Tree:
-    """The parameters as a run stores them."""
-    specs, stages = parameter_specs(program.model), stages_of(program)
+    """The parameters that are trained, as a run stores them."""
+    specs, stages = unflatten(trained_arrays(program)), stages_of(program)
     return specs if stages is None else arrange_specs(specs, stages)
+
+
+def _frozen_input(program: Program) -> dict[str, Tree]:
+    """The input of weights that no step changes; there is none where all are trained."""
+    frozen = frozen_arrays(program, Rules.load(program.rules), mesh_shape(program))
+    return {"frozen": unflatten(frozen)} if frozen else {}
 
 
 def state_specs_of(program: Program) -> Tree:
@@ -202,7 +240,7 @@ def state_specs_of(program: Program) -> Tree:
 
 
 def _key_shape(program: Program) -> tuple[int, ...]:
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_bits(program))))
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=random_bits(program))))
     return key.shape
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from sharding_rules.axes import ARRAY_AXES, check_axes
 from sharding_rules.errors import ShardingError
 
-Role = Literal["parameter", "gradient", "optimizer", "activation"]
+# frozen: weights that no step changes; they are split as parameters are.
+Role = Literal["parameter", "frozen", "gradient", "optimizer", "activation"]
 
 Memory = Literal["device", "host"]
 

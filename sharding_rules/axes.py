@@ -32,6 +32,7 @@ ARRAY_AXES = {
     "microbatch": "parts of a batch whose gradients are accumulated one after the other",
     "mlp": "the hidden width of the MLP",
     "positions": "rows of a learned position table",
+    "rank": "the inner width of an adapter",
     "residual": "positions of the residual stream, between attention and MLP",
     "rounds": "times a microbatch passes the stages of a pipeline",
     "routes": "experts, as a router scores them",

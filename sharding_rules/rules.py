@@ -73,6 +73,7 @@ class Rules:
         """Made once: a search asks for the tables of every array of thousands of strategies."""
         return {
             "parameter": self.parameters,
+            "frozen": self.parameters,
             "gradient": _together(self.parameters, self.gradients),
             "optimizer": _together(self.parameters, self.optimizer),
             "activation": self.activations,

@@ -76,12 +76,21 @@ def megatron_to_graphtrain(
 @click.argument("source", type=_FOLDER)
 @click.argument("destination", type=_FOLDER)
 @click.option("--step", type=click.IntRange(0), help="Of a run's checkpoint; the last one.")
+@click.option("--adapter", is_flag=True, help="Only the adapter that a run trained, for peft.")
 @json_option
-def graphtrain_to_hf(source: Path, destination: Path, step: int | None, as_json: bool) -> None:
+def graphtrain_to_hf(
+    source: Path, destination: Path, step: int | None, adapter: bool, as_json: bool
+) -> None:
     """Make DESTINATION, which transformers loads, of SOURCE: a run's directory or a converted one.
 
-    Configuration, tokenizer and chat template are those that the weights began with.
+    Configuration, tokenizer and chat template are those that the weights began with. An adapter
+    that the run trained is merged into them; --adapter writes it alone, as peft loads it.
     """
+    if adapter:
+        from graphtrain.weights.peft import to_peft_folder
+
+        _tell(to_peft_folder(source, destination, step), destination, as_json)
+        return
     from graphtrain.weights.convert import to_hugging_face_folder
 
     with _progress() as show:

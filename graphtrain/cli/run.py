@@ -145,6 +145,8 @@ def _told(record) -> str:
         f"lr {record['learning_rate']:.2e}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
+    if "accuracy" in record:
+        words.insert(1, f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
     if record["mfu"] is not None:
         words.append(f"mfu {record['mfu']:.1%}")
     return "  ".join(words)

@@ -201,9 +201,44 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Loss:
-    """Cross-entropy over the targets whose weight is not zero."""
+    """Cross-entropy over the targets whose weight is not zero, or DPO over pairs of answers.
 
+    Source: Rafailov et al. 2023, "Direct preference optimization", https://arxiv.org/abs/2305.18290
+    """
+
+    kind: Literal["cross_entropy", "preference"] = "cross_entropy"  # preference: rows are pairs
     z_loss: NotNegativeFloat = 0.0  # weight of log(Z)^2; PaLM (arxiv.org/abs/2204.02311): 1e-4
+    beta: PositiveFloat = 0.1  # preference: how dear it is to leave the reference
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # preference: part of wrong labels
+
+    def __post_init__(self) -> None:
+        if self.kind == "preference" and self.z_loss:
+            raise ValueError('z_loss is only for kind = "cross_entropy"; leave it out')
+
+
+Base = Literal["float32", "bfloat16", "int8", "nf4"]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Adapter:
+    """LoRA: weights stay as they were, and each that is adapted gets a product of two thin ones.
+
+    Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685; the frozen weights in few bits:
+    Dettmers et al. 2023, "QLoRA", https://arxiv.org/abs/2305.14314
+    """
+
+    rank: Positive  # the inner width of the product
+    alpha: PositiveFloat  # the product is multiplied by alpha / rank
+    root_rank: bool = False  # rsLoRA (arxiv.org/abs/2312.03732): by alpha / the root of rank
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)  # weights by name or pattern
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of what the product is given
+    whole: tuple[str, ...] = ()  # arrays trained in full beside, by name or pattern, as in "head"
+    base: Base = "float32"  # how the frozen weights are kept
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.root_rank else self.rank)
 
 
 MeshSize = Positive | Literal["rest"]
@@ -265,8 +300,11 @@ class Program:
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
     pipeline: Pipeline = Pipeline()
+    adapter: Adapter | None = None  # None: every weight is trained
 
     def __post_init__(self) -> None:
+        if self.loss.kind == "preference":
+            check_preference(self)
         if self.model.mixture is not None and self.batch.reduce == "last":
             raise ValueError(
                 'batch.reduce = "last" sees the tokens of one copy of the model at a time, and a '
@@ -281,6 +319,28 @@ class Program:
             check_pipeline(self, self.mesh.stage)
 
 
+def check_preference(program: Program) -> None:
+    """Refuse what pairs of answers cannot be trained with.
+
+    Raises:
+        ValueError: says which setting, and what to change.
+    """
+    batch = program.batch
+    if batch.sequences // batch.microbatches % 2:
+        raise ValueError(
+            f'loss.kind = "preference" takes pairs of rows, and batch.sequences = '
+            f"{batch.sequences} in microbatches = {batch.microbatches} makes "
+            f"{batch.sequences // batch.microbatches} rows; change one so that it is even"
+        )
+    if batch.reduce == "last":
+        raise ValueError('loss.kind = "preference" needs batch.reduce = "each"')
+    if program.model.mixture is not None and program.model.mixture.capacity is not None:
+        raise ValueError(
+            'loss.kind = "preference" compares two models on the same tokens, and a mixture with '
+            "a capacity drops others in each; leave capacity out"
+        )
+
+
 def check_pipeline(program: Program, stages: int) -> Stages:
     """The division of a program's layers among stages, once their number is known.
 
@@ -293,6 +353,9 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '
             'documents = "joined"'
         )
+    if program.adapter is not None or program.loss.kind == "preference":
+        what = "program.adapter" if program.adapter is not None else 'loss.kind = "preference"'
+        raise ShardingError(f"{what} and a pipeline do not go together; set mesh.stage = 1")
     check_microbatches(batch.microbatches, stages)
     if pipeline.schedule == "1f1b" and batch.length % stages:
         raise ShardingError(
@@ -359,6 +422,7 @@ class Run:
     data: Data
     schedule: Schedule = Schedule()
     initial: str | None = None  # weights to start from: a converted folder, or another run's
+    initial_adapter: str | None = None  # a folder of PEFT's to go on from; only with an adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the weights and the order of the data
     report_every: Positive = 10  # steps
     save_every: Positive = 1000  # steps; the last step is always saved
@@ -380,3 +444,14 @@ class Config:
 
     program: Program
     run: Run
+
+    def __post_init__(self) -> None:
+        adapter, preference = self.program.adapter, self.program.loss.kind == "preference"
+        if (adapter is not None or preference) and self.run.initial is None:
+            what = "program.adapter" if adapter is not None else 'program.loss.kind = "preference"'
+            raise ValueError(
+                f"{what} starts from weights that are there; set run.initial to a converted "
+                "folder or to the directory of a run"
+            )
+        if self.run.initial_adapter is not None and adapter is None:
+            raise ValueError("run.initial_adapter is only for a [program.adapter]; set one")

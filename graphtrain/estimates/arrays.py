@@ -1,5 +1,6 @@
 """The arrays of a training state by arithmetic: what models.decoder.parameter_specs traces."""
 
+from collections.abc import Mapping
 from functools import cache
 
 from graphtrain.config.schema import Model, Optimizer
@@ -31,10 +32,8 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
     return arrays
 
 
-@cache
-def state_arrays(model: Model, optimizer: Optimizer) -> dict[str, ArraySpec]:
-    """Weights and moments by the paths that a plan prints."""
-    parameters = parameter_arrays(model)
+def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
+    """Weights that are trained and their moments, by the paths that a plan prints."""
     memory = "host" if optimizer.offload else "device"
     arrays = {f"state/parameters/{path}": spec for path, spec in parameters.items()}
     for moment, dtype in (("mu", optimizer.moments), ("nu", "float32")):

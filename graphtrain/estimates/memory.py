@@ -71,10 +71,11 @@ def memory(
     kept = _kept(program, sizes, mesh)
     at_work = max(_layer_at_work(program, sizes, target), _logits_at_work(sizes))
     temporaries = at_work + _gathered(weights, mesh) + _waiting(sizes, weights, target)
-    parameters = sum(weight.parameter_bytes for weight in weights)
+    frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
+    parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
     optimizer = 0 if program.optimizer.offload else moments
-    peak = parameters + optimizer + gradients + kept + temporaries
+    peak = parameters + frozen + optimizer + gradients + kept + temporaries
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
@@ -84,6 +85,7 @@ def memory(
         peak=round(peak),
         capacity=target.memory_bytes,
         source="estimate",
+        frozen=frozen,
     )
 
 
@@ -99,8 +101,9 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
         "gradients of all weights": _gradients(program, weights, mesh),
     }
     for weight in weights:
-        found[f"parameters/{weight.path}"] = weight.parameter_bytes
-        if not program.optimizer.offload:
+        kind = "frozen" if weight.frozen else "parameters"
+        found[f"{kind}/{weight.path}"] = weight.parameter_bytes
+        if not weight.frozen and not program.optimizer.offload:
             found[f"moments of {weight.path}"] = weight.moment_bytes
     ranked = sorted(found, key=lambda name: found[name], reverse=True)
     return {name: round(found[name]) for name in ranked[:count]}
@@ -132,6 +135,7 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
     XLA splits the sum as what it is for, the moments, where each microbatch is reduced by itself.
     """
     stages, batch = mesh.axes.get("stage", 1), program.batch
+    weights = [weight for weight in weights if not weight.frozen]
     if stages > 1:
         return 4 * sum(weight.pieces("parameter", mesh) for weight in weights)
     whole = batch.microbatches > 1 and batch.reduce == "last"

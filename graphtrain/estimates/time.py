@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
-from graphtrain.models.counts import attention_flops_per_token, flops_per_token
+from graphtrain.models.counts import (
+    attention_flops_per_token,
+    flops_per_token,
+    step_flops_per_token,
+)
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.target import Target
 from sharding_rules.mesh import MeshShape
@@ -59,7 +63,7 @@ def utilisation(program: Program, seconds: float) -> float:
     """
     peak = Target.parse(program.target).peak_flops(program.model.dtype)
     batch = program.batch
-    useful = flops_per_token(program.model, batch.length) * batch.tokens
+    useful = step_flops_per_token(program) * batch.tokens
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 
@@ -67,9 +71,8 @@ def _seconds_of_compute(program: Program, target: Target) -> float:
     peak = target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    batch, model = program.batch, program.model
-    done = flops_per_token(model, batch.length) + _again(program)
-    return done * batch.tokens / peak
+    done = step_flops_per_token(program) + _again(program)
+    return done * program.batch.tokens / peak
 
 
 def _again(program: Program) -> float:
@@ -95,6 +98,7 @@ def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> floa
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
     width = 2 if program.model.dtype == "bfloat16" else 4
     weights = 2 * program.batch.microbatches * memory.parameters * width / 4
+    weights += 2 * program.batch.microbatches * memory.frozen
     passing = 2 * program.batch.microbatches * (memory.activations + memory.temporaries)
     return (state + weights + passing) / bandwidth
 

@@ -56,9 +56,13 @@ def _of_weights(
         here = weight.used_of_a_layer(mesh)
         times = layers * batch.microbatches
         uses = 1 if weight.path.startswith("embedding") else 2
+        if program.loss.kind == "preference" and weight.frozen:
+            uses = 1 if program.adapter is None else uses + 1  # what the policy is compared with
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += 1  # what is computed again asks for its weights again
         yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
+        if weight.frozen:
+            continue
         yield _scattered(weight, gathered, times, here * 4, rows, mesh)
         held = here / mesh.size(gathered)
         single = batch.microbatches == 1 or deferred

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from graphtrain.config.schema import Program
 from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.models.tuned import CODES, SCALES, frozen_arrays, trained_arrays
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
@@ -17,7 +18,10 @@ from sharding_rules.rules import Rules
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter, in all layers, and the mesh axes that split it in each of its roles."""
+    """One parameter, in all layers, and the mesh axes that split it in each of its roles.
+
+    A frozen one has no gradient and no moments, and may rest in few bits.
+    """
 
     path: str
     spec: ArraySpec
@@ -27,6 +31,7 @@ class Weight:
     used: tuple[str, ...]  # in the product it makes
     parameter_bytes: int  # on a device
     moment_bytes: int  # on a device, of both moments
+    frozen: bool = False
 
     @property
     def in_layers(self) -> bool:
@@ -55,9 +60,33 @@ def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weig
     """
     stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
     divided = divide_layers(program.model.layers, stages, pipeline.rounds, pipeline.layers)
-    return tuple(
+    trained = tuple(
         _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
-        for path, spec in parameter_arrays(program.model).items()
+        for path, spec in trained_arrays(program).items()
+    )
+    return trained + _place_frozen(program, rules, mesh)
+
+
+def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
+    """Weights that no step changes; codes and scales together are one."""
+    rest: dict[str, list[Layout]] = {}
+    for path, spec in frozen_arrays(program, rules, mesh).items():
+        stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
+        rest.setdefault(stem, []).append(layout(f"frozen/{path}", spec, rules, mesh))
+    arrays = parameter_arrays(program.model)
+    return tuple(
+        Weight(
+            path=path,
+            spec=arrays[path],
+            rest=_axes(layouts[0]),
+            gradient=(),
+            optimizer=(),
+            used=_used(arrays[path], rules, mesh),
+            parameter_bytes=sum(_bytes(one, mesh) for one in layouts),
+            moment_bytes=0,
+            frozen=True,
+        )
+        for path, layouts in rest.items()
     )
 
 
@@ -80,18 +109,21 @@ def _place(path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: Mes
         )
         for moment, dtype in (("mu", program.optimizer.moments), ("nu", "float32"))
     ]
-    use = rules.activations
-    used = {name for axis in spec.axes if axis for name in use.get(axis, ())}
     return Weight(
         path=path,
         spec=spec,
         rest=_axes(rest),
         gradient=_axes(gradient),
         optimizer=_axes(moments[0]),
-        used=tuple(name for name in MESH_AXES if name in used and mesh.axes.get(name, 1) > 1),
+        used=_used(spec, rules, mesh),
         parameter_bytes=_bytes(rest, mesh),
         moment_bytes=sum(_bytes(moment, mesh) for moment in moments),
     )
+
+
+def _used(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
+    used = {name for axis in spec.axes if axis for name in rules.activations.get(axis, ())}
+    return tuple(name for name in MESH_AXES if name in used and mesh.axes.get(name, 1) > 1)
 
 
 def _axes(placed: Layout) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Parameters and floating-point operations of a model, by arithmetic; imports no JAX."""
 
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import Model, Program
 
 
 def parameter_count(model: Model) -> int:
@@ -18,6 +18,21 @@ def flops_per_token(model: Model, length: int) -> float:
     """
     products = _weights(model, active=True) + model.embed * model.vocab
     return 6 * products + attention_flops_per_token(model, length)
+
+
+def step_flops_per_token(program: Program) -> float:
+    """Of a program's training step, without recomputation.
+
+    Frozen weights work once forward and once backward; what DPO refers to, once more forward. The
+    products of adapters, thin as they are, are left out.
+    """
+    model, length = program.model, program.batch.length
+    whole, attention = (
+        flops_per_token(model, length),
+        attention_flops_per_token(model, length),
+    )
+    flops = whole if program.adapter is None else whole - (whole - attention) / 3
+    return flops + whole / 3 if program.loss.kind == "preference" else flops
 
 
 def attention_flops_per_token(model: Model, length: int) -> float:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from graphtrain.config.schema import Mixture, Model
 from graphtrain.models import weights
+from graphtrain.models.adapters import whole
 from graphtrain.models.counts import is_gated
 from graphtrain.models.dot import dot
 from graphtrain.models.mlp import ACTIVATIONS
@@ -97,7 +98,8 @@ class MixtureMLP(nnx.Module):
         return ("shared_gate", "shared_up") if is_gated(self.model) else ("shared_up",)
 
     def _widths(self) -> list[jax.Array]:
-        return [self.gate[...], self.up[...]] if is_gated(self.model) else [self.up[...]]
+        names = ("gate", "up") if is_gated(self.model) else ("up",)
+        return [whole(getattr(self, name).get_value()) for name in names]
 
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
@@ -132,13 +134,14 @@ class MixtureMLP(nnx.Module):
         ]
         *gate, up = (checkpoint_name(each, PROJECTION) for each in wide)
         hidden = activate(gate[0]) * up if gate else activate(up)
-        out = checkpoint_name(dot("bxcm,xme->bxce", hidden, self.down[...]), PROJECTION)
+        down = whole(self.down.get_value())
+        out = checkpoint_name(dot("bxcm,xme->bxce", hidden, down), PROJECTION)
         return constrain(out, "grouped", "experts", "capacity", "embed")
 
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         found = placement()
         run = partial(_sorted_experts, self.model)
-        wide, down = self._widths(), self.down[...]
+        wide, down = self._widths(), whole(self.down.get_value())
         tokens, over, inside = (
             (split_of("batch") or None, split_of("seq") or None),
             split_of("experts"),

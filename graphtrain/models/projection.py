@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from graphtrain.models.dot import dot, dots
+from graphtrain.models.adapters import product, products
 
 PROJECTION = "projection"
 
@@ -17,8 +17,8 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
     The product is marked, so that remat = "dots" can keep it.
     """
     with jax.named_scope(name):
-        product = dot(equation, x, getattr(module, name)[...])
-    return _finish(module, name, product)
+        y = product(equation, x, getattr(module, name).get_value())
+    return _finish(module, name, y)
 
 
 def projects(
@@ -26,8 +26,8 @@ def projects(
 ) -> list[jax.Array]:
     """project for several parameters that multiply the same x."""
     with jax.named_scope("+".join(names)):
-        products = dots(equation, x, [getattr(module, name)[...] for name in names])
-    return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
+        several = products(equation, x, [getattr(module, name).get_value() for name in names])
+    return [_finish(module, name, y) for name, y in zip(names, several, strict=True)]
 
 
 def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:

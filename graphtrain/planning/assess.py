@@ -133,13 +133,14 @@ def _why_not(outcome: Outcome) -> str:
 def _explained(peak: int, program: Program, plan: Plan) -> Memory:
     """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
     guess = estimated_memory(with_filler(program), Rules.load(program.rules), plan.mesh)
-    parameters, optimizer = map(plan.bytes_per_device, ("parameter", "optimizer"))
-    rest = max(0, peak - parameters - optimizer)
+    parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))
+    rest = max(0, peak - parameters - frozen - optimizer)
     gradients = min(guess.gradients, rest)
     activations = min(guess.activations, rest - gradients)
     return replace(
         guess,
         parameters=parameters,
+        frozen=frozen,
         optimizer=optimizer,
         gradients=gradients,
         activations=activations,

@@ -16,8 +16,9 @@ Source = Literal["compiler", "estimate"]
 class Memory:
     """Bytes of one device in a training step.
 
-    The compiler counts arguments (parameters, optimizer, batch) and the peak; what of the rest is
-    gradients and what activations is an estimate, and temporaries are what those do not explain.
+    The compiler counts arguments (parameters, frozen, optimizer, batch) and the peak; what of the
+    rest is gradients and what activations is an estimate, and temporaries are what those do not
+    explain.
     """
 
     parameters: int
@@ -28,6 +29,7 @@ class Memory:
     peak: int
     capacity: int  # of the device
     source: Source  # of the peak
+    frozen: int = 0  # weights that no step changes: no gradients, no optimizer state
     refused: bool = False  # the compiler found no way to fit the program
 
     @property

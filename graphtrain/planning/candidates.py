@@ -13,6 +13,7 @@ from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.models.tuned import keeps_weights
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
@@ -122,7 +123,7 @@ def _meshes(program: Program, devices: int) -> Iterator[dict[str, int]]:
         if undivided(model, tensor):
             continue
         for stage in divisors(devices // tensor, model.layers):
-            if model.layers % stage:
+            if model.layers % stage or (stage > 1 and _without_stages(program)):
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
@@ -130,6 +131,11 @@ def _meshes(program: Program, devices: int) -> Iterator[dict[str, int]]:
                     continue  # every copy has as many microbatches as stages, or a multiple
                 for sizes in _copies(model, copies):
                     yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
+
+
+def _without_stages(program: Program) -> bool:
+    """What no pipeline takes; see config.schema.check_pipeline."""
+    return program.batch.documents == "apart" or keeps_weights(program)
 
 
 def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
@@ -164,6 +170,9 @@ def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
     for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue
+        rows = program.batch.sequences // microbatches
+        if program.loss.kind == "preference" and rows % 2:
+            continue  # half of a pair
         for remat in _REMATS:
             yield replace(
                 program,

@@ -12,7 +12,16 @@ from sharding_rules.plan import Plan
 
 Kind = Literal["placement", "memory", "communication", "time"]
 
-_MEMORY = ("parameters", "optimizer", "gradients", "activations", "temporaries", "peak", "capacity")
+_MEMORY = (
+    "parameters",
+    "frozen",
+    "optimizer",
+    "gradients",
+    "activations",
+    "temporaries",
+    "peak",
+    "capacity",
+)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,13 @@ def _body(assessment: Assessment) -> Iterator[str]:
     arrays = ((path, placement(plan, path), f"{plan.bytes_of(path)}") for path in plan.layouts)
     yield from _aligned(arrays)
     yield from ["", f"[memory]  # bytes of one device, from the {memory.source}"]
-    kinds = ["parameters", "optimizer", *(["peak"] if memory.source == "compiler" else _ESTIMATED)]
+    frozen = ["frozen"] if memory.frozen else []
+    kinds = [
+        "parameters",
+        *frozen,
+        "optimizer",
+        *(["peak"] if memory.source == "compiler" else _ESTIMATED),
+    ]
     yield from _aligned((kind, str(getattr(memory, kind))) for kind in kinds)
     about = f"executions in a step x bytes, from the {assessment.collectives_source}"
     yield from ["", f"[collectives]  # over mesh axes, operation, {about}"]

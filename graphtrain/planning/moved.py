@@ -14,7 +14,7 @@ from sharding_rules.rules import Rules
 
 Kind = Literal["weights", "gradients", "updated weights", "activations", "numbers"]
 
-PARAMETERS = "state/parameters/"
+PARAMETERS, FROZEN = "state/parameters/", "frozen/"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class Parameters:
         self.plan = plan
         self.rules = rules
         layouts = plan.layouts.items()
-        self.paths = [path for path, layout in layouts if path.startswith(PARAMETERS)]
+        self.paths = [path for path, layout in layouts if path.startswith((PARAMETERS, FROZEN))]
         self._by_shape: dict[tuple[int, ...], list[str]] = {}
         for path in self.paths:
+            if path.startswith(FROZEN):
+                continue  # no gradients
             for shape in self._shapes(path):
                 self._by_shape.setdefault(shape, []).append(path)
 
@@ -56,7 +58,7 @@ class Parameters:
         """Classify what a collective moves."""
         told = scopes(collective.scope)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
-        weights = tuple(path for path in weights if path.startswith(PARAMETERS))
+        weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
         if weights:
             return Moved("weights", weights, told)
         shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]

@@ -13,6 +13,7 @@ from graphtrain.config.schema import Program
 from graphtrain.errors import GraphtrainError
 from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.filler import with_filler
+from graphtrain.models.tuned import frozen_arrays, trained_arrays
 from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
@@ -109,7 +110,10 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
 def _estimate(program: Program) -> Assessment:
     """In well under a millisecond, without tracing."""
     rules, mesh = Rules.load(program.rules), mesh_shape(program)
-    arrays = state_arrays(with_filler(program).model, program.optimizer)
+    filled = with_filler(program)
+    arrays = state_arrays(trained_arrays(filled), program.optimizer)
+    frozen = frozen_arrays(filled, rules, mesh)
+    arrays |= {f"frozen/{path}": spec for path, spec in frozen.items()}
     return estimate(program, make_plan(arrays, rules, mesh))
 
 

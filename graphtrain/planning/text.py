@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sharding_rules.plan import Plan
 
 # What of a device's memory the compiler counts; of the rest it knows the sum alone.
-_COUNTED = ("parameters", "optimizer", "peak")
-_PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "peak")
+_COUNTED = ("parameters", "frozen", "optimizer", "peak")
+_PARTS = ("parameters", "frozen", "optimizer", "gradients", "activations", "temporaries", "peak")
 _QUANTITIES = {
     "compile_seconds": "compile time",
     "step_seconds": "step time",
@@ -66,6 +66,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         collectives_table(assessment) if assessment.collectives else "no collectives",
+        *_frozen_line(plan),
         *_flags(answer.causes),
         time_table(assessment),
     ):
@@ -81,6 +82,22 @@ def print_answer(console: "Console", answer: "Answer") -> None:
     if not fits:
         console.print()
         console.print(remedies_table(answer.remedies) if answer.remedies else _NO_REMEDY)
+
+
+def _frozen_line(plan: "Plan") -> list[str]:
+    """How many weights are trained, where some are not."""
+    from graphtrain.models.tuned import count_of
+
+    trained, frozen = (
+        count_of({path: one.spec for path, one in plan.layouts.items() if one.spec.role == role})
+        for role in ("parameter", "frozen")
+    )
+    if not frozen:
+        return []
+    return [
+        f"{trained:,} weights are trained; {frozen:,} are frozen, without gradients or "
+        "optimizer state"
+    ]
 
 
 def _flags(causes: "Sequence[Cause]") -> list[str]:
@@ -206,6 +223,8 @@ def memory_table(memory: "Memory", target: str) -> "Table":
     table = _table("memory of one device", ">MB", ">of device", "says")
     for part, source in memory_sources(memory).items():
         size = getattr(memory, part)
+        if part == "frozen" and not size:
+            continue  # all weights are trained
         table.add_row(part, _mega(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if Target.parse(target).platform == "cpu" else "datasheet"
     table.add_row("device", _mega(memory.capacity), "", source)

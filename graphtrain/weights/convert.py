@@ -86,7 +86,7 @@ def to_hugging_face_folder(
     # Of a model that began from nothing only the tokenizer may be there.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     family = family_of(config) if config else family_for(weights.model)
-    model = _without_padding(weights.model, config)
+    model = without_padding(weights.model, config)
     pieces = list(family.pieces(model))
     usual = np.dtype(_config_dtype(config))
     arrays = {}
@@ -168,7 +168,7 @@ def _config_dtype(config: dict[str, Any] | None) -> str:
     return named if named in {str(dtype) for dtype in CODES} else "float32"
 
 
-def _without_padding(model: Model, config: dict[str, Any] | None) -> Model:
+def without_padding(model: Model, config: dict[str, Any] | None) -> Model:
     """With the vocabulary of the config.json it began with, if that is smaller."""
     vocab = (config or {}).get("vocab_size", model.vocab)
     return replace(model, vocab=min(vocab, model.vocab))

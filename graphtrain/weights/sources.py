@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.models.tuned import trained_arrays
 from graphtrain.requests import rows_of_layers
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 
@@ -22,6 +23,14 @@ SIDE = "hugging_face"  # the folder of files that are not weights
 
 class Source(Protocol):
     """The decoder's arrays, of one layer each where they are in the layers."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def files(self) -> list[Path]:
+        """All that the arrays are read from."""
+        ...
 
     @property
     def model(self) -> Model: ...
@@ -63,6 +72,11 @@ class Converted:
             for layer in range(self.model.layers) if inside else (None,):
                 self._check(stored_name(path, layer), spec.shape[1:] if inside else spec.shape)
 
+    @property
+    def files(self) -> list[Path]:
+        weights = sorted((self.directory / "weights").glob("*.safetensors"))
+        return [self.directory / "model.toml", *weights]
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.folder.names or self.folder.shape(name) != shape:
             raise WeightsError(
@@ -92,18 +106,23 @@ class RunCheckpoint:
         from graphtrain.checkpoint import read_about, saved_steps
         from graphtrain.config import load_config
 
-        self.side = directory / SIDE
+        self.directory, self.side = directory, directory / SIDE
         self._checkpoints = directory / "checkpoints"
         steps = saved_steps(self._checkpoints)
         if not steps or (step is not None and step not in steps):
             there = ", ".join(map(str, steps)) or "none"
             raise WeightsError(f"no such checkpoint in {directory}; there are: {there}")
         self.step = steps[-1] if step is None else step
-        program = load_config(directory / "config.toml").program
+        self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
         rows = read_about(self._checkpoints, self.step).rows or rows_of_layers(program)
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
+
+    @property
+    def files(self) -> list[Path]:
+        step = self._checkpoints / str(self.step)
+        return sorted(path for path in step.rglob("*") if path.is_file())
 
     def dtype(self, path: str) -> None:
         return None
@@ -124,7 +143,7 @@ class RunCheckpoint:
         array = restore_array(self._checkpoints, self.step, f"parameters/{path}")
         if not path.startswith("layers/"):
             return array
-        inner = parameter_arrays(self.model)[path].shape[1:]
+        inner = trained_arrays(self.program)[path].shape[1:]
         return array.reshape(-1, *inner)  # the rounds of a pipeline are in front of its rows
 
 
@@ -139,7 +158,12 @@ def open_source(directory: Path, step: int | None = None) -> Source:
             raise WeightsError(f"{directory} is a converted folder, which has no steps")
         return Converted(directory)
     if (directory / "checkpoints").is_dir():
-        return RunCheckpoint(directory, step)
+        run = RunCheckpoint(directory, step)
+        if run.program.adapter is None:
+            return run
+        from graphtrain.weights.merged import Merged
+
+        return Merged(run)
     raise WeightsError(
         f"{directory} is neither a folder of graphtrain convert (it would hold model.toml) nor the "
         "directory of a run (checkpoints)"

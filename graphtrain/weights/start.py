@@ -56,7 +56,12 @@ def open_initial(config: Config) -> Source | None:
 
 
 def start_parameters(weights: Source, program: Program, described: Tree, fill: Fill) -> Tree:
-    """The parameters of a program on its devices; only parts that a device holds are read.
+    """The parameters of a program on its devices; only parts that a device holds are read."""
+    return fill(described, reader(weights, program))
+
+
+def reader(weights: Source, program: Program) -> Read:
+    """Parts of weights as a program stores them.
 
     Layers go where the program's stages have them; rows of zeros fill up stages and vocabulary.
     """
@@ -73,7 +78,7 @@ def start_parameters(weights: Source, program: Program, described: Tree, fill: F
         parts = [_part(weights, path, int(n), own[1:], index[leading:]) for n in wanted.ravel()]
         return np.stack(parts).reshape(*wanted.shape, *parts[0].shape)
 
-    return fill(described, read)
+    return read
 
 
 def _part(

@@ -86,11 +86,12 @@ def unoptimized(lowered: Lowered) -> Lowered:
 def gradients_graph(of: Program) -> Graph:
     """The loss and gradients that the training step of a program computes."""
     train = build_graph(of, "train")
-    inputs = {name: train.inputs[name] for name in ("state", "batch")}
+    inputs = {name: spec for name, spec in train.inputs.items() if name != "learning_rate"}
 
-    def gradients(state: Tree, batch: Tree) -> Tree:
-        grads, loss = accumulate_gradients(of, state, batch)
-        return {"gradients": grads, "loss": loss}
+    def gradients(state: Tree, *inputs: Tree) -> Tree:
+        *frozen, batch = inputs
+        grads, metrics = accumulate_gradients(of, state, batch, *frozen)
+        return {"gradients": grads, "loss": metrics["loss"]}
 
     loss = ArraySpec((), (), "float32", "activation")
     outputs = {"gradients": train.inputs["state"]["parameters"], "loss": loss}

@@ -3,8 +3,12 @@
 
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const at = (id) => document.getElementById(id);
-const KINDS = ["parameters", "optimizer", "gradients", "activations", "temporaries"];
-const COLORS = ["#2f6fb5", "#7fb2e5", "#5aa469", "#e0a33e", "#b9bfc7"];
+const ALL_KINDS = {
+  parameters: "#2f6fb5", frozen: "#1f4a77", optimizer: "#7fb2e5", gradients: "#5aa469",
+  activations: "#e0a33e", temporaries: "#b9bfc7",
+};
+const KINDS = Object.keys(ALL_KINDS).filter((kind) => kind !== "frozen" || plan.memory.frozen_bytes);
+const COLORS = KINDS.map((kind) => ALL_KINDS[kind]);
 const CONFIG = {
   view: { stroke: null },
   font: "system-ui, Segoe UI, Roboto, sans-serif",

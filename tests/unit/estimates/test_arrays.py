@@ -50,7 +50,7 @@ def test_so_are_weights_and_moments_of_a_state(optimizer):
     traced = flatten({"state": state_specs_of(program)})
     others = {"state/step", "state/key", "state/optimizer/adam/count"}
     assert {path: spec for path, spec in traced.items() if path not in others} == state_arrays(
-        model, optimizer
+        parameter_arrays(model), optimizer
     )
 
 

@@ -1,0 +1,89 @@
+"""What a run begins with: its weights from a folder, those that it keeps as they are among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lowering
+from graphtrain.config.schema import Config, Program
+from graphtrain.models.tuned import keeps_weights
+from lowering.target import Target
+from lowering.trees import Tree
+
+if TYPE_CHECKING:
+    from graphtrain.weights.peft import PeftAdapter
+    from graphtrain.weights.sources import Source
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Opened and checked before anything is loaded onto a device."""
+
+    program: Program
+    weights: Source
+    adapter: PeftAdapter | None
+
+    @classmethod
+    def open(cls, config: Config, *, resumes: bool) -> Beginning | None:
+        """What the settings name; none where random weights or a checkpoint are all there is.
+
+        Args:
+            config: Settings.
+            resumes: Whether the run goes on from a checkpoint.
+
+        Raises:
+            WeightsError: weights are not whole, of another model, or not those of the run.
+        """
+        keeps = keeps_weights(config.program)
+        if config.run.initial is None or (resumes and not keeps):
+            return None
+        from graphtrain.weights.start import open_initial
+
+        weights = open_initial(config)
+        assert weights is not None
+        if not keeps:
+            return cls(config.program, weights, None)
+        from graphtrain.weights.base import check_base
+        from graphtrain.weights.frozen import open_adapter
+
+        if resumes:
+            check_base(weights, Path(config.run.directory))
+        return cls(config.program, weights, None if resumes else open_adapter(config, weights))
+
+    def keep(self, directory: Path) -> None:
+        """Write into a new run's directory what exporting it, and going on, will ask for."""
+        from graphtrain.weights.base import keep_base
+        from graphtrain.weights.start import keep_side
+
+        keep_side(self.weights, directory)
+        if keeps_weights(self.program):
+            keep_base(self.weights, directory)
+
+    def parameters(self, described: Tree, new: Tree | None = None) -> Tree:
+        """Those that are trained, on the devices.
+
+        Args:
+            described: Shapes, dtypes and shardings.
+            new: What `init` made of them; without it, new adapters are zeros.
+        """
+        if self.program.adapter is None:
+            from graphtrain.weights.start import start_parameters
+
+            return start_parameters(self.weights, self.program, described, self._fill)
+        from graphtrain.weights.frozen import trained_parameters
+
+        return trained_parameters(
+            self.weights, self.adapter, self.program, described, self._fill, new
+        )
+
+    def frozen(self, described: Tree) -> Tree:
+        """Those that no step changes, on the devices."""
+        from graphtrain.weights.frozen import frozen_parameters
+
+        return frozen_parameters(self.weights, self.program, described, self._fill)
+
+    @property
+    def _fill(self):
+        return lowering.backend(Target.parse(self.program.target)).fill

@@ -1,0 +1,193 @@
+"""Adapted and Quantised: what stands in the tree of parameters where a plain array would.
+
+The modules of the decoder do not know of them. They pass through its scan over layers as arrays do,
+and `product` multiplies by whatever it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from graphtrain.config.schema import Program
+from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.models.blocks import NF4, Kind
+from graphtrain.models.dot import dot, dots
+from graphtrain.models.tuned import CODES, SCALES, A, B, adapted_paths
+from lowering.constrain import constrain, draw, size_of
+from lowering.trees import Tree, flatten, unflatten
+
+_AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["kind", "dtype", "axes"],
+)
+class Quantised:
+    """Weights as codes and scales; see models.blocks."""
+
+    def __init__(
+        self,
+        codes: jax.Array,
+        scales: jax.Array | None,  # none: codes are the weights, rounded
+        kind: Kind | None,
+        dtype: DTypeLike,
+        axes: tuple[str | None, ...],  # of the weights, in one layer
+    ):
+        self.codes, self.scales, self.kind, self.dtype = codes, scales, kind, dtype
+        self.axes = axes
+
+    @jax.named_scope("dequantise")
+    def whole(self) -> jax.Array:
+        """The weights, in the dtype of the computation."""
+        codes = self._gathered(self.codes)
+        if self.scales is None:
+            return codes.astype(self.dtype)
+        if self.kind == "int8":
+            relative = codes.astype(jnp.float32) * jnp.float32(1 / 127)
+        else:
+            pairs = jnp.stack([codes & 15, codes >> 4], -1)
+            relative = jnp.asarray(NF4)[pairs.reshape(*codes.shape[:-1], -1).astype(jnp.int32)]
+        scales = self._gathered(self.scales)
+        block = relative.shape[-1] // scales.shape[-1]
+        return (relative * jnp.repeat(scales, block, -1)).astype(self.dtype)
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """As the step uses it: what travels is codes, not the weights made of them."""
+        axes = [
+            axis if axis and size % size_of(axis) == 0 else None
+            for axis, size in zip(self.axes, x.shape, strict=True)
+        ]
+        return constrain(x, *axes)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "a", "b", "key"],
+    meta_fields=["scale", "dropout"],
+)
+class Adapted:
+    """A frozen weight and the two factors of its adapter."""
+
+    def __init__(
+        self,
+        weight: jax.Array | Quantised,
+        a: jax.Array,
+        b: jax.Array,
+        key: jax.Array | None,  # of each layer, for dropout; none: nothing is dropped
+        scale: float,
+        dropout: float,
+    ):
+        self.weight, self.a, self.b, self.key = weight, a, b, key
+        self.scale, self.dropout = scale, dropout
+
+
+Weight = jax.Array | Quantised | Adapted
+
+
+def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
+    """The parameters of the decoder, of those that are trained and those that are frozen.
+
+    Args:
+        program: Settings.
+        trained: As models.tuned.trained_arrays names them.
+        frozen: As models.tuned.frozen_arrays does; none where there is no adapter.
+        key: For the dropout of adapters; without it nothing is dropped.
+    """
+    adapter = program.adapter
+    if adapter is None:
+        return trained
+    weights = flatten(reference(program, frozen))
+    given = flatten(trained)
+    paths = adapted_paths(program.model, adapter)
+    for index, path in enumerate(paths):
+        keys = None
+        if key is not None and adapter.dropout:
+            keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
+        a, b = given.pop(f"{path}/{A}"), given.pop(f"{path}/{B}")
+        weights[path] = Adapted(weights[path], a, b, keys, adapter.scale, adapter.dropout)
+    return unflatten(weights | given)
+
+
+def reference(program: Program, frozen: Tree) -> Tree:
+    """The frozen weights alone, as parameters of the decoder."""
+    dtype = jnp.dtype(program.model.dtype)
+    weights, arrays = flatten(frozen), parameter_arrays(program.model)
+    for path in [path for path in weights if path.endswith(f"/{CODES}")]:
+        stem = path.removesuffix(f"/{CODES}")
+        codes, scales = weights.pop(path), weights.pop(f"{stem}/{SCALES}")
+        kind: Kind = "int8" if codes.dtype == jnp.int8 else "nf4"
+        weights[stem] = Quantised(codes, scales, kind, dtype, arrays[stem].axes[1:])
+    for path, weight in weights.items():
+        # A product with a bfloat16 weight would be computed in bfloat16 whatever the model says.
+        if weight.dtype == jnp.bfloat16 != dtype:
+            axes = arrays[path].axes
+            in_layers = axes[0] == "layers"
+            weights[path] = (
+                Quantised(weight, None, None, dtype, axes[1:])
+                if in_layers
+                else weight.astype(dtype)
+            )
+    return unflatten(weights)
+
+
+def whole(weight: Weight) -> jax.Array:
+    """A plain array, of weights that no adapter can have."""
+    assert not isinstance(weight, Adapted)
+    return weight.whole() if isinstance(weight, Quantised) else weight
+
+
+def product(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
+    """Multiply x by a weight: an array, one in few bits, or one with an adapter."""
+    return products(equation, x, [weight])[0]
+
+
+def products(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
+    """product of one x with several weights."""
+    base = [weight.weight if isinstance(weight, Adapted) else weight for weight in several]
+    results = _frozen_products(equation, x, base)
+    return [
+        result + _adapter(equation, x, weight) if isinstance(weight, Adapted) else result
+        for result, weight in zip(results, several, strict=True)
+    ]
+
+
+def _frozen_products(
+    equation: str, x: jax.Array, several: Sequence[jax.Array | Quantised]
+) -> list[jax.Array]:
+    def multiply(x: jax.Array, several: Sequence[jax.Array | Quantised]) -> list[jax.Array]:
+        plain = [whole(weight) for weight in several]
+        return [dot(equation, x, plain[0])] if len(plain) == 1 else dots(equation, x, plain)
+
+    if any(isinstance(weight, Quantised) for weight in several):
+        # The backward pass makes the weights again from their codes, instead of keeping them.
+        multiply = jax.checkpoint(multiply, prevent_cse=False)
+    return multiply(x, several)
+
+
+@jax.named_scope("adapter")
+def _adapter(equation: str, x: jax.Array, adapted: Adapted) -> jax.Array:
+    """The product with both factors, in turn."""
+    inputs, out = equation.split("->")
+    of_x, of_weight = inputs.split(",")
+    summed = "".join(letter for letter in of_weight if letter not in out)
+    kept = "".join(letter for letter in of_weight if letter in out)
+    rows = "".join(letter for letter in of_x if letter in out)
+    x = _dropped(x, adapted, of_x)
+    narrow = dot(f"{of_x},{summed}r->{rows}r", x, adapted.a)
+    return dot(f"{rows}r,r{kept}->{out}", narrow, adapted.b) * adapted.scale
+
+
+def _dropped(x: jax.Array, adapted: Adapted, letters: str) -> jax.Array:
+    key, rate = adapted.key, adapted.dropout
+    if key is None:
+        return x
+    axes = [_AXES[letter] for letter in letters]
+    kept = draw(lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, *axes)
+    return jnp.where(kept, x / (1 - rate), 0)

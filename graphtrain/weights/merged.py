@@ -1,0 +1,74 @@
+"""Merged: the weights that a run with an adapter trained, as if it had trained them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from graphtrain.config import load_config
+from graphtrain.config.schema import Adapter, Model
+from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.models.blocks import rounded
+from graphtrain.models.tuned import A, B, adapted_paths, is_quantised, is_rounded, whole_paths
+from graphtrain.weights.base import open_base
+from graphtrain.weights.sources import RunCheckpoint
+
+
+class Merged:
+    """The base as the run computed with it, with the product of every adapter added.
+
+    Raises:
+        WeightsError: the base is not there, or is another than the run's.
+    """
+
+    def __init__(self, run: RunCheckpoint) -> None:
+        assert run.program.adapter is not None
+        self.run, self.adapter = run, run.program.adapter
+        self.directory, self.side, self.model = run.directory, run.side, run.model
+        self.base = open_base(load_config(run.directory / "config.toml"), run.directory)
+        self._adapted = set(adapted_paths(self.model, self.adapter))
+        self._whole = set(whole_paths(self.model, self.adapter))
+
+    @property
+    def files(self) -> list[Path]:
+        return [*self.run.files, *self.base.files]
+
+    def dtype(self, path: str) -> np.dtype | None:
+        return self.base.dtype(path)
+
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        trained = [name for path in paths for name in self._trained(path)]
+        found = dict(zip(trained, self.run.read(trained, layer), strict=True)) if trained else {}
+        return [self._merge(path, layer, found) for path in paths]
+
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read([path], layer)[0][index]
+
+    def _trained(self, path: str) -> list[str]:
+        if path in self._whole:
+            return [path]
+        return [f"{path}/{A}", f"{path}/{B}"] if path in self._adapted else []
+
+    def _merge(self, path: str, layer: int | None, trained: dict[str, np.ndarray]) -> np.ndarray:
+        if path in trained:
+            return trained[path]
+        (base,) = self.base.read([path], layer)
+        kept = as_kept(path, base, self.model, self.adapter)
+        if path not in self._adapted:
+            return kept
+        product = np.tensordot(trained[f"{path}/{A}"], trained[f"{path}/{B}"], 1)
+        return kept.astype(np.float32) + np.float32(self.adapter.scale) * product
+
+
+def as_kept(path: str, weights: np.ndarray, model: Model, adapter: Adapter) -> np.ndarray:
+    """What of an array of the base is left in the bits that a program keeps it in."""
+    spec = parameter_arrays(model)[path]
+    if is_rounded(path, spec, adapter):
+        return weights.astype(ml_dtypes.bfloat16).astype(np.float32)
+    if is_quantised(path, spec, adapter):
+        assert adapter.base in ("int8", "nf4")
+        return rounded(weights, adapter.base)
+    return weights

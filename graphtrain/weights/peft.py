@@ -1,0 +1,276 @@
+"""Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.config.schema import Program
+from graphtrain.errors import WeightsError
+from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
+from graphtrain.models.tuned import A, B, trained_arrays
+from graphtrain.weights.convert import Summary, making
+from graphtrain.weights.factors import (
+    EMBEDDING,
+    Table,
+    embed_is_input,
+    from_peft,
+    module_of,
+    rank_axis,
+    to_peft,
+)
+from graphtrain.weights.sources import RunCheckpoint
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
+
+
+def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> Summary:
+    """Make a folder that peft loads, of a run that trained an adapter.
+
+    Raises:
+        WeightsError: the run trained none, or something that PEFT cannot say.
+    """
+    run = RunCheckpoint(source, step)
+    adapter = run.program.adapter
+    if adapter is None:
+        raise WeightsError(f"{source} trained its weights themselves, not an adapter")
+    return write_adapter(Table.of(run.side, run.model, adapter), run.read, destination)
+
+
+def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
+    """Make a folder that peft loads.
+
+    Args:
+        table: A family's names.
+        read: Of paths that are trained, and a layer, the arrays.
+        destination: The folder; not there yet.
+
+    Raises:
+        WeightsError: PEFT cannot say it, or the folder cannot be written.
+    """
+    _check_modules(table)
+    tensors: dict[str, np.ndarray] = {}
+    for piece in table.adapted():
+        paths = [path for path in piece.row.paths if path in table.targets]
+        found = read([f"{path}/{name}" for path in paths for name in (A, B)], piece.layer)
+        pairs = dict(zip(paths, zip(found[::2], found[1::2], strict=True), strict=True))
+        tensors |= _named(piece, *to_peft(piece, pairs, table.model))
+    for piece in table.saved():
+        whole = read(piece.row.paths, piece.layer)
+        cut = [
+            array[tuple(slice(size) for size in array_shape(path, table.model))]
+            for path, array in zip(piece.row.paths, whole, strict=True)
+        ]
+        for name, tensor in to_hugging_face(piece, cut, table.model):
+            tensors[_PREFIX + name] = tensor
+            if piece.row.paths == (EMBEDDING,) and (head := table.tied_head):
+                tensors[_PREFIX + head] = tensor
+    with making(destination) as directory:
+        from safetensors.numpy import save_file
+
+        plain = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        save_file(plain, directory / _WEIGHTS, {"format": "pt"})
+        (directory / _CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
+    count = sum(tensor.size for tensor in tensors.values())
+    return Summary(table.family.model_type, count, len(tensors), "float32")
+
+
+class PeftAdapter:
+    """An adapter that peft saved, as arrays that a program trains, by path.
+
+    Raises:
+        WeightsError: it is another than the program's, or one that graphtrain has not.
+    """
+
+    def __init__(self, directory: Path, program: Program, side: Path) -> None:
+        assert program.adapter is not None
+        self.directory, self.adapter = directory, program.adapter
+        self.config = _read(directory)
+        self._table = Table.of(side, program.model, program.adapter)
+        self._tensors = _load(directory / _WEIGHTS)
+        self.arrays = self._stack(program)
+        if self._tensors:
+            raise WeightsError(
+                f"{directory} also holds {', '.join(sorted(self._tensors)[:3])}, which "
+                "[program.adapter] does not train; set its targets and whole so that they do"
+            )
+
+    def _stack(self, program: Program) -> dict[str, np.ndarray]:
+        specs = trained_arrays(program)
+        arrays = {path: np.zeros(spec.shape, np.float32) for path, spec in specs.items()}
+        for piece in self._table.adapted():
+            for path, (first, second) in self._pairs(piece).items():
+                arrays[f"{path}/{A}"][piece.layer] = first
+                arrays[f"{path}/{B}"][piece.layer] = second
+        for piece in self._table.saved():
+            tensors = [self._take(name, _PREFIX + name) for name in piece.names]
+            if piece.row.paths == (EMBEDDING,):
+                self._drop_head(tensors[0])
+            decoded = to_decoder(piece, tensors, self._table.model)
+            for path, array in zip(piece.row.paths, decoded, strict=True):
+                into = arrays[path] if piece.layer is None else arrays[path][piece.layer]
+                into[tuple(map(slice, array.shape))] = array  # rows of zeros past the vocabulary
+        return arrays
+
+    def _drop_head(self, embedding: np.ndarray) -> None:
+        """The embedding once more, where the head is tied to it."""
+        head = self._table.tied_head
+        copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
+        if copy is not None and not np.array_equal(copy, embedding):
+            raise WeightsError(
+                f"{self.directory}: {head} differs from the embedding, to which config.json ties it"
+            )
+
+    def _pairs(self, piece: Piece) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Both factors of each weight in a piece."""
+        module = module_of(piece)
+        first = self._take(module, f"{_PREFIX}{module}.lora_A.weight")
+        second = self._take(module, f"{_PREFIX}{module}.lora_B.weight")
+        rank, count = self.adapter.rank, len(first)
+        targets = [path for path in piece.row.paths if path in self._table.targets]
+        if count not in (rank, rank * len(targets)):
+            raise WeightsError(
+                f"{self.directory}: {module} has rank {count} and program.adapter.rank is {rank}; "
+                f"set {count}"
+            )
+        share = _scale(self.config, module, count) / self.adapter.scale
+        second = second * np.float32(share) if share != 1 else second
+        pairs = {}
+        for index, path in enumerate(targets):
+            mine = slice(None) if count == rank else slice(index * rank, (index + 1) * rank)
+            own = from_peft(piece, first[mine], second[:, mine], self._table.model)
+            others = set(own) - {path}
+            separate = count != rank or len(targets) < len(own)
+            if separate and any(own[other][1].any() for other in others - set(targets)):
+                raise WeightsError(
+                    f"{self.directory}: {module} also adapts {', '.join(sorted(others))}; "
+                    "add them to program.adapter.targets"
+                )
+            if count != rank and any(own[other][1].any() for other in others):
+                raise WeightsError(
+                    f"{self.directory}: {module} packs {len(own)} weights with factors in common; "
+                    f"set program.adapter.rank = {count}"
+                )
+            pairs[path] = own[path]
+        return pairs
+
+    def _take(self, module: str, name: str) -> np.ndarray:
+        if name not in self._tensors:
+            raise WeightsError(
+                f"{self.directory} has no {name}, but [program.adapter] trains {module}; leave it "
+                "out of targets or whole"
+            )
+        return self._tensors.pop(name).astype(np.float32)
+
+
+def _check_modules(table: Table) -> None:
+    """PEFT saves modules, so all that is in one is trained whole or none is."""
+    modules = {name.rpartition(".")[0] for piece in table.saved() for name in piece.names}
+    for piece in table.family.pieces(table.model):
+        for name in piece.names:
+            left = set(piece.row.paths) - table.whole
+            if name.rpartition(".")[0] in modules and left:
+                raise WeightsError(
+                    f"PEFT saves whole modules, and {name.rpartition('.')[0]} also holds "
+                    f"{', '.join(sorted(left))}; train with them in program.adapter.whole"
+                )
+
+
+def _named(piece: Piece, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
+    module = _PREFIX + module_of(piece)
+    return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+
+
+def _config(table: Table) -> dict[str, Any]:
+    adapter, packed, turned = table.adapter, {}, False
+    targets: dict[str, None] = {}
+    for piece in table.adapted():
+        name = _inside(module_of(piece))
+        targets[name] = None
+        packed[name] = len(table.targets & set(piece.row.paths))
+        inward = embed_is_input(piece.row.paths[0], table.model)
+        turned |= rank_axis(piece, table.model) == (0 if inward else 1)
+    several = {name: count for name, count in packed.items() if count > 1}
+    names = [name for piece in table.saved() for name in piece.names]
+    names += [table.tied_head] if table.tied_head else []
+    saved = {_inside(name.rpartition(".")[0]) for name in names}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "use_rslora": adapter.root_rank,
+        "lora_dropout": adapter.dropout,
+        "target_modules": list(targets),
+        "rank_pattern": {name: adapter.rank * count for name, count in several.items()},
+        "alpha_pattern": {
+            name: adapter.alpha * (count**0.5 if adapter.root_rank else count)
+            for name, count in several.items()
+        },
+        "modules_to_save": sorted(saved) or None,
+        "fan_in_fan_out": turned,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _inside(module: str) -> str:
+    """A module's name within its layer, the same in each; outside of layers all of it."""
+    in_layer = re.fullmatch(r".*?\.\d+\.(.*)", module)
+    return in_layer[1] if in_layer else module
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    refused = {
+        "peft_type": config.get("peft_type") != "LORA",
+        "use_dora": config.get("use_dora"),
+        "bias": config.get("bias", "none") != "none",
+        "lora_bias": config.get("lora_bias"),
+        "target_parameters": config.get("target_parameters"),
+        "trainable_token_indices": config.get("trainable_token_indices"),
+    }
+    for setting, is_refused in refused.items():
+        if is_refused:
+            raise WeightsError(
+                f"{path}: {setting} = {config.get(setting)!r}, which graphtrain's adapters have not"
+            )
+    return config
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    """What PEFT multiplies a module's product by."""
+
+    def pattern(setting: str, usual: float) -> float:
+        for name, value in (config.get(setting) or {}).items():
+            if re.match(rf"(.*\.)?({name})$", module):
+                return value
+        return usual
+
+    alpha = pattern("alpha_pattern", config["lora_alpha"])
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    from graphtrain.weights.files import SafetensorsFolder
+
+    if not path.is_file():
+        raise WeightsError(f"{path} is not there; peft's save_pretrained writes it")
+    folder = SafetensorsFolder([path])
+    return {name: folder.read(name) for name in folder.names}

@@ -1,0 +1,20 @@
+"""Strategies of a program that keeps weights as they are."""
+
+from graphtrain.config.schema import Adapter, Batch, Loss, Model, Program
+from graphtrain.planning.candidates import candidates
+
+MODEL = Model(layers=4, embed=64, heads=4, mlp=128, vocab=256)
+
+
+def test_no_pipeline_and_no_half_of_a_pair_is_a_candidate():
+    program = Program(
+        target="h100:4",
+        model=MODEL,
+        batch=Batch(sequences=8, length=32),
+        loss=Loss(kind="preference"),
+        adapter=Adapter(rank=4, alpha=8.0, base="nf4"),
+    )
+    found = list(candidates(program))
+    assert {one.mesh.axes["stage"] for one in found} == {1}
+    assert {one.program.batch.microbatches for one in found} == {1, 2, 4}
+    assert all(one.memory.frozen > 0 for one in found)

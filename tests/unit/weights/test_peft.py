@@ -1,0 +1,211 @@
+"""Adapters of peft, there and back: logits, gradients, and the arrays themselves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from unoptimized import OPTIONS
+
+from graphtrain.config.schema import Adapter, Batch, Mesh, Program
+from graphtrain.errors import WeightsError
+from graphtrain.families import family_of
+from graphtrain.loss import cross_entropy
+from graphtrain.models.adapters import combine
+from graphtrain.models.decoder import logits
+from graphtrain.models.tuned import A, B, adapted_paths, frozen_arrays, trained_arrays
+from graphtrain.requests import mesh_shape
+from graphtrain.weights.convert import from_hugging_face, read_config
+from graphtrain.weights.factors import Table, from_peft
+from graphtrain.weights.frozen import frozen_parameters
+from graphtrain.weights.peft import PeftAdapter, write_adapter
+from graphtrain.weights.sources import Converted
+from lowering.trees import flatten, unflatten
+from sharding_rules.rules import Rules
+
+# Of peft and transformers to each other.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+RANK = 3
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CASES = {
+    "llama": ("Llama", LLAMA, ["q_proj", "o_proj", "down_proj"]),
+    "gpt2": ("GPT2", GPT2 | DROPOUT, ["c_attn", "c_fc", "mlp.c_proj"]),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+        | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        ["query_key_value", "dense"],
+    ),
+}
+TARGETS = {
+    "llama": ("attention/query", "attention/output", "mlp/down"),
+    "gpt2": ("attention/query", "attention/key", "attention/value", "mlp/*"),
+    "bloom": ("attention/*",),
+}
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
+
+
+def base(case: str, path: Path) -> torch.nn.Module:
+    kind, settings, _ = CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    for parameter in model.parameters():
+        parameter.data = float(parameter.ndim == 1) + 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(path / "source")
+    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    return model
+
+
+def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> torch.nn.Module:
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=5, target_modules=CASES[case][2], task_type="CAUSAL_LM", **settings
+    )
+    tuned = peft.get_peft_model(model, config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape)
+    tuned.save_pretrained(path / "adapter")
+    return tuned.eval()
+
+
+def program_of(path: Path, **settings) -> Program:
+    model = replace(Converted(path / "ours").model, dtype="float32", remat="none")
+    adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
+    return Program(mesh=Mesh(), model=model, batch=Batch(sequences=2, length=12), adapter=adapter)
+
+
+def frozen_of(path: Path, program: Program):
+    described = unflatten(frozen_arrays(program, Rules.load(program.rules), mesh_shape(program)))
+
+    def fill(described, read):
+        return unflatten(
+            {
+                name: read(name, spec.shape, tuple(map(slice, spec.shape)))
+                for name, spec in flatten(described).items()
+            }
+        )
+
+    return frozen_parameters(Converted(path / "ours"), program, described, fill)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_peft(case, tmp_path):
+    tuned = with_adapter(base(case, tmp_path), case, tmp_path).double()
+    program = program_of(tmp_path, targets=TARGETS[case])
+    side = tmp_path / "ours/hugging_face"
+    adapter = PeftAdapter(tmp_path / "adapter", program, side)
+    frozen = frozen_of(tmp_path, program)
+    targets, weights = np.roll(TOKENS, -1, 1), np.ones(TOKENS.shape, np.float32)
+
+    def loss(trained):
+        out = logits(program.model, combine(program, trained, frozen), TOKENS)
+        return cross_entropy(out, targets, weights)[0], out
+
+    (_, got), gradients = quickly(jax.value_and_grad(loss, has_aux=True))(unflatten(adapter.arrays))
+    want = tuned(torch.tensor(TOKENS)).logits
+    assert_close(got, want.detach().numpy())
+    torch.nn.functional.cross_entropy(
+        want.flatten(0, 1), torch.tensor(targets).ravel(), reduction="sum"
+    ).backward()
+    assert_gradients(program, side, flatten(gradients), tuned)
+
+
+def quickly(function):
+    """Compiled in less time than by default."""
+    return jax.jit(function, compiler_options=OPTIONS)
+
+
+def assert_gradients(program, side, got, tuned):
+    """Where PEFT packs several weights into one, its first factor has the sum of our gradients."""
+    family = family_of(read_config(side))
+    theirs = {name: one.grad for name, one in tuned.named_parameters() if "lora_" in name}
+    compared = 0
+    for piece in family.pieces(program.model):
+        paths = [path for path in piece.row.paths if f"{path}/{A}" in got]
+        if not paths:
+            continue
+        module = "base_model.model." + piece.names[0].removesuffix(".weight")
+        first, second = (
+            theirs[f"{module}.lora_{name}.default.weight"].numpy() for name in ("A", "B")
+        )
+        want = from_peft(piece, first, second, program.model)
+        total = sum(got[f"{path}/{A}"][piece.layer] for path in paths)
+        assert_close(total, want[paths[0]][0])
+        for path in paths:
+            assert_close(got[f"{path}/{B}"][piece.layer], want[path][1])
+            compared += 1
+    assert compared == len(adapted_paths(program.model, program.adapter)) * program.model.layers
+
+
+@pytest.mark.parametrize(
+    ("case", "root_rank"), [("llama", False), ("gpt2", True), ("bloom", False)]
+)
+def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp_path):
+    base(case, tmp_path)
+    tied = Converted(tmp_path / "ours").model.tied_head
+    whole = ("embedding/tokens",) if tied else ("head", "final_norm/*")
+    program = program_of(tmp_path, root_rank=root_rank, targets=TARGETS[case], whole=whole)
+    random = np.random.default_rng(1)
+    ours = {
+        path: random.normal(0, 0.2, spec.shape).astype(np.float32)
+        for path, spec in trained_arrays(program).items()
+    }
+    side = tmp_path / "ours/hugging_face"
+    assert program.adapter is not None
+
+    def read(paths, layer):
+        return [ours[path] if layer is None else ours[path][layer] for path in paths]
+
+    write_adapter(Table.of(side, program.model, program.adapter), read, tmp_path / "written")
+    again = PeftAdapter(tmp_path / "written", program, side)
+    assert set(again.arrays) == set(ours)
+    for path, array in ours.items():
+        np.testing.assert_array_equal(again.arrays[path], array, err_msg=path)
+
+    # peft computes with the folder what we compute with the arrays.
+    source = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    loaded = peft.PeftModel.from_pretrained(source, tmp_path / "written").double().eval()
+    with torch.no_grad():
+        want = loaded(torch.tensor(TOKENS)).logits.numpy()
+    weights = combine(program, unflatten(ours), frozen_of(tmp_path, program))
+    assert_close(quickly(lambda tree: logits(program.model, tree, TOKENS))(weights), want)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"rank": 4}, r"q_proj has rank 3 and program.adapter.rank is 4; set 3"),
+        ({"targets": ("attention/query",)}, r"also holds .*lora_A.*set its targets"),
+        ({"targets": ("attention/*", "mlp/down")}, r"has no .*k_proj.*leave it out"),
+    ],
+)
+def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):
+    with_adapter(base("llama", tmp_path), "llama", tmp_path)
+    program = program_of(tmp_path, **{"targets": TARGETS["llama"]} | settings)
+    with pytest.raises(WeightsError, match=error):
+        PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
+
+
+def test_what_graphtrain_has_not_is_refused_by_name(tmp_path):
+    with_adapter(base("llama", tmp_path), "llama", tmp_path, use_dora=True)
+    program = program_of(tmp_path, targets=TARGETS["llama"])
+    with pytest.raises(WeightsError, match="use_dora = True"):
+        PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
+
+
+def assert_close(got, want):
+    """To 1e-5 of the largest."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
