@@ -16,8 +16,9 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import Checkpoints, saved_steps
 from graphtrain.config import render
-from graphtrain.config.schema import Config, Program, Run
+from graphtrain.config.schema import Config, Model, Program, Run
 from graphtrain.errors import TrainingError
+from graphtrain.estimates.filler import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
@@ -174,7 +175,7 @@ def _add_to_ledger(
     from graphtrain.planning.measured import add_run
 
     steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
-    if not steps:
+    if not steps or hides_sizes(config.program):
         return
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
@@ -217,9 +218,12 @@ class _Loop:
     _pending: tuple[int, Tree, float] | None = None
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
+    _sizes: Model | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._target = Target.parse(self.config.program.target)
+        program = self.config.program
+        self._target = Target.parse(program.target)
+        self._sizes = None if hides_sizes(program) else estimable(program).model
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run
@@ -280,7 +284,9 @@ class _Loop:
     def _utilization(self, tokens_per_second: float) -> float | None:
         program = self.config.program
         peak = self._target.peak_flops(program.model.dtype)
-        flops = flops_per_token(program.model, program.batch.length) * tokens_per_second
+        if self._sizes is None:
+            return None
+        flops = flops_per_token(self._sizes, program.batch.length) * tokens_per_second
         return round(flops / peak, 6) if peak else None
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:

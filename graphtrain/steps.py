@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from graphtrain.architecture import drops, forward, initialise, logits, parameter_specs
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, can_defer, key_here, reduce_last
 from graphtrain.loss import cross_entropy
-from graphtrain.models.decoder import forward, initialise, logits, parameter_specs
 from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
 from graphtrain.models.stages import arrange, arrange_specs
@@ -135,7 +135,7 @@ def _objective(program: Program, state: Tree, targets: jax.Array) -> Objective:
     key = _step_key(program, state)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, jax.Array]:
-        dropout = key_here(jax.random.fold_in(key, index)) if program.model.dropout else None
+        dropout = key_here(jax.random.fold_in(key, index)) if drops(program.model) else None
         with apart(microbatch.get("documents")):
             out, auxiliary = forward(
                 program.model, parameters, microbatch["tokens"], dropout_key=dropout
