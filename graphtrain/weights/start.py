@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.config.schema import Config, Program
+from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.families.family import mathematics
+from graphtrain.torch_models.weights import ModuleWeights
 from graphtrain.weights.sources import SIDE, Source, open_source, rows_of_layers
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Read = Callable[[str, tuple[int, ...], Index], np.ndarray]  # by path and whole 
 Fill = Callable[["Tree", Read], "Tree"]  # of described arrays, those on the devices
 
 
-def open_initial(config: Config) -> Source | None:
+def open_initial(config: Config) -> Source | ModuleWeights | None:
     """The weights of run.initial, if it is set.
 
     Raises:
@@ -33,6 +34,8 @@ def open_initial(config: Config) -> Source | None:
     if config.run.initial is None:
         return None
     directory = Path(config.run.initial)
+    if is_imported(config.program.model):
+        return ModuleWeights(directory)
     weights = open_source(directory)
     theirs, mine = weights.model, config.program.model
     if mine.vocab < theirs.vocab:
@@ -54,11 +57,15 @@ def open_initial(config: Config) -> Source | None:
     return weights
 
 
-def start_parameters(weights: Source, program: Program, described: Tree, fill: Fill) -> Tree:
+def start_parameters(
+    weights: Source | ModuleWeights, program: Program, described: Tree, fill: Fill
+) -> Tree:
     """The parameters of a program on its devices; only parts that a device holds are read.
 
     Layers go where the program's stages have them; rows of zeros fill up stages and vocabulary.
     """
+    if isinstance(weights, ModuleWeights):
+        return weights.parameters(described, fill)
     layers = np.array([-1 if layer is None else layer for layer in rows_of_layers(program)])
     arrays = parameter_arrays(weights.model)
 
@@ -91,7 +98,11 @@ def _part(
     return part
 
 
-def keep_side(weights: Source, directory: Path) -> None:
+def keep_side(weights: Source | ModuleWeights, directory: Path) -> None:
     """Copy configuration and tokenizer of the weights into a run's directory, for the way back."""
-    if weights.side.is_dir():
+    if isinstance(weights, ModuleWeights):
+        from graphtrain.weights.convert import copy_side
+
+        copy_side(weights.side, directory / SIDE)
+    elif weights.side.is_dir():
         shutil.copytree(weights.side, directory / SIDE, dirs_exist_ok=True)
