@@ -13,6 +13,7 @@ from lowering.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
+    from graphtrain.torch_models.weights import ModuleWeights
     from graphtrain.weights.peft import PeftAdapter
     from graphtrain.weights.sources import Source
 
@@ -22,7 +23,7 @@ class Beginning:
     """Opened and checked before anything is loaded onto a device."""
 
     program: Program
-    weights: Source
+    weights: Source | ModuleWeights
     adapter: PeftAdapter | None
 
     @classmethod
@@ -48,6 +49,7 @@ class Beginning:
         from graphtrain.weights.base import check_base
         from graphtrain.weights.frozen import open_adapter
 
+        weights = _native(weights)
         if resumes:
             check_base(weights, Path(config.run.directory))
         return cls(config.program, weights, None if resumes else open_adapter(config, weights))
@@ -59,7 +61,7 @@ class Beginning:
 
         keep_side(self.weights, directory)
         if keeps_weights(self.program):
-            keep_base(self.weights, directory)
+            keep_base(_native(self.weights), directory)
 
     def parameters(self, described: Tree, new: Tree | None = None) -> Tree:
         """Those that are trained, on the devices.
@@ -74,16 +76,23 @@ class Beginning:
             return start_parameters(self.weights, self.program, described, self._fill)
         from graphtrain.weights.frozen import trained_parameters
 
-        return trained_parameters(
-            self.weights, self.adapter, self.program, described, self._fill, new
-        )
+        weights = _native(self.weights)
+        return trained_parameters(weights, self.adapter, self.program, described, self._fill, new)
 
     def frozen(self, described: Tree) -> Tree:
         """Those that no step changes, on the devices."""
         from graphtrain.weights.frozen import frozen_parameters
 
-        return frozen_parameters(self.weights, self.program, described, self._fill)
+        return frozen_parameters(_native(self.weights), self.program, described, self._fill)
 
     @property
     def _fill(self):
         return lowering.backend(Target.parse(self.program.target)).fill
+
+
+def _native(weights: Source | ModuleWeights) -> Source:
+    """Of a model of ours: the settings refuse to keep weights of another."""
+    from graphtrain.torch_models.weights import ModuleWeights
+
+    assert not isinstance(weights, ModuleWeights)
+    return weights

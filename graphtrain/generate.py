@@ -13,7 +13,7 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.compile import compile_tasks
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program, is_imported
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.requests import mesh_shape, request_keys
@@ -55,13 +55,18 @@ def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) 
 
 
 def program_for(program: Program) -> Program:
-    """What continues a sequence with a program's weights, on its mesh.
+    """What continues a sequence with a program's weights, those of an adapter added, on its mesh.
 
     Every copy of the model works on the same sequence; its length is program.batch.length at most.
 
     Raises:
-        GraphtrainError: the mesh has stages, or splits sequences.
+        GraphtrainError: the model is one of PyTorch, or the mesh has stages or splits sequences.
     """
+    if is_imported(program.model):
+        raise GraphtrainError(
+            "generate knows the native decoder only; graphtrain convert graphtrain-to-hf makes a "
+            "folder of this run that transformers generates from"
+        )
     shape = mesh_shape(program)
     for axis in ("stage", "context"):
         if shape.axes.get(axis, 1) > 1:
@@ -79,6 +84,7 @@ def program_for(program: Program) -> Program:
         optimizer=Optimizer(),
         loss=Loss(),
         pipeline=Pipeline(),
+        adapter=None,
     )
 
 
@@ -160,13 +166,19 @@ def _weights(config: Config, program: Program, described: Tree, step: int | None
     """Of a checkpoint of the run; of what it would start from, where there is none."""
     directory = Path(config.run.directory) / "checkpoints"
     steps = saved_steps(directory)
+    fill = lowering.backend(Target.parse(program.target)).fill
+    if steps and config.program.adapter is not None:
+        from graphtrain.weights.sources import open_source
+        from graphtrain.weights.start import start_parameters
+
+        merged = open_source(Path(config.run.directory), step)
+        return start_parameters(merged, program, described, fill)
     if steps and (step is None or step in steps):
         chosen = steps[-1] if step is None else step
         return restore_parameters(directory, chosen, described, arrangement_of(program))
     if step is None and config.run.initial is not None:
         from graphtrain.weights.start import open_initial, start_parameters
 
-        fill = lowering.backend(Target.parse(program.target)).fill
         weights = open_initial(config)
         assert weights is not None
         return start_parameters(weights, program, described, fill)

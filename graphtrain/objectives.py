@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from graphtrain.architecture import drops, forward, logits
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, key_here, own_here
 from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine, reference
-from graphtrain.models.decoder import forward, logits
 from graphtrain.models.documents import apart
 from lowering.target import Target
 from lowering.trees import Tree
@@ -56,12 +56,13 @@ def preference_objective(
 def _model(program: Program, state: Tree, frozen: Tree | None) -> Callable[..., Any]:
     """Logits of a microbatch with the parameters that are trained, and what layers add."""
     key, adapter = step_key(program, state), program.adapter
-    drops = program.model.dropout or (adapter is not None and adapter.dropout)
+    in_adapter = adapter is not None and bool(adapter.dropout)
+    in_model = drops(program.model)
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
-        dropout = key_here(jax.random.fold_in(key, index)) if drops else None
+        dropout = key_here(jax.random.fold_in(key, index)) if in_adapter or in_model else None
         weights = combine(program, parameters, own_here(frozen), dropout)
-        of_model = dropout if program.model.dropout else None
+        of_model = dropout if in_model else None
         with apart(microbatch.get("documents")):
             out, auxiliary = forward(
                 program.model, weights, microbatch["tokens"], dropout_key=of_model

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphtrain.config.schema import Program, check_pipeline
+from graphtrain.config.schema import Program, check_pipeline, is_imported
 from graphtrain.key import CacheKey
 from lowering.target import Target
 from lowering.toolchain import Toolchain
@@ -20,6 +20,7 @@ from sharding_rules.rules import Rules
 _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
+    "graphtrain/architecture.py",
     "graphtrain/deferred.py",
     "graphtrain/estimates/arrays.py",
     "graphtrain/extending.py",
@@ -43,6 +44,7 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
     """The request key of every graph of a program, or of those named.
 
     Raises:
+        ImportedModelError: the configuration or the module of a model of PyTorch is not there.
         LoweringError: no such target.
         ShardingError: no such rules, or a mesh that does not fill the target.
     """
@@ -50,6 +52,10 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
     settings = dataclasses.asdict(program)
     # What these name is in the key, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
+    if is_imported(program.model):
+        from graphtrain.torch_models.source import ingredients
+
+        settings["model"] = ingredients(program.model)
     parts = {
         "program": settings,
         "mesh": dict(mesh_shape(program).axes),

@@ -19,6 +19,7 @@ from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
+from graphtrain.estimates.filler import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
@@ -170,7 +171,7 @@ def _add_to_ledger(
     from graphtrain.planning.measured import add_run
 
     steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
-    if not steps:
+    if not steps or hides_sizes(config.program):
         return
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
@@ -214,9 +215,12 @@ class _Loop:
     _pending: tuple[int, Tree, float] | None = None
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
+    _flops: float | None = field(init=False)  # useful ones of a token, where they are known
 
     def __post_init__(self) -> None:
-        self._target = Target.parse(self.config.program.target)
+        program = self.config.program
+        self._target = Target.parse(program.target)
+        self._flops = None if hides_sizes(program) else step_flops_per_token(estimable(program))
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run
@@ -279,8 +283,9 @@ class _Loop:
     def _utilization(self, tokens_per_second: float) -> float | None:
         program = self.config.program
         peak = self._target.peak_flops(program.model.dtype)
-        flops = step_flops_per_token(program) * tokens_per_second
-        return round(flops / peak, 6) if peak else None
+        if self._flops is None or not peak:
+            return None
+        return round(self._flops * tokens_per_second / peak, 6)
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # so that the last one counts

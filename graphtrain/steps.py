@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from graphtrain.architecture import initialise, logits, parameter_specs
 from graphtrain.config.schema import Program
 from graphtrain.deferred import can_defer, reduce_last
 from graphtrain.extending import TOKENS, extend_graph
 from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine
-from graphtrain.models.decoder import initialise, logits
 from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
 from graphtrain.models.stages import arrange, arrange_specs
@@ -217,7 +217,9 @@ def _evaluate(program: Program) -> Graph:
 
 def parameter_specs_of(program: Program) -> Tree:
     """The parameters that are trained, as a run stores them."""
-    specs, stages = unflatten(trained_arrays(program)), stages_of(program)
+    adapted = program.adapter is not None
+    specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
+    stages = stages_of(program)
     return specs if stages is None else arrange_specs(specs, stages)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.errors import GraphtrainError
 from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
@@ -90,6 +90,9 @@ def produce(
     The caller holds the request's lease. Who has another request that leads to the same program
     waits here and then finds it done.
     """
+    if is_imported(program.model):
+        say("comparing with PyTorch")
+        _ensure_parity(program.model, Target.parse(program.target), cache)
     say("tracing")
     lowered = lower(program, name)
     (scratch / "program.mlir").write_text(lowered.text)
@@ -104,6 +107,16 @@ def produce(
             cache.put(key, artifact)
         cache.link(request, key)
     return key.digest, new
+
+
+def _ensure_parity(model: Imported, target: Target, cache: Cache) -> None:
+    from graphtrain.torch_models.versions import check_versions, installed
+
+    check_versions(installed(), hf=model.hf is not None)
+    from graphtrain.torch_models.parity import ensure_parity
+
+    lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
+    ensure_parity(model, cache.root)
 
 
 def _end_with_parent(scratch: Path) -> None:

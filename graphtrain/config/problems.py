@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from graphtrain.config.lines import KeyPath, line_numbers
 from graphtrain.config.overrides import Override
 from graphtrain.config.render import dotted, toml
-from graphtrain.config.settings import known_settings, words
+from graphtrain.config.settings import holds_settings, known_settings, words
 
 _LONGEST_VALUE = 60  # characters of a value shown
 
@@ -55,7 +55,7 @@ def explain(
     by_type: dict[str, dict[KeyPath, ErrorDetails]] = {}
     for error in errors:
         kind = error["type"] if error["type"] in _OWN_WORDS else "value"
-        path = tuple(map(str, error["loc"]))
+        path = _untagged(tuple(map(str, error["loc"])))
         by_type.setdefault(kind, {}).setdefault(path if kind != "value" else _setting(path), error)
 
     suggested: set[KeyPath] = set()
@@ -79,6 +79,12 @@ def explain(
 
 
 _OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid"}
+
+
+def _untagged(location: KeyPath) -> KeyPath:
+    """Without the word that says which kind of model was found."""
+    inside = location[:2] == ("program", "model") and location[2:3] in (("native",), ("imported",))
+    return location[:2] + location[3:] if inside else location
 
 
 def _within(path: KeyPath, table: KeyPath) -> bool:
@@ -111,7 +117,7 @@ def _unknown(source: Source, errors: Collection[KeyPath]) -> Iterator[tuple[str,
             yield source.place(source.line(path)), path
     for change in source.overrides:
         below_a_value = any(
-            "properties" not in known_settings().get(change.path[:depth], {"properties": {}})
+            not holds_settings(known_settings().get(change.path[:depth], {"properties": {}}))
             for depth in range(1, len(change.path))
         )
         if below_a_value or any(_within(change.path, path) for path in errors):

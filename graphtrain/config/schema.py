@@ -3,10 +3,11 @@
 The comment beside a field is its meaning in `graphtrain config show` and in the JSON schema.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypeIs
 
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
@@ -160,6 +161,50 @@ class Model:
                 raise ValueError(f"{name} is only for models with a window; set window too")
 
 
+Plain = str | bool | int | float | list[str | bool | int | float]
+Overrides = dict[str, Plain | dict[str, Plain]]
+
+_EMPTY: Any = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Imported:
+    """A model of PyTorch or Hugging Face as it is, in place of the settings of the native one."""
+
+    torch: str | None = None  # "module:factory", or "file.py:factory": makes a torch.nn.Module
+    hf: str | None = None  # a folder with a config.json of transformers, or such a file
+    overrides: Overrides = _EMPTY  # in place of what the config says; with torch, the arguments
+    vocab: Positive | None = None  # rows of the embedding; with hf the config says it
+    axes: dict[str, tuple[str, ...]] = _EMPTY  # of parameters by name, as "*.wq.weight"; "": whole
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
+    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
+    parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch
+
+    def __post_init__(self) -> None:
+        if (self.torch is None) == (self.hf is None):
+            raise ValueError("give either torch or hf")
+        if self.vocab is None:
+            from graphtrain.torch_models.errors import ImportedModelError
+            from graphtrain.torch_models.source import vocabulary
+
+            try:
+                _settle(self, vocab=self.hf and vocabulary(self.hf, self.overrides))
+            except ImportedModelError as error:
+                raise ValueError(str(error)) from error
+        if self.vocab is None:
+            raise ValueError("vocab is not known: set it to the rows of the embedding")
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # dictionaries have none of their own
+
+
+def _kind(model: Any) -> str:
+    """Which of the two a [program.model] is."""
+    if isinstance(model, dict):
+        return "imported" if "torch" in model or "hf" in model else "native"
+    return "imported" if isinstance(model, Imported) else "native"
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Batch:
     """One global training step."""
@@ -280,6 +325,20 @@ class Pipeline:
             raise ValueError(f'rounds = {self.rounds} needs schedule = "circular"')
 
 
+if TYPE_CHECKING:  # what takes only native models is given no other; see is_imported
+    AnyModel = Model
+else:
+    AnyModel = Annotated[
+        Annotated[Model, Tag("native")] | Annotated[Imported, Tag("imported")],
+        Discriminator(_kind),
+    ]
+
+
+def is_imported(model: Model | Imported) -> TypeIs[Imported]:
+    """Whether a model is one of PyTorch."""
+    return isinstance(model, Imported)
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Program:
     """Everything that can change compiled code. The cache key digests it whole."""
@@ -295,7 +354,7 @@ class Program:
         "sequence",
     )
     mesh: Mesh = Mesh(data="rest")
-    model: Model
+    model: AnyModel
     batch: Batch
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
@@ -303,6 +362,9 @@ class Program:
     adapter: Adapter | None = None  # None: every weight is trained
 
     def __post_init__(self) -> None:
+        if is_imported(self.model):
+            _check_imported(self)
+            return
         if self.loss.kind == "preference":
             check_preference(self)
         if self.model.mixture is not None and self.batch.reduce == "last":
@@ -341,6 +403,23 @@ def check_preference(program: Program) -> None:
         )
 
 
+def _check_imported(program: Program) -> None:
+    """Refuse what models of PyTorch cannot be used with yet."""
+    refused = {
+        'batch.documents = "apart"': program.batch.documents == "apart",
+        'batch.reduce = "last"': program.batch.reduce == "last",
+        'loss.kind = "preference"': program.loss.kind == "preference",
+        "adapter": program.adapter is not None,
+        f"mesh.stage = {program.mesh.stage}": program.mesh.stage not in (1, "rest"),
+        f"mesh.context = {program.mesh.context}": program.mesh.context not in (1, "rest"),
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"{' and '.join(names)} cannot be used with model.torch or model.hf; leave it out, or "
+            "take the native decoder (graphtrain convert hf-to-graphtrain)"
+        )
+
+
 def check_pipeline(program: Program, stages: int) -> Stages:
     """The division of a program's layers among stages, once their number is known.
 
@@ -348,6 +427,8 @@ def check_pipeline(program: Program, stages: int) -> Stages:
         ShardingError: layers, microbatches or positions that these stages cannot take.
     """
     model, batch, pipeline = program.model, program.batch, program.pipeline
+    if is_imported(model):
+        raise ShardingError("models of PyTorch cannot be used with a pipeline; set mesh.stage = 1")
     if batch.documents == "apart":
         raise ShardingError(
             'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '

@@ -66,6 +66,12 @@ def known_settings() -> dict[KeyPath, Node]:
     known: dict[KeyPath, Node] = {}
 
     def visit(path: KeyPath, node: Node) -> None:
+        if "oneOf" in node:  # native settings are the first
+            tables = [made["$defs"][one["$ref"].rpartition("/")[2]] for one in node["oneOf"]]
+            properties = {}
+            for table in reversed(tables):
+                properties |= table["properties"]
+            node = tables[0] | {"properties": properties}
         if "$ref" in node:
             node = made["$defs"][node["$ref"].rpartition("/")[2]]
         known[path] = node
@@ -77,8 +83,15 @@ def known_settings() -> dict[KeyPath, Node]:
     return known
 
 
+def holds_settings(node: Node) -> bool:
+    """Whether there may be settings below one: tables, and those with names of the user's own."""
+    return "properties" in node or node.get("type") == "object"
+
+
 def words(node: Node) -> str:
     """What a setting takes: `a whole number, at least 1, or "rest"`."""
+    if "oneOf" in node:
+        return "a table"
     if "anyOf" in node:
         return ", or ".join(words(option) for option in node["anyOf"])
     if "$ref" in node:

@@ -2,16 +2,47 @@
 
 from dataclasses import replace
 
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Model, Program, is_imported
+from graphtrain.errors import PlanError
 from graphtrain.requests import stages_of
+
+
+def hides_sizes(program: Program) -> bool:
+    """Whether a program's model is one of PyTorch whose sizes no configuration says."""
+    return is_imported(program.model) and _native(program) is None
+
+
+def estimable(program: Program) -> Program:
+    """The program with a native model, of the sizes of its own, which is what estimates know.
+
+    Raises:
+        PlanError: they are not known.
+    """
+    native = _native(program)
+    if native is None:
+        raise PlanError(
+            "this takes the sizes of the model, which program.model.torch does not say; compile it "
+            "with graphtrain compile, or see single arrays with --array"
+        )
+    return program if native is program.model else replace(program, model=native)
+
+
+def _native(program: Program) -> Model | None:
+    if not is_imported(program.model):
+        return program.model
+    from graphtrain.torch_models.sizes import look_alike
+
+    return look_alike(program.model)
 
 
 def with_filler(program: Program) -> Program:
     """A program with as many layers as its stages hold rows: those of zeros take memory and time.
 
     Raises:
+        PlanError: as estimable.
         ShardingError: layers or microbatches that the stages cannot take.
     """
+    program = estimable(program)
     stages = stages_of(program)
     if stages is None:
         return program

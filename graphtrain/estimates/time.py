@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
+from graphtrain.estimates.filler import estimable
 from graphtrain.models.counts import (
     attention_flops_per_token,
     flops_per_token,
@@ -63,7 +64,7 @@ def utilisation(program: Program, seconds: float) -> float:
     """
     peak = Target.parse(program.target).peak_flops(program.model.dtype)
     batch = program.batch
-    useful = step_flops_per_token(program) * batch.tokens
+    useful = step_flops_per_token(estimable(program)) * batch.tokens
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 

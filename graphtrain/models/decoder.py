@@ -56,7 +56,7 @@ class Embedding(nnx.Module):
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
         # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
-        rows = _rows(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        rows = rows_of(self.tokens[...], tokens, self.model.dtype, by_hand_now())
         x = residual(constrain(jnp.asarray(rows), *WHOLE))
         if self.model.scaled_embedding:
             x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
@@ -78,7 +78,7 @@ class Embedding(nnx.Module):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rows(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> jax.Array:
+def rows_of(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> jax.Array:
     """Rows of a table in dtype; their gradients are added up in the table's own.
 
     The table is gathered over embed first: rows are looked up by a batch split over the same
@@ -94,7 +94,7 @@ def _rows(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> 
 def _rows_forward(
     table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rows(table, tokens, dtype, by_product), (table, tokens)
+    return rows_of(table, tokens, dtype, by_product), (table, tokens)
 
 
 def _rows_backward(
@@ -110,7 +110,7 @@ def _rows_backward(
     return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 class Decoder(nnx.Module):

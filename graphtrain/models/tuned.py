@@ -52,9 +52,9 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
     Raises:
         ShardingError: a pattern of the adapter names nothing that it can.
     """
-    arrays, adapter = parameter_arrays(program.model), program.adapter
     if not keeps_weights(program):
         return {}
+    arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
     # DPO refers to the weights as they were, so also to those that are trained whole.

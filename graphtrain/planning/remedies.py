@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from graphtrain.cache import Cache
 from graphtrain.config.render import toml
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import GraphtrainError
 from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.filler import with_filler
@@ -127,11 +127,12 @@ def _families(program: Program) -> Iterator[Iterator[Change]]:
 
 
 def _remat(program: Program) -> Iterator[Change]:
-    now = program.model.remat
+    now, imported = program.model.remat, is_imported(program.model)
     known = _REMAT.index(now) if now in _REMAT else 0
     for remat in _REMAT[known + 1 :]:
-        yield (f"program.model.remat={remat}",)
-    if now != "offload" and Target.parse(program.target).platform != "cpu":
+        if not (imported and remat == "attention"):
+            yield (f"program.model.remat={remat}",)
+    if not imported and now != "offload" and Target.parse(program.target).platform != "cpu":
         yield ("program.model.remat=offload",)
 
 

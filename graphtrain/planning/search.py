@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import PlanError
 from graphtrain.estimates.time import HIDDEN, crosses_hosts
 from graphtrain.planning.assessment import StepTime
@@ -45,6 +45,8 @@ def search(program: Program, keep: int = 20) -> Found:
         LoweringError: no such target.
         PlanError: no strategy divides the model and the batch, or the model is a mixture.
     """
+    if is_imported(program.model):
+        raise PlanError("graphtrain plan search estimates native models; this one is of PyTorch")
     if program.model.mixture is not None:
         raise PlanError("graphtrain plan search estimates dense models; this one is a mixture")
     began = time.perf_counter()

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from graphtrain.config.render import render_model
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import Model, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.families import Family, family_for, family_of, mathematics
 from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.models.counts import parameter_count
 from graphtrain.weights.files import CODES, Folder, open_folder
-from graphtrain.weights.sources import SIDE, open_source, stored_name
+from graphtrain.weights.sources import SIDE, checkpoint_step, open_source, stored_name
 from graphtrain.weights.writer import Writer
 
 Progress = Callable[[int, int], None]  # arrays done, and of how many
@@ -65,7 +65,7 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
                 writer.write(stored_name(path, piece.layer), array)
         writer.close()
         (directory / "model.toml").write_text(render_model(model))
-        _copy_side(source, directory / SIDE)
+        copy_side(source, directory / SIDE)
     progress(len(pieces), len(pieces))
     return summary(family, model, arrays)
 
@@ -82,6 +82,8 @@ def to_hugging_face_folder(
     Raises:
         WeightsError: no family has such a model, or the source is not whole.
     """
+    if (run := _run_of_pytorch(source)) is not None:
+        return _export(run, source, destination, progress, step)
     weights = open_source(source, step)
     # Of a model that began from nothing only the tokenizer may be there.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
@@ -104,10 +106,33 @@ def to_hugging_face_folder(
                 writer.write(name, tensor.astype(arrays[name][0], copy=False))
         writer.close()
         if weights.side.is_dir():
-            _copy_side(weights.side, directory)
+            copy_side(weights.side, directory)
         _write_config(directory, family, model, config, arrays)
     progress(len(pieces), len(pieces))
     return summary(family, model, arrays)
+
+
+def _run_of_pytorch(source: Path) -> Program | None:
+    """The program of a run's directory, if its model is one of PyTorch."""
+    if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
+        return None
+    from graphtrain.config import load_config
+
+    program = load_config(source / "config.toml").program
+    return program if is_imported(program.model) else None
+
+
+def _export(
+    program: Program, source: Path, destination: Path, progress: Progress, step: int | None
+) -> Summary:
+    from graphtrain.torch_models.weights import export
+
+    at = checkpoint_step(source, step)
+    with making(destination) as directory:
+        if (source / SIDE).is_dir():
+            copy_side(source / SIDE, directory)
+        kind, numbers, arrays = export(program, source, at, directory, progress)
+    return Summary(kind, numbers, arrays, "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -201,7 +226,7 @@ def _write_config(
     (directory / "config.json").write_text(json.dumps(told, indent=2) + "\n")
 
 
-def _copy_side(source: Path, destination: Path) -> None:
+def copy_side(source: Path, destination: Path) -> None:
     """All files but weights: configuration, tokenizer, chat template, code, licence."""
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():

@@ -103,16 +103,12 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoint import read_about, saved_steps
+        from graphtrain.checkpoint import read_about
         from graphtrain.config import load_config
 
         self.directory, self.side = directory, directory / SIDE
         self._checkpoints = directory / "checkpoints"
-        steps = saved_steps(self._checkpoints)
-        if not steps or (step is not None and step not in steps):
-            there = ", ".join(map(str, steps)) or "none"
-            raise WeightsError(f"no such checkpoint in {directory}; there are: {there}")
-        self.step = steps[-1] if step is None else step
+        self.step = checkpoint_step(directory, step)
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
         rows = read_about(self._checkpoints, self.step).rows or rows_of_layers(program)
@@ -145,6 +141,21 @@ class RunCheckpoint:
             return array
         inner = trained_arrays(self.program)[path].shape[1:]
         return array.reshape(-1, *inner)  # the rounds of a pipeline are in front of its rows
+
+
+def checkpoint_step(directory: Path, step: int | None) -> int:
+    """The step of a run's checkpoint, its last if none is named.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    from graphtrain.checkpoint import saved_steps
+
+    steps = saved_steps(directory / "checkpoints")
+    if not steps or (step is not None and step not in steps):
+        there = ", ".join(map(str, steps)) or "none"
+        raise WeightsError(f"no such checkpoint in {directory}; there are: {there}")
+    return steps[-1] if step is None else step
 
 
 def open_source(directory: Path, step: int | None = None) -> Source:

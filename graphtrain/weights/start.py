@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.config.schema import Config, Program
+from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.families.family import mathematics
 from graphtrain.requests import rows_of_layers
+from graphtrain.torch_models.weights import ModuleWeights
 from graphtrain.weights.sources import SIDE, Source, open_source
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Read = Callable[[str, tuple[int, ...], Index], np.ndarray]  # by path and whole 
 Fill = Callable[["Tree", Read], "Tree"]  # of described arrays, those on the devices
 
 
-def open_initial(config: Config) -> Source | None:
+def open_initial(config: Config) -> Source | ModuleWeights | None:
     """The weights of run.initial, if it is set.
 
     Raises:
@@ -34,6 +35,8 @@ def open_initial(config: Config) -> Source | None:
     if config.run.initial is None:
         return None
     directory = Path(config.run.initial)
+    if is_imported(config.program.model):
+        return ModuleWeights(directory)
     weights = open_source(directory)
     theirs, mine = weights.model, config.program.model
     if mine.vocab < theirs.vocab:
@@ -55,8 +58,12 @@ def open_initial(config: Config) -> Source | None:
     return weights
 
 
-def start_parameters(weights: Source, program: Program, described: Tree, fill: Fill) -> Tree:
+def start_parameters(
+    weights: Source | ModuleWeights, program: Program, described: Tree, fill: Fill
+) -> Tree:
     """The parameters of a program on its devices; only parts that a device holds are read."""
+    if isinstance(weights, ModuleWeights):
+        return weights.parameters(described, fill)
     return fill(described, reader(weights, program))
 
 
@@ -97,7 +104,11 @@ def _part(
     return part
 
 
-def keep_side(weights: Source, directory: Path) -> None:
+def keep_side(weights: Source | ModuleWeights, directory: Path) -> None:
     """Copy configuration and tokenizer of the weights into a run's directory, for the way back."""
-    if weights.side.is_dir():
+    if isinstance(weights, ModuleWeights):
+        from graphtrain.weights.convert import copy_side
+
+        copy_side(weights.side, directory / SIDE)
+    elif weights.side.is_dir():
         shutil.copytree(weights.side, directory / SIDE, dirs_exist_ok=True)

@@ -1,0 +1,127 @@
+"""The logical axes of a module's parameters: by name, and by shape where no name is known."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Axes = tuple[str | None, ...]
+
+# Words in names of projections back to the residual stream.
+_BACK = re.compile(r"(^|[._])(o|out|wo|back|down|dense|c_proj|output|proj_out|out_proj|o_proj)$")
+
+
+@dataclass(frozen=True)
+class Named:
+    """The axes of a parameter, and what said so."""
+
+    axes: Axes
+    by: Literal["settings", "name", "shape"]
+
+
+@cache
+def known_names() -> dict[str, tuple[str | None, ...]]:
+    """Axes by pattern, from names.toml."""
+    table = tomllib.loads(Path(__file__).with_name("names.toml").read_text())["weights"]
+    return {pattern: tuple(axes) for pattern, axes in table.items()}
+
+
+def name_axes(
+    module: torch.nn.Module, vocab: int, given: Mapping[str, Sequence[str]]
+) -> dict[str, Named]:
+    """The axes of every parameter by name.
+
+    Args:
+        module: on any device.
+        vocab: rows of its embedding.
+        given: axes by pattern, from the settings; before any other.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    embed = _width(shapes, vocab)
+    named: dict[str, Named] = {}
+    for name, shape in shapes.items():
+        own = next((axes for pattern, axes in given.items() if _fits(name, pattern)), None)
+        if own is not None:
+            named[name] = Named(tuple(axis or None for axis in own), "settings")
+        else:
+            named[name] = _by_name(module, name, shape) or _by_shape(
+                name, shape, embed, vocab, shapes
+            )
+    return named
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _by_name(module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> Named | None:
+    owner, _, last = name.rpartition(".")
+    # Experts in one array are parameters themselves; elsewhere a module holds weight and bias.
+    stem = owner if last in ("weight", "bias") else name
+    for pattern, axes in known_names().items():
+        if not _fits(stem, pattern):
+            continue
+        if last == "bias":
+            axes = axes[:1]
+        elif type(module.get_submodule(owner)).__name__ == "Conv1D":
+            axes = axes[::-1]
+        if len(axes) == len(shape):
+            return Named(axes, "name")
+    return None
+
+
+def _by_shape(
+    name: str,
+    shape: tuple[int, ...],
+    embed: int,
+    vocab: int,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Named:
+    """Column-wise into a block and row-wise out of it, as Megatron does.
+
+    Source: Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
+    """
+    if len(shape) == 1:
+        return Named((_of_vector(name, shape[0], embed, vocab, shapes),), "shape")
+    *leading, out, into = shape
+    experts: Axes = ("experts",) * (len(leading) == 1) or (None,) * len(leading)
+    back = _BACK.search(name.removesuffix(".weight")) is not None
+    if vocab in (out, into) and not leading:
+        axes: Axes = ("vocab", "embed") if out == vocab else ("embed", "vocab")
+    elif out == embed and into == embed:
+        axes = ("embed", "heads") if back else ("heads", "embed")
+    elif into == embed:
+        axes = ("mlp", "embed")
+    elif out == embed:
+        axes = ("embed", "mlp")
+    else:  # no part of the residual stream: at rest it is split by its longer side
+        axes = ("embed", None) if out >= into else (None, "embed")
+    axes = tuple(None if size == 1 else axis for axis, size in zip(axes, (out, into), strict=True))
+    return Named((*experts, *axes), "shape")
+
+
+def _of_vector(
+    name: str, size: int, embed: int, vocab: int, shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """A bias follows its weight's outputs; other vectors of the width are norms."""
+    weight = name.removesuffix(".bias") + ".weight"
+    if name.endswith(".bias") and len(shapes.get(weight, ())) == 2:
+        return _by_shape(weight, shapes[weight], embed, vocab, shapes).axes[0]
+    return "embed" if size == embed else None
+
+
+def _width(shapes: Mapping[str, tuple[int, ...]], vocab: int) -> int:
+    """Of the residual stream: what the table of tokens has beside its rows."""
+    tables = [shape for shape in shapes.values() if len(shape) == 2 and vocab in shape]
+    if not tables:
+        return 0
+    rows, columns = tables[0]
+    return columns if rows == vocab else rows

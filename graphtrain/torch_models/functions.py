@@ -1,0 +1,106 @@
+"""torch.autograd.Function: a forward and a backward pass, as JAX's custom_vjp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as pytree
+from torchax.tensor import Environment, Tensor
+
+from graphtrain.torch_models.errors import ImportedModelError
+
+_TENSOR = object()  # in place of one that is kept beside
+
+
+class _Context:
+    """What a forward pass leaves for its backward pass."""
+
+    def __init__(self, inputs: int) -> None:
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.needs_input_grad = (True,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """JAX's gradients are always there."""
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """A backward pass that returns none for them says as much."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        raise ImportedModelError(
+            "an autograd.Function marks an input as changed in place (mark_dirty), which JAX's "
+            "arrays cannot be; return a new tensor"
+        )
+
+
+def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) -> Any:
+    """What cls.apply(*args) returns, with the gradient that cls.backward says.
+
+    Args:
+        cls: a subclass of torch.autograd.Function.
+        args: as it was called.
+        environment: entered; the backward pass, which JAX traces later, enters it again.
+    """
+    places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
+    contexts: list[tuple[Any, Any]] = []  # of the last forward pass: context, its structure
+    results: list[Any] = []
+
+    def forward(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        given = list(args)
+        for place, array in zip(places, arrays, strict=True):
+            given[place] = Tensor(array, environment)
+        context = _Context(len(args))
+        with environment, torch.device("jax"), torch.no_grad():
+            out = _forward(cls, context, given)
+        flat, structure = pytree.tree_flatten(out)
+        results[:] = [structure]
+        kept, kept_structure = pytree.tree_flatten(vars(context))
+        contexts[:] = [([_TENSOR if _is_tensor(one) else one for one in kept], kept_structure)]
+        saved = [one.jax() for one in kept if _is_tensor(one)]
+        return [one.jax() for one in flat], saved
+
+    @jax.custom_vjp
+    def function(*arrays: jax.Array) -> list[jax.Array]:
+        return forward(*arrays)[0]
+
+    def backward(saved: list[jax.Array], gradients: list[jax.Array]) -> tuple[jax.Array, ...]:
+        ((kept, kept_structure),) = contexts
+        arrays = iter(saved[: len(saved) - len(places)])
+        filled = [Tensor(next(arrays), environment) if one is _TENSOR else one for one in kept]
+        context = _Context(len(args))
+        vars(context).update(pytree.tree_unflatten(filled, kept_structure))
+        with environment, torch.device("jax"), torch.no_grad():
+            wrapped = [Tensor(one, environment) for one in gradients]
+            out = cls.backward(context, *wrapped)
+        out = out if isinstance(out, tuple) else (out,)
+        inputs = saved[len(saved) - len(places) :]
+        return tuple(
+            jnp.zeros_like(array) if out[place] is None else out[place].jax().astype(array.dtype)
+            for place, array in zip(places, inputs, strict=True)
+        )
+
+    def forward_saving(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        out, saved = forward(*arrays)
+        return out, [*saved, *arrays]  # the inputs only for their shapes
+
+    function.defvjp(forward_saving, backward)
+    out = function(*(args[place].jax() for place in places))
+    return pytree.tree_unflatten([Tensor(one, environment) for one in out], results[0])
+
+
+def _forward(cls: Any, context: _Context, given: list[Any]) -> Any:
+    """Both ways to write one: a context in the forward pass, or filled in afterwards."""
+    if cls.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+        return cls.forward(context, *given)
+    out = cls.forward(*given)
+    cls.setup_context(context, tuple(given), out)
+    return out
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

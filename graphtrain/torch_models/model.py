@@ -1,0 +1,306 @@
+"""An imported model as pure functions on nested dictionaries of arrays, as the native ones are."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from graphtrain.torch_models.axes import Named, name_axes
+from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
+from graphtrain.torch_models.bridge import Environment, Tensor, call
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.making import Change, Made, make
+from graphtrain.torch_models.scanning import NotAlike, blocks_scanned
+from graphtrain.torch_models.source import find, read_config, split_name, with_here
+from lowering.constrain import constrain, split_of
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.errors import ShardingError
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import Imported
+
+_TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
+
+_opened: dict[str, OpenedModel] = {}
+
+
+def open_model(model: Imported) -> OpenedModel:
+    """The module of the settings, made once in a process.
+
+    Raises:
+        ImportedModelError: it cannot be made or traced.
+    """
+    key = json.dumps(asdict(model), sort_keys=True)
+    if key not in _opened:
+        _opened[key] = _open(model)
+    return _opened[key]
+
+
+def _open(model: Imported) -> OpenedModel:
+    made = make(factory(model))
+    _check_parameters(made)
+    assert model.vocab is not None
+    axes = name_axes(made.module, model.vocab, model.axes)
+    lists = find_stacks(made.module)
+    while True:
+        opened = OpenedModel(model, made, tuple(lists), axes)
+        try:
+            opened.check()
+            return opened
+        except NotAlike as found:
+            stack = found.stack
+            unrolled = Unrolled(stack.name, stack.count, found.reason)
+            lists = [unrolled if one is stack else one for one in lists]
+
+
+def factory(model: Imported) -> Callable[[], torch.nn.Module]:
+    """What makes the module, with real weights where no device is set."""
+    if model.hf is not None:
+        from graphtrain.torch_models.transformers_model import from_config
+
+        config = read_config(model.hf, model.overrides)
+        return lambda: from_config(config)
+    assert model.torch is not None
+    name, function = split_name(model.torch)
+    made = getattr(_module(name), function, None)
+    if not callable(made):
+        raise ImportedModelError(f'torch = "{model.torch}": {name} has no function {function}')
+    return lambda: made(**model.overrides)  # pyright: ignore[reportReturnType]  (make checks it)
+
+
+def _module(name: str) -> Any:
+    path = find(name)
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    stem = path.stem
+    if (loaded := sys.modules.get(stem)) and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    with_here()
+    spec = importlib.util.spec_from_file_location(stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_parameters(made: Made) -> None:
+    for name, parameter in made.parameters().items():
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            raise ImportedModelError(
+                f"parameter {name} takes no gradient; only whole models are trained: make it a "
+                "buffer, or let it require one"
+            )
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A module without weights, and how its parameters are kept."""
+
+    settings: Imported
+    made: Made
+    lists: tuple[Stack | Unrolled, ...]  # of blocks
+    axes: dict[str, Named]  # of every parameter, by name
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return [one for one in self.lists if isinstance(one, Stack)]
+
+    def stored(self) -> dict[str, list[str]]:
+        """Names of parameters in the module by the path under which they are kept.
+
+        Several names are the rows of one array.
+        """
+        places = {
+            stack.path(position, name): stack.names(position, name)
+            for stack in self.stacks
+            for position, names in enumerate(stack.parameters)
+            for name in names
+        }
+        stacked = {name for names in places.values() for name in names}
+        rest = [name for name in self.made.parameters() if name not in stacked]
+        return {name.replace(".", "/"): [name] for name in rest} | places
+
+    def is_stacked(self, path: str) -> bool:
+        return any(path.startswith(stack.name.replace(".", "/") + "/") for stack in self.stacks)
+
+    def specs(self) -> dict[str, ArraySpec]:
+        """Every parameter by path; weights are float32 whatever the model computes in."""
+        parameters = self.made.parameters()
+        specs = {}
+        for path, names in self.stored().items():
+            shape, axes = tuple(parameters[names[0]].shape), self.axes[names[0]].axes
+            if len(axes) != len(shape):
+                raise ImportedModelError(
+                    f"program.model.axes gives {names[0]} of shape {shape} the axes {axes}"
+                )
+            if self.is_stacked(path):
+                shape, axes = (len(names), *shape), ("layers", *axes)
+            specs[path] = ArraySpec(shape, axes, "float32", "parameter")
+        return specs
+
+    def check(self) -> None:
+        """Trace the module once, to know that blocks are alike and that it can be traced.
+
+        Raises:
+            NotAlike: with the stack that is none.
+            ImportedModelError: it cannot be traced.
+        """
+        arrays = {
+            path: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+            for path, spec in self.specs().items()
+        }
+        tokens = jax.ShapeDtypeStruct(_TOKENS, jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        jax.eval_shape(
+            lambda arrays, tokens, key: self._logits(
+                self._computed_in(arrays), tokens, key, verify=True
+            ),
+            arrays,
+            tokens,
+            key,
+        )
+
+    def initialise(self, key: jax.Array) -> Tree:
+        """New parameters: what the module's constructor did to its own is done again to these."""
+        stored = self.stored()
+        keys = jax.random.split(key, len(stored))
+        parameters = self.made.parameters()
+        arrays = {}
+        for (path, names), own in zip(sorted(stored.items()), keys, strict=True):
+            shape = tuple(parameters[names[0]].shape)
+            changes = [self._beginning(name) for name in names]
+            if not self.is_stacked(path):
+                arrays[path] = _begin(changes[0], shape, own)
+                continue
+            rows = jax.random.split(own, len(names))
+            if all(_alike(change, changes[0]) for change in changes):
+                arrays[path] = jax.vmap(lambda row, of=changes[0], s=shape: _begin(of, s, row))(
+                    rows
+                )
+            else:
+                drawn = [_begin(of, shape, row) for of, row in zip(changes, rows, strict=True)]
+                arrays[path] = jnp.stack(drawn)
+        return unflatten(arrays)
+
+    def _beginning(self, name: str) -> tuple[Change, ...]:
+        if changes := self.made.beginnings[name]:
+            return changes
+        raise ImportedModelError(
+            f"how {name} begins is not known: its constructor does not fill it by torch.nn.init or "
+            "a method of tensors; do that (torch.nn.init.normal_), so that the init graph can"
+        )
+
+    def forward(
+        self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Scores of every next token, float32; without a key nothing is dropped."""
+        if ring := split_of("attended"):
+            raise ShardingError(
+                f"models of PyTorch cannot split sequences over {' x '.join(ring)}; set "
+                "mesh.context = 1"
+            )
+        arrays = self._computed_in(flatten(parameters))
+        return self._logits(arrays, tokens, dropout_key), {}
+
+    def _computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """In the dtype of the computation, but for the tables of tokens.
+
+        The gradients of a table's rows are summed in its own dtype.
+        """
+        specs, dtype = self.specs(), self.settings.dtype
+        return {
+            path: array if "vocab" in specs[path].axes else array.astype(dtype)
+            for path, array in parameters.items()
+        }
+
+    def _logits(
+        self,
+        arrays: dict[str, jax.Array],
+        tokens: jax.Array,
+        key: jax.Array | None,
+        verify: bool = False,
+    ) -> jax.Array:
+        module, settings = self.made.module, self.settings
+        environment = Environment(settings.dtype, settings.vocab)
+        self._check_length(tokens.shape[1])
+        module.train(key is not None)
+        plain = {
+            names[0]: arrays[path]
+            for path, names in self.stored().items()
+            if not self.is_stacked(path)
+        }
+
+        def run() -> torch.Tensor:
+            with blocks_scanned(module, environment, self.lists, arrays, settings.remat, verify):
+                given = Tensor(tokens, environment)
+                if self.settings.hf is not None:
+                    return scores(module(input_ids=given, use_cache=False))
+                return scores(module(given))
+
+        out: Any = call(module, environment, plain, self.made.buffers, key, run)
+        vocab = self.settings.vocab
+        if tuple(out.shape) != (*tokens.shape, vocab):
+            raise ImportedModelError(
+                f"the module returns {tuple(out.shape)} for tokens {tokens.shape}; with "
+                f"program.model.vocab = {vocab} it should be {(*tokens.shape, vocab)}"
+            )
+        return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _check_length(self, length: int) -> None:
+        """JAX looks up a row past the end of a table without a word."""
+        for name, parameter in self.made.parameters().items():
+            if "positions" in self.axes[name].axes:
+                rows = parameter.shape[self.axes[name].axes.index("positions")]
+                if length > rows:
+                    raise ImportedModelError(
+                        f"sequences of {length} are longer than {name}, which has {rows} rows; "
+                        "lower program.batch.length"
+                    )
+
+
+def scores(returned: Any) -> torch.Tensor:
+    """The logits in what a module returned: a tensor, the first of several, or .logits."""
+    if isinstance(returned, torch.Tensor):
+        return returned
+    found = getattr(returned, "logits", None)
+    if found is None and isinstance(returned, tuple | list) and returned:
+        found = returned[0]
+    if not isinstance(found, torch.Tensor):
+        raise ImportedModelError(
+            f"the module returns {type(returned).__name__}; it should return logits (batch, seq, "
+            "vocab), a tuple that begins with them, or something with .logits"
+        )
+    return found
+
+
+def _begin(changes: tuple[Change, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    environment = Environment()
+    tensor = Tensor(jnp.zeros(shape, jnp.float32), environment)
+    with (
+        environment.override_property(prng=key),
+        environment,
+        torch.device("jax"),
+        torch.no_grad(),
+    ):
+        for change in changes:
+            if change.method == "copy_":
+                (values,) = change.arguments
+                tensor._elem = jnp.broadcast_to(jnp.asarray(values, jnp.float32), shape)
+            else:
+                change.apply(tensor)
+    return tensor.jax()
+
+
+def _alike(one: tuple[Change, ...], other: tuple[Change, ...]) -> bool:
+    return repr(one) == repr(other)

@@ -1,0 +1,299 @@
+"""A module's own forward pass, with one scan where it goes through blocks that are alike.
+
+While the module is called, its blocks are stood in for. The first calls only note what a block is
+given; the last runs the scan. In between, what a block returned may only be handed to the next: a
+stand-in that is looked at says so, and the blocks are traced one by one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+
+from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_models.blocks import Stack, Unrolled
+from graphtrain.torch_models.bridge import Environment, Tensor
+from lowering.constrain import constrain
+
+Arrays = Mapping[str, jax.Array]
+
+
+class NotAlike(Exception):
+    """Blocks that look alike are not used alike, or compute something else."""
+
+    def __init__(self, stack: Stack, reason: str) -> None:
+        super().__init__(reason)
+        self.stack, self.reason = stack, reason
+
+
+class _Awaited(Tensor):
+    """What a block would have returned; only its shape and dtype are known."""
+
+    def jax(self) -> jax.Array:
+        raise self._why  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _awaited(array: Any, environment: Environment, why: NotAlike) -> _Awaited:
+    made = _Awaited(jax.ShapeDtypeStruct(array.shape, array.dtype), environment)  # pyright: ignore
+    made._why = why  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+@contextmanager
+def blocks_scanned(
+    module: torch.nn.Module,
+    environment: Environment,
+    lists: Sequence[Stack | Unrolled],
+    arrays: Mapping[str, jax.Array],
+    remat: str,
+    verify: bool = False,
+) -> Iterator[None]:
+    """While inside, calling the module runs a scan over every stack.
+
+    Args:
+        module: with parameters in place, but for those in stacks.
+        environment: entered.
+        lists: of blocks.
+        arrays: the stacked parameters, by path.
+        remat: what the backward pass computes again.
+        verify: whether to compare what blocks of a stack compute.
+
+    Raises:
+        NotAlike: while the module is called; blocks of a stack are not alike.
+    """
+    changed = []
+    try:
+        for one in lists:
+            blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
+            if isinstance(one, Stack):
+                rows = [
+                    {name: arrays[one.path(position, name)] for name in names}
+                    for position, names in enumerate(one.parameters)
+                ]
+                scan = _Scan(one, blocks, rows, environment, remat, verify)
+                stand_ins = [scan.stand_in(number) for number in range(one.count)]
+            else:
+                stand_ins = [_checkpointed(block, environment, remat) for block in blocks]
+            for block, stand_in in zip(blocks, stand_ins, strict=True):
+                changed.append(block)
+                block.forward = stand_in
+        yield
+    finally:
+        for block in changed:
+            block.__dict__.pop("forward", None)
+
+
+@dataclass
+class _Call:
+    """What one block was given beside the hidden state, and what it returns."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    structure: Any = None
+    shapes: list[Any] = field(default_factory=list)  # of the leaves; None for what is no tensor
+
+
+@dataclass
+class _Scan:
+    stack: Stack
+    blocks: list[torch.nn.Module]
+    rows: list[dict[str, jax.Array]]  # for each position of the period, by name inside a block
+    environment: Environment
+    remat: str
+    verify: bool
+    hidden: jax.Array | None = None
+    calls: list[_Call] = field(default_factory=list)  # one for each position
+    handed: _Awaited | None = None
+    programs: list[str] = field(default_factory=list)
+
+    def stand_in(self, number: int) -> Callable[..., Any]:
+        """In place of the forward pass of a block."""
+        return lambda *args, **kwargs: self._called(number, args, kwargs)
+
+    def _different(self, reason: str) -> NotAlike:
+        return NotAlike(self.stack, reason)
+
+    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise self._different("its blocks are not given the hidden state first")
+        position = number % self.stack.period
+        if number == 0:
+            self.hidden, self.calls = args[0].jax(), []  # pyright: ignore[reportAttributeAccessIssue]
+        elif args[0] is not self.handed:
+            raise self._different(f"block {number} is not given what block {number - 1} returned")
+        if number < self.stack.period:
+            self.calls.append(_Call(args[1:], kwargs))
+            self._describe(position)
+        elif not _same(
+            (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
+        ):
+            raise self._different(f"block {number} is not given what block {position} is")
+        if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
+            self._compare(number, position)
+        last = number == self.stack.count - 1
+        return self._return(self.calls[position], self._run() if last else None)
+
+    def _last(self) -> range:
+        return range(self.stack.count - self.stack.period, self.stack.count)
+
+    def _describe(self, position: int) -> None:
+        """Trace a block for what it returns."""
+        call, block = self.calls[position], self.blocks[position]
+
+        def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
+            out = self._block(block, call, hidden, arrays, key)
+            leaves, call.structure = pytree.tree_flatten(out)
+            return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+        call.shapes = jax.eval_shape(run, self.hidden, self._row(position), self._key())
+
+    def _compare(self, number: int, position: int) -> None:
+        """Refuse a block that computes something else, as by its number."""
+        call, block = self.calls[position], self.blocks[number]
+
+        def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
+            out = self._block(block, call, hidden, arrays, key)
+            return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+
+        program = str(jax.make_jaxpr(run)(self.hidden, self._row(position), self._key()))
+        if number < self.stack.period:
+            self.programs.append(program)
+        elif program != self.programs[position]:
+            raise self._different(f"block {number} computes something else than block {position}")
+
+    def _row(self, position: int) -> Any:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            for name, array in self.rows[position].items()
+        }
+
+    def _key(self) -> Any:
+        return jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+
+    def _block(
+        self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array
+    ) -> Any:
+        """What the block's own forward pass returns with these parameters."""
+        state = self.environment.wrap(dict(arrays))
+        with (
+            self.environment.override_property(prng=key),
+            stateless._reparametrize_module(block, state, tie_weights=True, strict=False),
+        ):
+            given = Tensor(hidden, self.environment)
+            return type(block).forward(block, given, *call.args, **call.kwargs)
+
+    def _run(self) -> jax.Array:
+        """The hidden state after all blocks."""
+        assert self.hidden is not None
+
+        def body(hidden: jax.Array, rows: Any) -> tuple[jax.Array, None]:
+            arrays, keys = rows
+            for position, call in enumerate(self.calls):
+                hidden = residual(hidden)
+                out = self._block(
+                    self.blocks[position], call, hidden, arrays[position], keys[position]
+                )
+                hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
+            return residual(hidden), None
+
+        keys = jax.random.split(
+            self.environment.get_and_rotate_prng_key(), (self.stack.rows, self.stack.period)
+        )
+        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), self.hidden, (self.rows, keys))
+        return hidden
+
+    def _hidden_leaf(self, call: _Call) -> int:
+        """Which of the leaves that a block returns is the hidden state: the first alike."""
+        assert self.hidden is not None
+        for number, shape in enumerate(call.shapes):
+            if shape is not None:
+                if (shape.shape, shape.dtype) == (self.hidden.shape, self.hidden.dtype):
+                    return number
+                break
+        raise self._different("its blocks return something of another shape than they are given")
+
+    def _return(self, call: _Call, hidden: jax.Array | None) -> Any:
+        """As the block does: the hidden state, or a stand-in for it, and for all else stand-ins."""
+        why = self._different("something other than the next block looks at what a block returns")
+        leaves: list[Any] = [
+            None if shape is None else _awaited(shape, self.environment, why)
+            for shape in call.shapes
+        ]
+        place = self._hidden_leaf(call)
+        if hidden is not None:
+            leaves[place] = Tensor(hidden, self.environment)
+        else:
+            self.handed = leaves[place]
+        return pytree.tree_unflatten(leaves, call.structure)
+
+
+def residual(hidden: jax.Array) -> jax.Array:
+    """The hidden state between blocks, where the rules want it."""
+    return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
+
+
+def _checkpointed(
+    block: torch.nn.Module, environment: Environment, remat: str
+) -> Callable[..., Any]:
+    """The forward pass of a block by itself, computed again in the backward pass."""
+    forward = type(block).forward
+    if remat == "none":
+        return lambda *args, **kwargs: forward(block, *args, **kwargs)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        structure: Any = None
+        others: list[Any] = []
+
+        def run(key: jax.Array, arrays: Any) -> list[jax.Array | None]:
+            nonlocal structure, others
+            given = pytree.tree_unflatten(
+                [
+                    leaf if array is None else Tensor(array, environment)
+                    for leaf, array in zip(leaves, arrays, strict=True)
+                ],
+                spec,
+            )
+            with environment.override_property(prng=key):
+                out = forward(block, *given[0], **given[1])
+            flat, structure = pytree.tree_flatten(out)
+            others = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+            return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in flat]
+
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        arrays = [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        out = _checkpoint(run, remat)(environment.get_and_rotate_prng_key(), arrays)
+        flat = [
+            other if array is None else Tensor(array, environment)
+            for array, other in zip(out, others, strict=True)
+        ]
+        return pytree.tree_unflatten(flat, structure)
+
+    return stand_in
+
+
+def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    if remat == "none":
+        return function
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.save_only_these_names(PROJECTION),
+        "full": policies.nothing_saveable,
+    }[remat]
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two calls are given the very same tensors and equal settings."""
+    mine, structure = pytree.tree_flatten(one)
+    theirs, their_structure = pytree.tree_flatten(other)
+    return structure == their_structure and all(
+        a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and a == b)
+        for a, b in zip(mine, theirs, strict=True)
+    )

@@ -1,0 +1,84 @@
+"""A small model of the same architecture, to compare with PyTorch what would be too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.making import make, parameter_count
+from graphtrain.torch_models.model import factory
+from graphtrain.torch_models.source import read_config
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import Imported
+
+AS_IT_IS = 20_000_000  # parameters; up to so many a model is compared whole
+_MOST = 200_000_000
+_HEAD = 16  # head_dim
+
+
+def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
+    """The model to compare, and the overrides that make it smaller than it is.
+
+    Raises:
+        ImportedModelError: it stays too large.
+    """
+    given = dict(model.parity)
+    small = replace(model, overrides={**model.overrides, **given}, parity={})
+    count = parameter_count(make(factory(small)))
+    if count <= AS_IT_IS:
+        return small, given
+    if model.hf is not None:
+        given = _narrow(read_config(model.hf, model.overrides)) | given
+        small = replace(model, overrides={**model.overrides, **given}, parity={})
+        count = parameter_count(make(factory(small)))
+    if count > _MOST:
+        raise ImportedModelError(
+            f"the model has {count:,} parameters, too many to compare with PyTorch on this host; "
+            "set [program.model.parity] to what makes a small one of it, as parity = {layers = 2}"
+        )
+    return small, given
+
+
+def _narrow(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of few layers and narrow heads; ratios and kinds of layers stay."""
+    from transformers import AutoConfig
+
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **settings)
+    heads, kv_heads = made.num_attention_heads, getattr(made, "num_key_value_heads", None)
+    group = heads // kv_heads if kv_heads else 1
+    few = 2 * group if group <= 8 else group
+    layers = _few_layers(made)
+    wanted: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": few,
+        "hidden_size": few * _HEAD,
+        "num_key_value_heads": few // group if kv_heads else None,
+        "head_dim": _HEAD if getattr(made, "head_dim", None) else None,
+        "intermediate_size": 8 * _HEAD,
+        "ffn_dim": 8 * _HEAD,
+        "word_embed_proj_dim": few * _HEAD,
+        "moe_intermediate_size": 2 * _HEAD,
+        "shared_expert_intermediate_size": 2 * _HEAD,
+        "rotary_dim": _HEAD // 2,
+        "layer_types": list(made.layer_types[:layers])
+        if getattr(made, "layer_types", None)
+        else None,
+    }
+    names = getattr(made, "attribute_map", {})
+    return {
+        names.get(name, name): value
+        for name, value in wanted.items()
+        if value is not None and getattr(made, name, None) is not None
+    }
+
+
+def _few_layers(made: Any) -> int:
+    """Two, or as many as it takes to see every kind of layer twice over."""
+    kinds = getattr(made, "layer_types", None)
+    if not kinds:
+        return min(2, made.num_hidden_layers)
+    count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    return min(2 * count, made.num_hidden_layers)

@@ -1,0 +1,60 @@
+"""Which versions of PyTorch, torchax and transformers go together."""
+
+from __future__ import annotations
+
+from graphtrain.torch_models.errors import ImportedModelError
+from lowering.toolchain import version
+
+TORCHAX = "0.0.14.dev20261026"
+_INSTALL = (
+    "pip install 'graphtrain[torch]' 'graphtrain[hf]' "
+    "--extra-index-url https://download.pytorch.org/whl/cpu"
+)
+
+
+def installed() -> dict[str, str | None]:
+    """Of all that traces an imported model."""
+    return {name: version(name) for name in ("torch", "torchax", "transformers")}
+
+
+def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
+    """Refuse versions that are known not to work together, before they fail in their own words.
+
+    Args:
+        found: as from installed().
+        hf: whether the model is one of transformers.
+
+    Raises:
+        ImportedModelError: with what to install.
+    """
+    needed = ["torch", "torchax", *(["transformers"] if hf else [])]
+    if missing := [name for name in needed if found[name] is None]:
+        raise ImportedModelError(
+            f"{' and '.join(missing)} not installed, which this model needs; {_INSTALL}"
+        )
+    torch, torchax = found["torch"] or "", found["torchax"] or ""
+    if _numbers(torchax) < (0, 0, 14) and _numbers(torch) >= (2, 13):
+        raise ImportedModelError(
+            f"torchax {torchax} does not import with torch {torch} (google/torchax#101); "
+            f"pip install torchax=={TORCHAX}"
+        )
+    if not (2, 13) <= _numbers(torch) < (2, 14):
+        raise ImportedModelError(
+            f"torch {torch} is untested with torchax {torchax}; pip install torch==2.13.0"
+        )
+    transformers = found["transformers"] or ""
+    if hf and not (5,) <= _numbers(transformers) < (6,):
+        raise ImportedModelError(
+            f"transformers {transformers} cannot be traced by torchax; pip install "
+            "'transformers>=5,<6'"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
+    numbers = []
+    for part in text.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

@@ -1,0 +1,173 @@
+"""Language models of PyTorch, each of which does one thing that traces are known to get wrong."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, EMBED = 16, 8
+
+
+class Model(nn.Module):
+    """Embedding, a matrix, what a subclass does in between, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, EMBED)
+        self.inner = nn.Linear(EMBED, EMBED)
+        self.head = nn.Linear(EMBED, VOCAB, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.between(self.inner(self.tokens(tokens))))
+
+
+class NoGrad(Model):
+    def between(self, x):
+        with torch.no_grad():
+            scale = x.square().mean(-1, keepdim=True)
+        return x * scale
+
+
+class Detached(Model):
+    def between(self, x):
+        return x * x.detach()
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        context.factor = 3.0
+        return x.square()
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return context.factor * x * gradient
+
+
+class Filled(torch.autograd.Function):
+    @staticmethod
+    def forward(x, factor):
+        return x * factor
+
+    @staticmethod
+    def setup_context(context, inputs, output):
+        context.factor = inputs[1]
+
+    @staticmethod
+    def backward(context, gradient):
+        return 10 * context.factor * gradient, None
+
+
+class OwnGradient(Model):
+    def between(self, x):
+        return Filled.apply(Tripled.apply(x), 2.0)
+
+
+class Arange(Model):
+    def between(self, x):
+        return x + torch.arange(x.shape[1])[:, None] / 10
+
+
+class InPlace(Model):
+    def between(self, x):
+        y = x.clone()
+        y[:, 1:] += 1
+        y.mul_(2).clamp_(min=-1)
+        return y
+
+
+class ThroughAView(Model):
+    def between(self, x):
+        y = x.clone()
+        y.view(-1, EMBED).mul_(2)
+        return y
+
+
+class Autocast(Model):
+    def between(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+class Checkpointed(Model):
+    def between(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class RunningStatistics(Model):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(EMBED)
+
+    def between(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class PlainTensor(Model):
+    def __init__(self):
+        super().__init__()
+        self.offset = torch.linspace(0, 1, EMBED)
+
+    def between(self, x):
+        return x + self.offset
+
+
+class ByValue(Model):
+    def between(self, x):
+        return x if x.sum().item() > 0 else -x
+
+
+class RandomBuffer(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("features", torch.randn(EMBED))
+
+
+class Dropped(Model):
+    def between(self, x):
+        return functional.dropout(functional.dropout(x, 0.5, self.training), 0.5, self.training)
+
+
+class LeftPadded(Model):
+    """Attention in which some queries see no key."""
+
+    def between(self, x):
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(-2)
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
+        return mixed.transpose(1, 2).flatten(-2)
+
+
+class Blocks(nn.Module):
+    """Blocks that may depend on their number, or be used each in its own way."""
+
+    def __init__(self, count: int = 4, use: str = "alike") -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, EMBED)
+        self.blocks = nn.ModuleList(Block(number, use == "numbered") for number in range(count))
+        self.head = nn.Linear(EMBED, VOCAB)
+        self.use = use
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.use == "between":
+                x = x * 2
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, numbered: bool) -> None:
+        super().__init__()
+        self.layer_idx, self.numbered = number, numbered
+        self.up = nn.Linear(EMBED, EMBED)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(x).tanh() / (self.layer_idx + 1 if self.numbered else 1)
