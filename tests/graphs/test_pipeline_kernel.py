@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from unoptimized import OPTIONS
 
 from lowering.constrain import by_hand, placed, placement
 from lowering.jax_xla import make_mesh
@@ -72,6 +73,17 @@ def one_after_the_other(parameters, microbatches, stage=layers):
     return Value(objective, reported)
 
 
+@functools.cache
+def reference(rounds, stage=layers):
+    """Value and gradients of one_after_the_other."""
+    alone = functools.partial(one_after_the_other, stage=stage)
+    return compiled(jax.value_and_grad(alone, has_aux=True))(*given(rounds))
+
+
+def compiled(run):
+    return jax.jit(run, compiler_options=OPTIONS)
+
+
 def in_stages(pipeline, method, sizes=MappingProxyType({"data": 2, "stage": STAGES})):
     """A method of a pipeline on 8 devices, not yet compiled."""
     mesh = make_mesh(MeshShape(sizes), jax.devices())
@@ -100,19 +112,16 @@ def loops(jaxpr):
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, joint):
     pipeline = Pipeline(first, layers, last, rounds=rounds, joint=joint)
-    gradient = functools.partial(jax.value_and_grad, has_aux=True)
-    want = gradient(one_after_the_other)(*given(rounds))
-    got = jax.jit(gradient(in_stages(pipeline, "value")))(*given(rounds))
-    assert_close(got, want)
+    run = jax.value_and_grad(in_stages(pipeline, "value"), has_aux=True)
+    assert_close(compiled(run)(*given(rounds)), reference(rounds))
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
 def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
     pipeline = Pipeline(first, layers, last, joint=joint)
-    value, gradients = jax.value_and_grad(one_after_the_other, has_aux=True)(*given(1))
-    want = Value(*value), gradients
-    got = jax.jit(in_stages(pipeline, "value_and_gradients"))(*given(1))
-    assert_close(got, want)
+    value, gradients = reference(1)
+    got = compiled(in_stages(pipeline, "value_and_gradients"))(*given(1))
+    assert_close(got, (Value(*value), gradients))
 
 
 @pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
@@ -147,16 +156,16 @@ def rolled(x):
     )(x)
 
 
+def rolled_layers(rows, x, number, chunk):
+    return layers(rows, rolled(x), number, chunk)
+
+
 @pytest.mark.parametrize("method", ["value", "value_and_gradients"])
 def test_a_stage_may_map_another_axis_by_hand(method):
-    def stage(rows, x, number, chunk):
-        return layers(rows, rolled(x), number, chunk)
-
     sizes = {"stage": STAGES, "context": 2}
-    alone = jax.value_and_grad(functools.partial(one_after_the_other, stage=stage), has_aux=True)
-    value, gradients = alone(*given(1))
-    run = in_stages(Pipeline(first, stage, last), method, sizes)
+    value, gradients = reference(1, rolled_layers)
+    run = in_stages(Pipeline(first, rolled_layers, last), method, sizes)
     if method == "value":
         run = jax.value_and_grad(run, has_aux=True)
-    got = jax.jit(run)(*given(1))
+    got = compiled(run)(*given(1))
     assert_close(got, (Value(*value), gradients) if method != "value" else (value, gradients))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,20 +19,20 @@ def validation_losses(directory: Path) -> list[float]:
 def test_a_checkpoint_is_trained_on_text_and_instructions_and_answers_in_transformers(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()
-    (commands / "graphtrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m graphtrain "$@"\n')
-    (commands / "graphtrain").chmod(0o755)
-    (commands / "python").symlink_to(shutil.which(sys.executable) or sys.executable)
+    for name, words in ("python", ""), ("graphtrain", "-m graphtrain"):
+        (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (commands / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "GRAPHTRAIN_CACHE": str(tmp_path / "cache"),
     }
-    words = [ROOT / "examples/story/story.sh", tmp_path / "work"]
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    command = [ROOT / "examples/story/story.sh", tmp_path / "work"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     first, last = validation_losses(tmp_path / "work/runs/text")
     assert last < first < 6.93  # log 1024
     first, last = validation_losses(tmp_path / "work/runs/chat")
     assert last < first
     assert (tmp_path / "work/better/chat_template.jinja").exists()
-    assert ended.stdout.splitlines()[-2] == "What does os.path.join do?"
+    assert "What does os.path.join do?\n" in ended.stdout
