@@ -14,7 +14,7 @@ import numpy as np
 
 import lowering
 from graphtrain.arrangement import Index, Rows, Stacked, part
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
 from graphtrain.requests import rows_of_layers
 from lowering import processes
@@ -39,8 +39,10 @@ class Arrangement:
     fill: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
 
 
-def arrangement_of(program: Program) -> Arrangement:
-    """How a program keeps its layers."""
+def arrangement_of(program: Program) -> Arrangement | None:
+    """How a program keeps its layers; models of PyTorch keep them in one way."""
+    if is_imported(program.model):
+        return None
     target = Target.parse(program.target)
     return Arrangement(
         rows_of_layers(program),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphtrain.config.schema import Program, check_pipeline, is_imported
+from graphtrain.errors import PlanError
 from graphtrain.key import CacheKey
 from lowering.target import Target
 from lowering.toolchain import Toolchain
@@ -87,7 +88,16 @@ def stages_of(program: Program) -> Stages | None:
 
 
 def rows_of_layers(program: Program) -> tuple[int | None, ...]:
-    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage."""
+    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage.
+
+    Raises:
+        PlanError: the model is one of PyTorch, whose layers have no rows of ours.
+    """
+    if is_imported(program.model):
+        raise PlanError(
+            "this knows the layers of the native decoder, not those of model.torch or model.hf; "
+            "their checkpoints go into any mesh when a run goes on from them"
+        )
     stages = stages_of(program)
     return tuple(range(program.model.layers)) if stages is None else stages.rows
 

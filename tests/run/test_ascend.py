@@ -11,6 +11,7 @@ from places import Place
 PLACE = ["--set", "program.mesh.data=2", "--set", "program.mesh.tensor=2"]
 STEPS = ["--set", "run.steps=20", "--set", "run.evaluate_every=10"]
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 installed = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="needs pip install 'graphtrain[ascend]'"
 )

@@ -50,6 +50,7 @@ def test_the_simulator_trains_as_a_cpu_does(cold):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, monkeypatch):
     words = ["config.toml", "--target", "trn1:4", *PLACE]
     out, err = cold.command("compile", *words)
@@ -81,6 +82,7 @@ def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_compiler_that_is_killed_is_tried_again(cold, monkeypatch):
     install(KILLED, cold.path / "bin", monkeypatch)
     out, _ = cold.command("compile", "config.toml", "--target", "trn1:4", *PLACE, "--json")
@@ -90,6 +92,7 @@ def test_a_compiler_that_is_killed_is_tried_again(cold, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_program_that_the_compiler_would_refuse_is_not_given_to_it(cold, monkeypatch):
     install(COMPILER.replace("cp", "touch $0.asked; cp"), cold.path / "bin", monkeypatch)
     monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc=2 --internal-max-instruction-limit=10")
