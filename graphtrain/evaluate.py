@@ -12,7 +12,7 @@ import lowering
 from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
-from graphtrain.config.schema import Batch, Config, Data
+from graphtrain.config.schema import Config, Data, Program
 from graphtrain.data.bigram import Bigram
 from graphtrain.data.blend import blend_counts
 from graphtrain.data.description import read_description
@@ -50,7 +50,7 @@ def validation_loss(
 
 
 def validation_batches(
-    data: Data, batch: Batch, vocab: int, limit: int | None
+    data: Data, program: Program, vocab: int, limit: int | None
 ) -> Iterable[dict[str, np.ndarray]]:
     """The validation set in its own order, in batches of the evaluation step's shape.
 
@@ -59,6 +59,7 @@ def validation_batches(
     """
     if data.validation is None:
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
+    batch = program.batch
     batches = evaluation_batches(
         data.validation,
         sequences=batch.sequences // batch.microbatches,
@@ -67,6 +68,7 @@ def validation_batches(
         apart=batch.documents == "apart",
         packing=data.packing,
         longer=data.longer,
+        pairs=program.loss.kind == "preference",
     )
     return islice(batches, limit)
 
@@ -105,7 +107,7 @@ def checkpoint_loss(
         weights = (parameters,)
         if beginning is not None and keeps_weights(program):
             weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
-        batches = validation_batches(run.data, program.batch, program.model.vocab, None)
+        batches = validation_batches(run.data, program, program.model.vocab, None)
         loss = validation_loss(evaluate, weights, batches, target)
     return {"step": step, "validation_loss": loss, "perplexity": math.exp(loss)}
 
@@ -118,7 +120,7 @@ def bigram_loss(config: Config) -> float:
     Raises:
         DataError: there is no validation set, or a dataset cannot be used.
     """
-    data, batch, model = config.run.data, config.program.batch, config.program.model
+    data, model = config.run.data, config.program.model
     prefixes = [data.train] if isinstance(data.train, str) else [one.dataset for one in data.train]
     # Not the model's vocabulary, which may be padded: every impossible token weakens the smoothing.
     descriptions = [read_description(prefix) for prefix in prefixes]
@@ -127,4 +129,4 @@ def bigram_loss(config: Config) -> float:
     if not isinstance(data.train, str):
         sizes = [int(one.pair_counts.sum()) for one in counted]
         counted = [Bigram.blended(counted, blend_counts(data.train, sizes) / sum(sizes))]
-    return counted[0].loss(validation_batches(data, batch, vocab, None))
+    return counted[0].loss(validation_batches(data, config.program, vocab, None))

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         start = saved[-1] if saved else 0
         beginning = together(lambda: Beginning.open(config, resumes=bool(saved)))
         # Importing the loader and filling its buffers overlaps with loading the programs.
-        opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_loader, run, program)
+        opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_data, run, program)
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = together(lambda: Programs(program, cache, names, remedy))
         check_programs(programs)
@@ -149,9 +149,12 @@ def _silent(record: Record) -> None:
     """Every process has the same metrics; the first writes them."""
 
 
-def _open_loader(run: Run, program: Program) -> Any:
+def _open_data(run: Run, program: Program) -> Any:
+    """The loader, once a first batch of the validation set shows that it can be used, too."""
     from graphtrain.data.loader import Loader
 
+    if run.data.validation is not None:
+        next(iter(_validation(run, program)))
     return Loader(
         run.data.train,
         sequences=program.batch.sequences,
@@ -161,7 +164,14 @@ def _open_loader(run: Run, program: Program) -> Any:
         apart=program.batch.documents == "apart",
         packing=run.data.packing,
         longer=run.data.longer,
+        pairs=program.loss.kind == "preference",
     )
+
+
+def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
+    from graphtrain.evaluate import validation_batches
+
+    return validation_batches(run.data, program, program.model.vocab, run.evaluate_batches)
 
 
 def _add_to_ledger(
@@ -300,12 +310,10 @@ class _Loop:
         run, program = self.config.run, self.config.program
         if run.data.validation is None:
             return None
-        from graphtrain.evaluate import validation_batches, validation_loss
+        from graphtrain.evaluate import validation_loss
 
         self._settle()
-        batches = validation_batches(
-            run.data, program.batch, program.model.vocab, run.evaluate_batches
-        )
+        batches = _validation(run, program)
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self._target)

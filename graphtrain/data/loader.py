@@ -34,6 +34,7 @@ class Loader:
         apart: Whether batches say which tokens are of one document.
         packing: How documents become sequences; None: as `Rows` chooses.
         longer: What becomes of documents that do not fit into a sequence, where they stay whole.
+        pairs: Whether they must be pairs of answers; None: either will do.
         rank: Which part of each batch this loader yields.
         ranks: Parts in all.
         start_step: Of the first batch.
@@ -54,6 +55,7 @@ class Loader:
         apart: bool = False,
         packing: HowPacked | None = None,
         longer: Longer = "refuse",
+        pairs: bool | None = None,
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,
@@ -62,7 +64,9 @@ class Loader:
             raise ValueError(f"rank {rank} of {ranks} ranks, {sequences} sequences in a batch")
         alone = isinstance(data, str | Path)
         prefixes = [data] if alone else [part.dataset for part in data]
-        rows = Rows(length=length, vocab=vocab, apart=apart, packing=packing, longer=longer)
+        rows = Rows(
+            length=length, vocab=vocab, apart=apart, packing=packing, longer=longer, pairs=pairs
+        )
         self._packings = [rows.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
         units = _units(self._packings, sequences)
@@ -168,6 +172,7 @@ def evaluation_batches(
     apart: bool = False,
     packing: HowPacked | None = None,
     longer: Longer = "refuse",
+    pairs: bool | None = None,
 ) -> Iterator[Batch]:
     """A dataset once through in its own order; every token but the first is a target once.
 
@@ -178,7 +183,9 @@ def evaluation_batches(
     Raises:
         DataError: the dataset cannot be used, or a token is outside the vocabulary.
     """
-    rows = Rows(length=length, vocab=vocab, apart=apart, packing=packing, longer=longer)
+    rows = Rows(
+        length=length, vocab=vocab, apart=apart, packing=packing, longer=longer, pairs=pairs
+    )
     packed = rows.open(prefix)
     units = _units([packed], sequences)
     for first in range(0, len(packed), units):

@@ -23,6 +23,7 @@ class Rows:
     apart: bool = False
     packing: HowPacked | None = None  # None: text is cut; conversations fit, or else are padded
     longer: Longer = "refuse"
+    pairs: bool | None = None  # whether documents must be pairs of answers; None: either will do
 
     def open(self, prefix: str | Path, seed: int | None = None) -> Packing | WholePacking:
         """The rows of a dataset, in an order of the seed or in its own.
@@ -33,6 +34,13 @@ class Rows:
         dataset = IndexedDataset(prefix)
         description = read_description(prefix)
         conversations = description.conversations if description else None
+        pairs = conversations is not None and conversations.pairs
+        if self.pairs is not None and pairs != self.pairs:
+            holds, kind = ("", "is for") if pairs else ("no ", "needs")
+            raise DataError(
+                f'{prefix}: holds {holds}pairs of answers, which loss.kind = "preference" {kind}; '
+                "set program.loss.kind, or take other data (docs/instructions.md)"
+            )
         packing = self.packing or self._usual(conversations is not None)
         if packing == "cut" and conversations is None:
             return Packing(dataset, self.length, seed=seed, vocab=self.vocab, apart=self.apart)
@@ -47,7 +55,7 @@ class Rows:
             learned=Learned(dataset) if conversations else None,
             fit=packing == "fit",
             longer=self.longer,
-            pairs=conversations is not None and conversations.pairs,
+            pairs=pairs,
             vocab=self.vocab,
             apart=self.apart,
         )

@@ -70,3 +70,10 @@ def test_conversations_that_do_not_fit_are_refused_before_a_step(chats):
     _, err = chats.command("run", "config.toml", *SETTINGS, status=2)
     assert "documents are longer than batch.length = 32" in err and "run.data.longer" in err
     assert not chats.curve()
+
+
+def test_a_validation_set_that_cannot_be_used_is_refused_before_a_step(place):
+    words = ["--set", "run.data.validation=data/absent", "--set", "run.directory=absent"]
+    _, err = place.command("run", "config.toml", *words, status=2)
+    assert "data/absent.bin: no such file" in err
+    assert not place.curve("absent")

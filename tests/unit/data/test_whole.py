@@ -182,6 +182,18 @@ def test_conversations_are_not_cut_like_text(data):
         rows_of(data, "chats", packing="cut")
 
 
+@pytest.mark.parametrize("name", ["chats", "texts"])
+def test_a_loss_of_pairs_refuses_what_holds_none(data, name):
+    with pytest.raises(DataError, match="holds no pairs of answers"):
+        rows_of(data, name, pairs=True)
+
+
+def test_pairs_are_refused_by_a_loss_that_would_learn_both_answers(data):
+    rows_of(data, "pairs", pairs=True).close()
+    with pytest.raises(DataError, match="holds pairs of answers"):
+        next(evaluation_batches(data / "pairs/train", sequences=4, length=256, pairs=False))
+
+
 def test_text_may_stay_whole_too(data):
     batch = next(rows_of(data, "texts", packing="fit", apart=True))
     assert batch["weights"].sum(axis=1).tolist() == [200] * 4
