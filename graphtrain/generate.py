@@ -35,6 +35,14 @@ class Sampling:
     top_p: float | None = None  # only the fewest best whose shares add up to it
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number, which every comparison lets pass."""
+        if not (self.temperature >= 0 and (self.top_p is None or 0 < self.top_p <= 1)):
+            raise GraphtrainError(
+                f"temperature = {self.temperature} and top-p = {self.top_p}: give a temperature "
+                "of at least 0, and a top-p above 0 and up to 1"
+            )
+
 
 def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
     """A token.
@@ -98,6 +106,7 @@ class Generator:
             GraphtrainError: the graphs cannot be compiled, or there are no weights.
         """
         self._program = program_for(config.program)
+        step = _chosen(config, step)
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
@@ -162,25 +171,39 @@ class Generator:
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
-def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
-    """Of a checkpoint of the run; of what it would start from, where there is none."""
+def _chosen(config: Config, step: int | None) -> int | None:
+    """The step of the checkpoint to read, the last if none is named; none: read run.initial.
+
+    Raises:
+        TrainingError: there is neither, or what the run would start from has an adapter.
+    """
     directory = Path(config.run.directory) / "checkpoints"
     steps = saved_steps(directory)
+    if steps and step is None:
+        return steps[-1]
+    if step in steps:
+        return step
+    if step is not None or config.run.initial is None:
+        there = ", ".join(map(str, steps)) or "none"
+        raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
+    if config.run.initial_adapter is not None:
+        raise TrainingError(
+            f"no checkpoint in {directory}, and generate does not read run.initial_adapter; leave "
+            "it out to continue with run.initial alone, or train first (graphtrain run)"
+        )
+    return None
+
+
+def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
+    """Of a checkpoint of the run; without a step, of what it would start from."""
     fill = lowering.backend(Target.parse(program.target)).fill
-    if steps and config.program.adapter is not None:
-        from graphtrain.weights.sources import open_source
-        from graphtrain.weights.start import start_parameters
+    directory = Path(config.run.directory)
+    if step is not None and config.program.adapter is None:
+        arrangement = arrangement_of(program)
+        return restore_parameters(directory / "checkpoints", step, described, arrangement)
+    from graphtrain.weights.sources import open_source
+    from graphtrain.weights.start import open_initial, start_parameters
 
-        merged = open_source(Path(config.run.directory), step)
-        return start_parameters(merged, program, described, fill)
-    if steps and (step is None or step in steps):
-        chosen = steps[-1] if step is None else step
-        return restore_parameters(directory, chosen, described, arrangement_of(program))
-    if step is None and config.run.initial is not None:
-        from graphtrain.weights.start import open_initial, start_parameters
-
-        weights = open_initial(config)
-        assert weights is not None
-        return start_parameters(weights, program, described, fill)
-    there = ", ".join(map(str, steps)) or "none"
-    raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
+    weights = open_initial(config) if step is None else open_source(directory, step)
+    assert weights is not None
+    return start_parameters(weights, program, described, fill)

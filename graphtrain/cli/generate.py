@@ -61,6 +61,10 @@ def command(
     from graphtrain.config import load_config
     from graphtrain.generate import Generator, Sampling
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not UTF-8", param_hint="PROMPT") from None
     file = config / "config.toml" if config.is_dir() else config
     settings = load_config(file, overrides, target)
     tokenizer = _tokenizer(settings)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from graphtrain.cache import Cache
 from graphtrain.cli.generate import command
 from graphtrain.config import render
-from graphtrain.config.schema import Batch, Config, Data, Mesh, Program, Run
+from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
 from graphtrain.errors import GraphtrainError
 from graphtrain.generate import Generator, Sampling, choose, program_for
 from graphtrain.weights.convert import from_hugging_face
@@ -103,6 +103,25 @@ def test_tokens_are_drawn_by_their_shares():
     np.testing.assert_allclose(shares(temperature=0.5), cold / cold.sum(), atol=0.03)
     assert shares(temperature=0.0).tolist() == [0, 1, 0, 0]
     assert shares(top_k=9).tolist() != [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": np.nan}, {"top_p": np.nan}])
+def test_what_is_no_number_is_refused(wrong):
+    with pytest.raises(GraphtrainError, match=r"temperature = .* and top-p = "):
+        Sampling(**wrong)
+
+
+def test_a_prompt_of_other_bytes_than_text_is_refused():
+    result = CliRunner().invoke(command, ["c.toml", "\udcff"])
+    assert result.exit_code == 2 and "not UTF-8" in result.output
+
+
+def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, tmp_path):
+    config = config_of(tmp_path, LLAMA, data=8)
+    adapted = dataclasses.replace(config.program, adapter=Adapter(rank=2, alpha=2.0))
+    run = dataclasses.replace(config.run, initial_adapter="adapter")
+    with pytest.raises(GraphtrainError, match=r"does not read run\.initial_adapter"):
+        Generator(Config(program=adapted, run=run), cache, lambda label, stage: None, None)
 
 
 def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
