@@ -65,8 +65,10 @@ def open_base(config: Config, directory: Path) -> Source:
 def _kept(directory: Path) -> dict[str, Any]:
     path = directory / _NAME
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        kept = json.loads(path.read_text())
+        files = {name: dict(about) for name, about in kept["files"].items()}
+        return {"folder": str(kept["folder"]), "files": files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
             f"{path}, which says what {directory} was trained on, cannot be read: {error}"
         ) from error

@@ -71,10 +71,21 @@ def embed_is_input(path: str, model: Model) -> bool:
 
 def rank_axis(piece: Piece, model: Model) -> int:
     """Where embed is in Hugging Face's tensor; the other axis is all that is not embed."""
-    thin = replace(model, embed=1)
-    empty = [np.zeros(array_shape(path, thin), np.int8) for path in piece.row.paths]
-    ((_, tensor),) = to_hugging_face(piece, empty, thin)
-    return tensor.shape.index(1)
+    return _shape(piece, replace(model, embed=1)).index(1)
+
+
+def peft_shapes(piece: Piece, rank: int, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """PEFT's (rank, in) and (out, rank) of a piece."""
+    other = max(_shape(piece, replace(model, embed=1)))
+    inward = embed_is_input(piece.row.paths[0], model)
+    into, out = (model.embed, other) if inward else (other, model.embed)
+    return (rank, into), (out, rank)
+
+
+def _shape(piece: Piece, model: Model) -> tuple[int, ...]:
+    empty = [np.zeros(array_shape(path, model), np.int8) for path in piece.row.paths]
+    ((_, tensor),) = to_hugging_face(piece, empty, model)
+    return tensor.shape
 
 
 def to_peft(

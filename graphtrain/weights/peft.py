@@ -24,6 +24,7 @@ from graphtrain.weights.factors import (
     embed_is_input,
     from_peft,
     module_of,
+    peft_shapes,
     rank_axis,
     to_peft,
 )
@@ -117,7 +118,11 @@ class PeftAdapter:
             tensors = [self._take(name, _PREFIX + name) for name in piece.names]
             if piece.row.paths == (EMBEDDING,):
                 self._drop_head(tensors[0])
-            decoded = to_decoder(piece, tensors, self._table.model)
+            model = self._table.model
+            empty = [np.zeros(array_shape(path, model), np.int8) for path in piece.row.paths]
+            wanted = [one.shape for _, one in to_hugging_face(piece, empty, model)]
+            self._check_shapes(", ".join(piece.names), tensors, wanted)
+            decoded = to_decoder(piece, tensors, model)
             for path, array in zip(piece.row.paths, decoded, strict=True):
                 into = arrays[path] if piece.layer is None else arrays[path][piece.layer]
                 into[tuple(map(slice, array.shape))] = array  # rows of zeros past the vocabulary
@@ -137,7 +142,8 @@ class PeftAdapter:
         module = module_of(piece)
         first = self._take(module, f"{_PREFIX}{module}.lora_A.weight")
         second = self._take(module, f"{_PREFIX}{module}.lora_B.weight")
-        rank, count = self.adapter.rank, len(first)
+        rank, count = self.adapter.rank, first.shape[0] if first.ndim else 0
+        self._check_shapes(module, [first, second], peft_shapes(piece, count, self._table.model))
         targets = [path for path in piece.row.paths if path in self._table.targets]
         if count not in (rank, rank * len(targets)):
             raise WeightsError(
@@ -165,6 +171,16 @@ class PeftAdapter:
             pairs[path] = own[path]
         return pairs
 
+    def _check_shapes(
+        self, name: str, found: list[np.ndarray], wanted: Sequence[tuple[int, ...]]
+    ) -> None:
+        shapes = [one.shape for one in found]
+        if shapes != list(wanted):
+            raise WeightsError(
+                f"{self.directory}: {name} has the shape {_say(shapes)}, and program.model's has "
+                f"{_say(wanted)}; the adapter is of another model"
+            )
+
     def _take(self, module: str, name: str) -> np.ndarray:
         if name not in self._tensors:
             raise WeightsError(
@@ -172,6 +188,10 @@ class PeftAdapter:
                 "out of targets or whole"
             )
         return self._tensors.pop(name).astype(np.float32)
+
+
+def _say(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(str(list(shape)) for shape in shapes)
 
 
 def _check_modules(table: Table) -> None:
@@ -235,8 +255,8 @@ def _inside(module: str) -> str:
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
     refused = {
         "peft_type": config.get("peft_type") != "LORA",
@@ -257,13 +277,15 @@ def _read(directory: Path) -> dict[str, Any]:
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """What PEFT multiplies a module's product by."""
 
-    def pattern(setting: str, usual: float) -> float:
+    def pattern(setting: str, usual: Any) -> Any:
         for name, value in (config.get(setting) or {}).items():
             if re.match(rf"(.*\.)?({name})$", module):
                 return value
         return usual
 
-    alpha = pattern("alpha_pattern", config["lora_alpha"])
+    alpha = pattern("alpha_pattern", config.get("lora_alpha"))
+    if not isinstance(alpha, int | float):
+        raise WeightsError(f"{_CONFIG}: lora_alpha = {alpha!r} of {module} is no number")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

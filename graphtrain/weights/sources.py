@@ -140,6 +140,11 @@ class RunCheckpoint:
         if not path.startswith("layers/"):
             return array
         inner = trained_arrays(self.program)[path].shape[1:]
+        if array.shape[-len(inner) :] != inner:
+            raise WeightsError(
+                f"{self._checkpoints}/{self.step}: {path} is {list(array.shape)}, which is not of "
+                f"the [program] in {self.directory}/config.toml; bring its settings back"
+            )
         return array.reshape(-1, *inner)  # the rounds of a pipeline are in front of its rows
 
 

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
@@ -196,6 +197,28 @@ def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):
     program = program_of(tmp_path, **{"targets": TARGETS["llama"]} | settings)
     with pytest.raises(WeightsError, match=error):
         PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
+
+
+def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(tmp_path):
+    with_adapter(base("llama", tmp_path), "llama", tmp_path, modules_to_save=["lm_head"])
+    program = program_of(tmp_path, targets=TARGETS["llama"], whole=("head",))
+    adapter, side = tmp_path / "adapter", tmp_path / "ours/hugging_face"
+    PeftAdapter(adapter, program, side)
+    weights = adapter / "adapter_model.safetensors"
+    tensors, config = load_file(weights), (adapter / "adapter_config.json").read_text()
+    for name, shape in {
+        "lora_A": r"\[3, 7\].*\[3, 32\]",
+        "lm_head": r"\[61, 7\].*\[61, 32\]",
+    }.items():
+        cut = {key: one[:, :7] if name in key else one for key, one in tensors.items()}
+        save_file({key: np.ascontiguousarray(one) for key, one in cut.items()}, weights)
+        with pytest.raises(WeightsError, match=shape):
+            PeftAdapter(adapter, program, side)
+    save_file(tensors, weights)
+    for damage in ("[]", "3", config.replace('"lora_alpha": 5', '"lora_alpha": null')):
+        (adapter / "adapter_config.json").write_text(damage)
+        with pytest.raises(WeightsError, match=r"adapter_config\.json"):
+            PeftAdapter(adapter, program, side)
 
 
 def test_what_graphtrain_has_not_is_refused_by_name(tmp_path):
