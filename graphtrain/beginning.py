@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.schema import Config, Program
+from graphtrain.metrics import writing
 from graphtrain.models.tuned import keeps_weights
 from lowering.target import Target
 from lowering.trees import Tree
@@ -59,7 +60,8 @@ class Beginning:
         from graphtrain.weights.base import keep_base
         from graphtrain.weights.start import keep_side
 
-        keep_side(self.weights, directory)
+        with writing(directory):
+            keep_side(self.weights, directory)
         if keeps_weights(self.program):
             keep_base(_native(self.weights), directory)
 

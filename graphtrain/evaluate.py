@@ -39,6 +39,9 @@ def validation_loss(
             are not, if there are any.
         batches: of the step's shape.
         target: the machine.
+
+    Raises:
+        DataError: nothing in the batches counts.
     """
     put, described = lowering.backend(target).put, evaluate.inputs("batch")
     losses, targets = [], []
@@ -46,6 +49,11 @@ def validation_loss(
         metrics = evaluate(*weights, put(batch, described))["metrics"]
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
+    if not any(targets):
+        raise DataError(
+            "run.data.validation: nothing in it counts, since no document is of two tokens, or has "
+            "an answer that fits into program.batch.length; take other data"
+        )
     return math.fsum(losses) / math.fsum(targets)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
+from graphtrain.beginning import Beginning
 from graphtrain.config.schema import Batch, Config, Data, Mesh, Pipeline, Program, Run
-from graphtrain.errors import WeightsError
+from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.stages import arrange
 from graphtrain.requests import stages_of
@@ -88,3 +89,11 @@ def test_another_model_is_refused_with_what_differs(converted):
 def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="is neither a folder of graphtrain convert"):
         open_source(tmp_path)
+
+
+def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(converted, tmp_path):
+    (tmp_path / "file").touch()
+    beginning = Beginning.open(config(converted), resumes=False)
+    assert beginning is not None
+    with pytest.raises(TrainingError, match=r"file/run cannot be written .* free space"):
+        beginning.keep(tmp_path / "file/run")
