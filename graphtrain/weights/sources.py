@@ -182,7 +182,7 @@ def open_source(directory: Path, step: int | None = None) -> Source:
         return Merged(run)
     raise WeightsError(
         f"{directory} is neither a folder of graphtrain convert (it would hold model.toml) nor the "
-        "directory of a run (checkpoints)"
+        "directory of a run (checkpoints); convert weights of others first: graphtrain convert -h"
     )
 
 
