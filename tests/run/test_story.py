@@ -16,7 +16,6 @@ def validation_losses(directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")
 def test_a_checkpoint_is_trained_on_text_and_instructions_and_answers_in_transformers(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()
