@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from lowering.scoped import scoped
 from lowering.sources import current_line
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
@@ -57,11 +58,8 @@ _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
     """While tracing inside, constrain() follows these rules on this mesh."""
     fresh = Placement(mesh, rules)
-    token = _placement.set(fresh)
-    try:
+    with scoped(_placement, fresh):
         yield fresh
-    finally:
-        _placement.reset(token)
 
 
 @contextmanager
@@ -74,18 +72,14 @@ def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterat
     placement = inside or _placement.get()
     assert placement is not None, "by_hand outside placed"
     manual = (*placement.manual, *mesh_axes)
-    token = _placement.set(
-        replace(
-            placement,
-            rules=placement.rules.without(mesh_axes),
-            manual=manual,
-            by_hand=placement.by_hand or placement.rules,
-        )
+    inner = replace(
+        placement,
+        rules=placement.rules.without(mesh_axes),
+        manual=manual,
+        by_hand=placement.by_hand or placement.rules,
     )
-    try:
+    with scoped(_placement, inner):
         yield
-    finally:
-        _placement.reset(token)
 
 
 def placement() -> Placement | None:

@@ -8,8 +8,8 @@ Marks are barriers with attributes, which XLA's partitioner keeps (jaxlib 0.10, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,18 +18,14 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from lowering.one_device.marks import ENTRY, EXIT, SETTINGS
+from lowering.scoped import scoped
 
 _wanted: ContextVar[frozenset[str]] = ContextVar("regions", default=frozenset())
 
 
-@contextmanager
-def marked(*names: str) -> Iterator[None]:
+def marked(*names: str) -> AbstractContextManager[Any]:
     """Mark these regions in what is traced inside."""
-    token = _wanted.set(frozenset(names))
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+    return scoped(_wanted, frozenset(names))
 
 
 def is_marked(name: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -124,9 +124,7 @@ def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json
     with _progress() as show:
         summary = make(source, destination, to, show, step)
     if as_json:
-        from dataclasses import asdict
-
-        click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))
+        _tell_json(summary, destination)
         return
     click.echo(
         f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes; "
@@ -155,11 +153,15 @@ def _tell_use(destination: Path, as_json: bool) -> None:
 
 def _tell(summary: Summary, destination: Path, as_json: bool) -> None:
     if as_json:
-        from dataclasses import asdict
-
-        click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))
+        _tell_json(summary, destination)
         return
     click.echo(
         f"{destination}: {summary.family}, {summary.parameters:,} parameters in {summary.arrays} "
         f"arrays, {summary.dtype}"
     )
+
+
+def _tell_json(summary: Any, destination: Path) -> None:
+    from dataclasses import asdict
+
+    click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))

@@ -143,16 +143,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 
     with _progress() as report:
         made = prepare_data(inputs, output, tokenizer, report=report, **settings)
-    if made.up_to_date:
-        click.echo(f"{output}: up to date, nothing to do", err=True)
-    for name in ("train", "validation", "test"):
-        split = getattr(made, name)
-        if split is not None:
-            click.echo(
-                f"{output / name}: {split.documents} documents, {split.tokens} tokens, "
-                f"vocabulary of {split.vocab}",
-                err=True,
-            )
+    _tell_splits(made, output, _documents)
 
 
 @command.command()
@@ -194,12 +185,7 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
 
     with _progress() as report:
         made = instruct_data(inputs, output, tokenizer, report=report, **settings)
-    if made.up_to_date:
-        click.echo(f"{output}: up to date, nothing to do", err=True)
-    for name in ("train", "validation", "test"):
-        split = getattr(made, name)
-        if split is not None:
-            click.echo(f"{output / name}: {_conversations(split)}", err=True)
+    _tell_splits(made, output, _conversations)
     if made.left_out:
         click.echo(f"{made.left_out} records without an answer are left out", err=True)
     if made.spelled_out:
@@ -207,6 +193,20 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
             f"the tokenizer has no tokens for {', '.join(made.spelled_out)}; they are spelled out",
             err=True,
         )
+
+
+def _tell_splits(made: Any, output: Path, describe: Callable[[Any], str]) -> None:
+    """Where each dataset is and what is in it."""
+    if made.up_to_date:
+        click.echo(f"{output}: up to date, nothing to do", err=True)
+    for name in ("train", "validation", "test"):
+        split = getattr(made, name)
+        if split is not None:
+            click.echo(f"{output / name}: {describe(split)}", err=True)
+
+
+def _documents(split: Any) -> str:
+    return f"{split.documents} documents, {split.tokens} tokens, vocabulary of {split.vocab}"
 
 
 def has_colours() -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lowering.constrain import constrain
+from lowering.scoped import scoped
 
 if TYPE_CHECKING:
     from jax import Array
@@ -28,11 +29,8 @@ def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
     """Keep documents apart in what is traced inside; None: all of a sequence is one document."""
     if documents is not None:
         documents = constrain(documents, "batch", None)  # integers: whole on each device
-    token = _numbers.set(documents)
-    try:
+    with scoped(_numbers, documents):
         yield
-    finally:
-        _numbers.reset(token)
 
 
 def numbers() -> Int[Array, "batch seq"] | None:

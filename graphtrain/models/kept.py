@@ -6,13 +6,15 @@ them carries it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from lowering.scoped import scoped
 
 
 @dataclass
@@ -53,22 +55,11 @@ def kept() -> Kept | None:
     return _kept.get()
 
 
-@contextmanager
-def beginning(begin: jax.Array) -> Iterator[None]:
+def beginning(begin: jax.Array) -> AbstractContextManager[Any]:
     """The tokens of what is traced inside begin at a position."""
-    token = _begin.set(begin)
-    try:
-        yield
-    finally:
-        _begin.reset(token)
+    return scoped(_begin, begin)
 
 
-@contextmanager
-def keeping(key: jax.Array, value: jax.Array) -> Iterator[Kept]:
-    """The attention traced inside sees what is kept, and adds to it."""
-    here = Kept(key, value)
-    token = _kept.set(here)
-    try:
-        yield here
-    finally:
-        _kept.reset(token)
+def keeping(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
+    """The attention traced inside sees what is kept, the Kept that this gives, and adds to it."""
+    return scoped(_kept, Kept(key, value))
