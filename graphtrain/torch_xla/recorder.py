@@ -5,11 +5,13 @@ script, in which graphtrain is not installed, as `python recorder.py DIRECTORY S
 
 Where the script would have a graph compiled and run, a copy of the process (os.fork) begins to, and
 is ended as soon as XLA has written down what it is given: so hash and HLO are those of a real run.
-In the script's own process tensors without data take the place of all results. Tested with
-torch-xla 2.9.0.
+In the script's own process tensors without data take the place of all results. Only a script that
+splits arrays (SPMD) computes its steps, on virtual devices of the CPU: how a result is split is
+decided by the compiler, and part of the next graph. Tested with torch-xla 2.9.0.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import glob
@@ -52,7 +54,7 @@ _LONGEST = 600  # seconds that lowering one graph may take
 _PAUSE = 0.02  # seconds
 _READERS = ("_to_cpu", "_to_copy", "_copy_from", "_local_scalar_dense")
 _C = torch_xla._XLAC
-_sync_multi = _C._xla_sync_multi
+_sync_multi, _get_cpu_tensors = _C._xla_sync_multi, _C._xla_get_cpu_tensors
 _own = (os.path.dirname(torch.__file__), os.path.dirname(torch_xla.__file__), __file__)
 
 
@@ -94,6 +96,9 @@ class Recorder:
 
     def read(self, tensor: Any) -> Any:
         """A value is needed in Python, which extraction does not compute."""
+        if torch_xla.runtime.is_spmd():
+            self.take([tensor])
+            return _get_cpu_tensors([tensor])[0]
         if self.reads == "zeros":
             self.take([tensor])
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -112,7 +117,10 @@ class Recorder:
             self.graphs[digest] = {"hash": digest, "steps": [], "seconds": seconds}
             print(f"{digest}: step {self.step}", file=sys.stderr, flush=True)
         self.graphs[digest]["steps"].append(self.step)
-        _replace(pending)
+        if torch_xla.runtime.is_spmd():
+            sync()
+        else:
+            _replace(pending)
 
     def remember_ties(self, module: Any) -> None:
         """Names of weights that are one array, before the module goes to the device."""
@@ -196,11 +204,7 @@ def _replace(pending: list[Any]) -> None:
 
 
 def _without_data(tensor: Any) -> Any:
-    made = xla_builder.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-    split = _C._get_xla_op_sharding(tensor)
-    if split is not None:
-        _C._xla_mark_sharding(made, split)
-    return made
+    return xla_builder.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
 
 
 def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
@@ -215,19 +219,20 @@ def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
     try:
         return _awaited(process, known)
     finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
 def _begin(sync: Callable[[], Any]) -> NoReturn:
     """Compute in a copy of the process, which does not live to compile."""
     try:
         sync()
-    except Exception:
+    except BaseException:
         traceback.print_exc()
+    finally:
         sys.stderr.flush()
-    signal.pause()
-    os._exit(1)
+        os._exit(1)
 
 
 def _awaited(process: int, known: Iterable[str]) -> tuple[str, str]:
@@ -241,6 +246,8 @@ def _awaited(process: int, known: Iterable[str]) -> tuple[str, str]:
             return digest, ""
         if digest and written and is_whole:
             return digest, written[0]
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            raise Refused("torch-xla could not lower a graph; its messages are above")
         time.sleep(_PAUSE)
     raise Refused(f"torch-xla did not lower a graph within {_LONGEST} s; its messages are above")
 
@@ -261,9 +268,9 @@ def install(recorder: Recorder) -> None:
 
     def mark(*arguments: Any, **named: Any) -> None:
         recorder.mark(lambda: step_marker(*arguments, **named))
-        before = _compilations()
+        is_spmd, before = torch_xla.runtime.is_spmd(), _compilations()
         step_marker(*arguments, **named)  # nothing waits any more; it begins new random numbers
-        if _compilations() != before:
+        if not is_spmd and _compilations() != before:
             raise Refused(
                 "a value that Python does not reach had to be computed at the end of a step, as "
                 f"what a backward pass that is still to come has saved ({_line_of_script()}); end "
@@ -307,11 +314,10 @@ def _watch_reads(recorder: Recorder) -> None:
         for name in _READERS:
             library.impl(name, _reader(name, recorder), "XLA", with_keyset=True)
     install.library = library  # pyright: ignore[reportFunctionMemberAccess]  (it lasts as this does)
-    get_tensors = _C._xla_get_cpu_tensors
 
     def get(tensors: list[Any]) -> list[Any]:
         return [
-            recorder.read(each) if _has_no_value(each) else get_tensors([each])[0]
+            recorder.read(each) if _has_no_value(each) else _get_cpu_tensors([each])[0]
             for each in tensors
         ]
 
