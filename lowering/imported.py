@@ -76,6 +76,7 @@ def _whole(imported: Imported, target: Target) -> Lowered:
     # Annotations for GSPMD and those for Shardy do not go into one program.
     jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # the lines would be ours
     plan, outputs = _plan(imported), _named("output", imported.module.outputs)
     mesh, layouts = jax_xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
     described = [
@@ -138,7 +139,9 @@ def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., 
     stablehlo = jaxlib.mlir.xla_computation_to_mlir_module(computation)
     call = Primitive("imported")
     call.multiple_results = True
-    avals = [jax.core.ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()]
+    avals = [
+        jax.core.ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()
+    ]
     call.def_abstract_eval(lambda *inputs: avals)
 
     def lowered(context: Any, *inputs: Any) -> Any:

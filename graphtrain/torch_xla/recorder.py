@@ -10,13 +10,14 @@ splits arrays (SPMD) computes its steps, on virtual devices of the CPU: how a re
 decided by the compiler, and part of the next graph. Tested with torch-xla 2.9.0.
 """
 
+# ruff: noqa: E402  (torch-xla reads its environment when it is imported)
+
 import argparse
 import contextlib
 import faulthandler
 import gc
 import glob
 import json
-import linecache
 import os
 import re
 import shutil
@@ -329,9 +330,11 @@ def _reader(name: str, recorder: Recorder) -> Callable[..., Any]:
 
     def read(keys: Any, first: Any, *others: Any, **named: Any) -> Any:
         if name == "_to_cpu":
-            return [
-                recorder.read(each) if _has_no_value(each) else each for each in first
-            ] if any(map(_has_no_value, first)) else kernel.call_boxed(keys, first)
+            return (
+                [recorder.read(each) if _has_no_value(each) else each for each in first]
+                if any(map(_has_no_value, first))
+                else kernel.call_boxed(keys, first)
+            )
         to_host = name == "_local_scalar_dense" or (
             others[0].device.type == "cpu"
             if name == "_copy_from"
