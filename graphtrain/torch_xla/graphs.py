@@ -1,4 +1,4 @@
-"""What an extraction leaves in a directory: a manifest, and the HLO of each graph under its hash."""
+"""What an extraction leaves in a directory: a manifest, and the HLO of each graph by its hash."""
 
 from __future__ import annotations
 
