@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from graphtrain.errors import ExtractionError
 from graphtrain.key import CacheKey
 from graphtrain.requests import source_digests
 from graphtrain.tasks import Task
 from graphtrain.torch_xla.graphs import Extracted, Extraction, Graph
+from lowering.errors import LoweringError
 from lowering.modules import HloModule
 from lowering.target import Target
 from lowering.toolchain import Toolchain
@@ -22,9 +24,12 @@ def read_module(file: Path) -> HloModule:
     """The module of a file.
 
     Raises:
-        LoweringError: the file holds none.
+        ExtractionError: the file holds none.
     """
-    return HloModule.read(file.read_bytes())
+    try:
+        return HloModule.read(file.read_bytes())
+    except (OSError, LoweringError) as error:
+        raise ExtractionError(f"{file}: {error}; extract again") from None
 
 
 def tasks_of(graphs: Iterable[Extracted]) -> list[Task]:
@@ -33,21 +38,35 @@ def tasks_of(graphs: Iterable[Extracted]) -> list[Task]:
 
 
 def of(extraction: Extraction, target: str | None) -> dict[str, Extracted]:
-    """The graphs of a script by hash, for a target; by default as many devices of this CPU."""
+    """The graphs of a script by hash, for a target; by default as many devices of this CPU.
+
+    Raises:
+        ExtractionError: the target has another number of devices.
+        LoweringError: no such target.
+    """
     script, machine = Path(extraction.script).name, target or f"cpu:{extraction.devices}"
-    return {
-        graph.hash: Extracted(
-            f"{script} step {graph.steps[0]}", graph.hash, graph.file, extraction.meshes, machine
+    if (has := Target.parse(machine).devices) != extraction.devices:
+        raise ExtractionError(
+            f"{script} is a program of {extraction.devices} devices, and {machine} has {has}; "
+            "split its arrays among as many (torch_xla.runtime.use_spmd, CPU_NUM_DEVICES), or "
+            "choose another target"
         )
-        for graph in extraction.graphs
-    }
+    found, names = {}, set()
+    for graph in extraction.graphs:
+        name = f"{script} step {graph.steps[0]}"
+        if name in names:  # as of a value that is read within the step
+            name = f"{name} {graph.hash[:8]}"
+        names.add(name)
+        found[graph.hash] = Extracted(name, graph.hash, graph.file, extraction.meshes, machine)
+    return found
 
 
 def request_key(extracted: Extracted) -> CacheKey:
     """What an extracted graph is asked for by; tracing it again changes nothing of this.
 
     Raises:
-        LoweringError: no such target, or the file holds no module.
+        ExtractionError: the file holds no module.
+        LoweringError: no such target.
     """
     target, module = Target.parse(extracted.target), read_module(extracted.file)
     sources = {

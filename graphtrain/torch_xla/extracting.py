@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -87,13 +88,19 @@ def _run(command: Sequence[str]) -> int:
 
     What the script prints goes to standard error: standard output is for the report.
     """
-    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-    try:
-        return process.wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with tempfile.TemporaryDirectory(prefix="graphtrain-extract-") as scratch:
+        process = subprocess.Popen(
+            command,
+            stdout=sys.stderr,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": scratch},
+        )
+        try:
+            return process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _left(found: Extraction, directory: Path) -> str:

@@ -55,7 +55,7 @@ _LONGEST = 600  # seconds that lowering one graph may take
 _PAUSE = 0.02  # seconds
 _READERS = ("_to_cpu", "_to_copy", "_copy_from", "_local_scalar_dense")
 _C = torch_xla._XLAC
-_sync_multi, _get_cpu_tensors = _C._xla_sync_multi, _C._xla_get_cpu_tensors
+_get_cpu_tensors = _C._xla_get_cpu_tensors
 _own = (os.path.dirname(torch.__file__), os.path.dirname(torch_xla.__file__), __file__)
 
 
@@ -84,32 +84,40 @@ class Recorder:
         if not pending:
             return
         self._check_ties()
-        self._take(pending, sync)
+        self.take(pending, sync)
         self.step += 1
         if self.step >= self.limit:
             raise _Enough
 
-    def take(self, tensors: Iterable[Any]) -> None:
-        """Some tensors are needed before the step ends: they are a graph of their own."""
+    def take(self, tensors: Iterable[Any], sync: Callable[[], Any]) -> None:
+        """Some tensors are computed, by sync: they are a graph."""
         pending = [tensor for tensor in tensors if _is_pending(tensor)]
-        if pending:
-            self._take(pending, lambda: _sync_multi(pending, [], True, False))
+        if not pending:
+            return
+        self._record(sync)
+        if torch_xla.runtime.is_spmd():
+            sync()
+        else:
+            _replace(pending)
 
     def read(self, tensor: Any) -> Any:
         """A value is needed in Python, which extraction does not compute."""
-        if torch_xla.runtime.is_spmd():
-            self.take([tensor])
-            return _get_cpu_tensors([tensor])[0]
-        if self.reads == "zeros":
-            self.take([tensor])
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        raise Refused(
-            f"{_line_of_script()} reads a value of the device (as .item(), print, .cpu(), if and "
-            "torch.save do), and extraction computes none; take it out, do so after the steps that "
-            "are extracted, or let it read zeros: --reads zeros"
-        )
+        is_spmd = torch_xla.runtime.is_spmd()
+        if not is_spmd and self.reads != "zeros":
+            raise Refused(
+                f"{_line_of_script()} reads a value of the device (as .item(), print, .cpu(), if "
+                "and torch.save do), and extraction computes none; take it out, do so after the "
+                "steps that are extracted, or let it read zeros: --reads zeros"
+            )
 
-    def _take(self, pending: list[Any], sync: Callable[[], Any]) -> None:
+        def get() -> Any:
+            return _get_cpu_tensors([tensor])[0]
+
+        if _is_pending(tensor):  # and stays so: what is computed for a reader, a step computes anew
+            self._record(get)
+        return get() if is_spmd else torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def _record(self, sync: Callable[[], Any]) -> None:
         began = time.perf_counter()
         digest, hlo = _lowered(sync, self.graphs)
         if digest not in self.graphs:
@@ -118,10 +126,6 @@ class Recorder:
             self.graphs[digest] = {"hash": digest, "steps": [], "seconds": seconds}
             print(f"{digest}: step {self.step}", file=sys.stderr, flush=True)
         self.graphs[digest]["steps"].append(self.step)
-        if torch_xla.runtime.is_spmd():
-            sync()
-        else:
-            _replace(pending)
 
     def remember_ties(self, module: Any) -> None:
         """Names of weights that are one array, before the module goes to the device."""
@@ -178,17 +182,21 @@ def _described(meshes: list[Mesh]) -> list[dict[str, Any]]:
 
 def _tensors() -> list[Any]:
     """Every tensor on the device that Python reaches, in the order in which they were made."""
-    found = []
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and hasattr(each, "device"):
-            found += [each] + ([each.grad] if each.is_leaf and each.grad is not None else [])
-    on_device = [each for each in found if _is_plain(each)]
+    found = [each for each in gc.get_objects() if _is_plain(each)]
+    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
+    on_device = [each for each in found if each.device.type == "xla"]
     return sorted(on_device, key=_C._xla_get_tensor_id)
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Whether it is on the device; what wraps a tensor that is split has none of its own."""
-    return tensor.device.type == "xla" and not hasattr(tensor, "global_tensor")
+def _is_plain(each: Any) -> bool:
+    """Whether it is a tensor of the script: not a fake, nor what wraps one that is split, nor what
+    an operator is given."""
+    kind = type(each)
+    return (
+        issubclass(kind, torch.Tensor)
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and torch._is_functional_tensor(each)
+    )
 
 
 def _is_pending(tensor: Any) -> bool:
@@ -198,7 +206,7 @@ def _is_pending(tensor: Any) -> bool:
 def _replace(pending: list[Any]) -> None:
     """Put a tensor without data in the place of every one that has now been computed."""
     replaced = {_C._xla_get_tensor_id(tensor): _without_data(tensor) for tensor in pending}
-    for tensor in [*_tensors(), *pending]:
+    for tensor in _tensors():
         made = replaced.get(_C._xla_get_tensor_id(tensor))
         if made is not None:
             tensor.data = made
@@ -266,6 +274,7 @@ def _saved_hash() -> str:
 def install(recorder: Recorder) -> None:
     """Put the recorder in the place of what compiles and runs graphs."""
     step_marker = _C._xla_step_marker
+    sync_live, sync_some = _C._xla_sync_live_tensors, _C._xla_sync_multi
 
     def mark(*arguments: Any, **named: Any) -> None:
         recorder.mark(lambda: step_marker(*arguments, **named))
@@ -279,8 +288,12 @@ def install(recorder: Recorder) -> None:
             )
 
     _C._xla_step_marker = mark
-    _C._xla_sync_live_tensors = lambda *arguments, **named: recorder.take(_tensors())
-    _C._xla_sync_multi = lambda tensors, *arguments, **named: recorder.take(tensors)
+    _C._xla_sync_live_tensors = lambda *arguments, **named: recorder.take(
+        _tensors(), lambda: sync_live(*arguments, **named)
+    )
+    _C._xla_sync_multi = lambda tensors, *arguments, **named: recorder.take(
+        tensors, lambda: sync_some(tensors, *arguments, **named)
+    )
     for name in ("_run_cached_graph", "_xla_warm_up_cache"):
         setattr(_C, name, _refuse_dynamo)
     pjrt.run_multiprocess = _in_this_process
