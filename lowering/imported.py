@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -139,17 +140,17 @@ def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., 
     stablehlo = jaxlib.mlir.xla_computation_to_mlir_module(computation)
     call = Primitive("imported")
     call.multiple_results = True
-    avals = [
-        jax.core.ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()
-    ]
+    avals = [ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()]
     call.def_abstract_eval(lambda *inputs: avals)
 
     def lowered(context: Any, *inputs: Any) -> Any:
         whole = context.module_context
         called = ir.Module.parse(stablehlo, whole.context)
-        types = ir.SymbolTable(called.operation)["main"].type.results
+        main: Any = ir.SymbolTable(called.operation)["main"]
+        types = main.type.results  # known before it is merged away
         name = merge_mlir_modules(whole.module, "imported", called, dst_symtab=whole.symbol_table)
-        return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), inputs).results
+        symbol = ir.FlatSymbolRefAttr.get(name)
+        return func.CallOp(types, symbol, list(inputs)).results
 
     mlir.register_lowering(call, lowered)
 

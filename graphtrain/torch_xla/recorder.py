@@ -10,7 +10,10 @@ splits arrays (SPMD) computes its steps, on virtual devices of the CPU: how a re
 decided by the compiler, and part of the next graph. Tested with torch-xla 2.9.0.
 """
 
-# ruff: noqa: E402  (torch-xla reads its environment when it is imported)
+# torch-xla reads its environment when it is imported, and is not where this is checked.
+# ruff: noqa: E402
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 import argparse
 import contextlib
@@ -40,13 +43,13 @@ os.environ["XLA_FLAGS"] = (  # read when torch-xla is imported
 )
 os.environ["XLA_SAVE_TENSORS_FILE"], os.environ["XLA_SAVE_TENSORS_FMT"] = _SAVED, "text"
 
-import torch  # pyright: ignore[reportMissingImports]
-import torch_xla  # pyright: ignore[reportMissingImports]
-import torch_xla.core.xla_builder as xla_builder  # pyright: ignore[reportMissingImports]
-import torch_xla.debug.metrics as metrics  # pyright: ignore[reportMissingImports]
-import torch_xla.runtime  # pyright: ignore[reportMissingImports]
-from torch_xla._internal import pjrt  # pyright: ignore[reportMissingImports]
-from torch_xla.distributed.spmd import Mesh  # pyright: ignore[reportMissingImports]
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xla_builder
+import torch_xla.debug.metrics as metrics
+import torch_xla.runtime
+from torch_xla._internal import pjrt
+from torch_xla.distributed.spmd import Mesh
 
 FORMAT = 1
 MANIFEST = "graphs.json"

@@ -110,8 +110,8 @@ def _split_outputs(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
 def _split(sharding: Any, rank: int, path: str) -> list[list[str]]:
     if not isinstance(sharding, NamedSharding):
         raise LoweringError(f"{path} is split as {sharding}, along no axes of the mesh")
-    names = [[part] if isinstance(part, str) else list(part or ()) for part in sharding.spec]
-    return names + [[] for _ in range(rank - len(names))]
+    parts = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    return [[part] if isinstance(part, str) else list(part or ()) for part in parts]
 
 
 def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
