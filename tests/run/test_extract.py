@@ -49,7 +49,7 @@ def here(tmp_path: Path, compiled_quickly: None) -> Place:
 
 
 def graphs_of(place: Place, *words: str) -> list[dict]:
-    out, _ = place.command("extract", *words, "--json")
+    out, _ = place.command("extract", "--json", *words)
     return json.loads(out)["graphs"]
 
 
