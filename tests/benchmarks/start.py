@@ -172,7 +172,7 @@ def maxtext_settings(size: str, turn: str) -> list[str]:
         "vocab_size": model["vocab"],
         "max_target_length": LENGTH,
         "per_device_batch_size": SEQUENCES,
-        "steps": 2,
+        "steps": 1,
     }
     return [f"{name}={value}" for name, value in settings.items()]
 
