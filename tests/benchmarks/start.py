@@ -16,6 +16,7 @@ Seconds are of the clock; processor seconds are those of the process and its thr
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -228,7 +229,20 @@ def stages() -> None:
     marks.finish(loss)
 
 
-def _parts(directory: Path, name: str) -> dict[str, float]:
+def help_seconds(rounds: int) -> dict[str, Any]:
+    """Of `graphtrain --help`, from start to end."""
+    passed, used = [], []
+    for _ in range(rounds):
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        words = [sys.executable, "-m", "graphtrain", "--help"]
+        subprocess.run(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True)
+        passed.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {"seconds": summary(passed), "processor_seconds": summary(used), "goal": 0.15}
+
+
+def _parts(directory: Path, name: str) -> dict[str, list[float]]:
     return json.loads((directory / name).read_text())["parts"]
 
 
@@ -284,7 +298,8 @@ def main() -> None:
         "graphtrain_over": {
             name: compare(mine, one) for name, one in every.items() if one is not mine
         },
-        "parts": parts,
+        "seconds_and_processor_seconds_of_parts": parts,
+        "help": help_seconds(arguments.rounds),
     }
     finish(results, arguments.json)
 
