@@ -4,13 +4,15 @@ One sequence of 4,096 tokens for each device. Every step is traced, lowered and 
 process by the functions that the compile workers call, one after the other. Times are seconds of
 the processor, of all threads. A refusal for want of memory is a result too.
 
-    python tests/benchmarks/scale.py [--json FILE] [--devices 8 64 512 4096] [--plot FILE.svg] [NAME ...]
+    python tests/benchmarks/scale.py [--json FILE] [--devices 8 64 512 4096] [NAME ...]
+    python tests/benchmarks/scale.py --json FILE --table --plot docs/figures/scale.svg
 
-Rows that FILE holds already are not compiled again. --plot draws what FILE holds.
+Rows that FILE holds already are not compiled again. --plot draws them all; --table prints them.
 """
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -55,6 +57,11 @@ def program(name: str, devices: int) -> Any:
         batch=Batch(sequences=devices, length=LENGTH, microbatches=32 if staged else 1),
         pipeline=Pipeline(schedule="1f1b") if staged else Pipeline(),
     )
+
+
+def smallest(name: str) -> int:
+    """The devices without which a row has no mesh."""
+    return math.prod(size for size in ROWS[name][1].values() if isinstance(size, int))
 
 
 def measure(name: str, devices: int) -> None:
@@ -150,11 +157,68 @@ def measured(name: str, devices: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def show(rows: dict[str, Any], file: Path | None) -> None:
+    """Print the rows as a table in Markdown, and draw them."""
+    sizes = "StableHLO | instructions | executable | of a device | sent in a step"
+    print(f"| step | devices | trace | lower | XLA | read | {sizes} |")
+    print("|" + "---|" * 11)
+    told = [
+        (name, int(devices), figures)
+        for name, sizes in rows.items()
+        for devices, figures in sizes.items()
+        if "peak_bytes" in figures
+    ]
+    for name, devices, of in told:
+        times = " | ".join(f"{of[each]:.1f}" for each in TIMES)
+        sent = sorted((axes, size / 1e9) for axes, size in of["wire_bytes"].items() if size > 5e7)
+        sizes = f"{of['stablehlo_bytes'] / 1e3:.0f} kB | {of['hlo_instructions']:,}"
+        print(
+            f"| {name} | {devices:,} | {times} | {sizes} | {of['payload_bytes'] / 1e6:.1f} MB | "
+            f"{of['peak_bytes'] / 1e9:.1f} GB | "
+            f"{', '.join(f'{axes} {size:.1f} GB' for axes, size in sent)} |"
+        )
+    if file:
+        file.write_text(drawn(told))
+
+
+def drawn(told: list[tuple[str, int, dict[str, Any]]]) -> str:
+    """A figure as SVG: seconds, instructions and memory over the number of devices."""
+    import vl_convert
+
+    quantities = {
+        "compile: seconds of the processor": ("compile_seconds", 1),
+        "HLO instructions": ("hlo_instructions", 1),
+        "peak of a device, GB": ("peak_bytes", 1e9),
+    }
+    points = [
+        {"step": name, "devices": devices, "value": of[key] / unit, "what": what}
+        for name, devices, of in told
+        for what, (key, unit) in quantities.items()
+    ]
+
+    def panel(what: str) -> dict[str, Any]:
+        sizes, ticks = {"type": "log", "base": 8}, {"values": [8, 64, 512, 4096]}
+        across = {"field": "devices", "type": "quantitative", "scale": sizes, "axis": ticks}
+        upward = {"field": "value", "type": "quantitative", "title": what}
+        return {
+            "data": {"values": [point for point in points if point["what"] == what]},
+            "mark": {"type": "line", "point": True},
+            "encoding": {
+                "x": across,
+                "y": upward | {"scale": {"type": "log"}, "axis": {"grid": False, "tickCount": 4}},
+                "color": {"field": "step", "type": "nominal", "title": None},
+            },
+        }
+
+    return vl_convert.vegalite_to_svg({"hconcat": [panel(what) for what in quantities]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(ROWS))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -163,8 +227,13 @@ def main() -> None:
         return
     file = arguments.json
     rows = json.loads(file.read_text())["rows"] if file and file.exists() else {}
+    if arguments.table or arguments.plot:
+        show(rows, arguments.plot)
+        return
     for name in arguments.names:
         for devices in arguments.devices:
+            if devices < smallest(name):
+                continue
             found = rows.setdefault(name, {})
             if str(devices) not in found:
                 found[str(devices)] = measured(name, devices)
