@@ -39,7 +39,6 @@ ROWS = {
     "70B fsdp x tensor 8": (SEVENTY, {"fsdp": "rest", "tensor": 8}, SPLIT, "h100"),
     "70B stage 8 x tensor 8": (SEVENTY, {"data": "rest", "stage": 8, "tensor": 8}, STAGED, "h100"),
     "7B fsdp, v5p": (SEVEN, {"fsdp": "rest"}, SHARDED, "v5p"),
-    "7B fsdp x tensor 4, v5p": (SEVEN, {"fsdp": "rest", "tensor": 4}, SPLIT, "v5p"),
 }
 
 
