@@ -26,7 +26,7 @@ from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import OpenedModel, factory, open_model, scores
 from graphtrain.torch_models.shrink import shrunk
 from graphtrain.torch_models.source import ingredients
-from graphtrain.torch_models.transformers_model import use_own_experts
+from graphtrain.torch_models.transformers_model import use_own_parts
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def real_module(model: Imported) -> torch.nn.Module:
                 parameter.add_(0.02 * torch.randn_like(parameter))
     without_dropout(module)
     if model.hf is not None:
-        use_own_experts(module)
+        use_own_parts(module)
     return module.train()
 
 

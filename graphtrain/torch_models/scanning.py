@@ -244,7 +244,7 @@ def _checkpointed(
 ) -> Callable[..., Any]:
     """The forward pass of a block by itself, computed again in the backward pass."""
     forward = type(block).forward
-    if remat == "none":
+    if remat in ("none", "attention"):
         return lambda *args, **kwargs: forward(block, *args, **kwargs)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def _checkpointed(
 
 
 def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    if remat == "none":
+    if remat in ("none", "attention"):  # attention computes its own part again
         return function
     policies = jax.checkpoint_policies
     policy = {

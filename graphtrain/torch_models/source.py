@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # What tracing executes; estimates, conversions and comparisons are not in a program.
 _SOURCES = (
     *("attention.py", "axes.py", "blocks.py", "bridge.py", "functions.py", "making.py", "model.py"),
-    *("names.toml", "scanning.py", "transformers_model.py"),
+    *("interface.py", "names.toml", "scanning.py", "transformers_model.py"),
 )
 
 

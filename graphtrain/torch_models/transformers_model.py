@@ -18,6 +18,8 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    from graphtrain.torch_models.interface import OWN, asks, register
+
     logging.set_verbosity_error()
     settings = {name: value for name, value in config.items() if name != "model_type"}
     kind = config["model_type"]
@@ -38,15 +40,19 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
             f"transformers has no causal language model of model_type {kind!r}"
         )
     made.use_cache = False
+    register()
     _use_every_expert()
     options: dict[str, Any] = {"dtype": torch.float32}
     if getattr(made, "num_experts_per_tok", None) is not None:
         options["experts_implementation"] = EVERY_EXPERT
+    if asks(AutoModelForCausalLM._model_mapping[type(made)], made):
+        options["attn_implementation"] = OWN
     return AutoModelForCausalLM.from_config(made, **options)
 
 
-def use_own_experts(module: Any) -> None:
-    """Let a mixture send tokens as transformers does, to compare with."""
+def use_own_parts(module: Any) -> None:
+    """Let it attend, and a mixture send tokens, as transformers does, to compare with."""
+    module.set_attn_implementation(module.get_correct_attn_implementation(None))
     if hasattr(module.config, "num_experts_per_tok"):
         module.set_experts_implementation("eager")
 
