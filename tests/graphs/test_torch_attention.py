@@ -1,13 +1,10 @@
-"""Models of transformers that attend as the native decoder does: by documents and split sequences."""
-
-import dataclasses
-from pathlib import Path
+"""Models of transformers attend as the native decoder does: by documents, and split by position."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import alone, batch, gradients_graph, program
+from programs import alone, loaded, program
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
@@ -15,7 +12,6 @@ from graphtrain.config.schema import Batch, Mesh
 from graphtrain.models.documents import apart
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import open_model
-from lowering.trees import flatten
 
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
 APART = Batch(sequences=8, length=16, documents="apart")
@@ -46,12 +42,12 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
 
     def packed(parameters):
         with apart(jnp.repeat(jnp.arange(4), np.array(SIZES))[None]):
-            return opened.forward(parameters, TOKENS[None], None)[0][0]
+            return opened.forward(parameters, jnp.asarray(TOKENS[None]), None)[0][0]
 
     def separate(parameters):
         begins = np.cumsum([0, *SIZES])[:-1]
         rows = np.stack([np.roll(TOKENS, -begin) for begin in begins])
-        each = opened.forward(parameters, rows, None)[0]
+        each = opened.forward(parameters, jnp.asarray(rows), None)[0]
         return jnp.concatenate([row[:size] for row, size in zip(each, SIZES, strict=True)])
 
     got, want = jax.jit(lambda p: [packed(p), separate(p)])(parameters)
@@ -70,4 +66,4 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
 def test_attention_of_its_own_keeps_no_documents_apart_and_says_so(tmp_path, kind, words):
     of = program(model=imported(tmp_path, kind), batch=APART)
     with pytest.raises(ImportedModelError, match=words):
-        traced(of)
+        loaded(of, "evaluate")
