@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Change, Made, make
-from graphtrain.torch_models.scanning import NotAlike, blocks_scanned
+from graphtrain.torch_models.scanning import NotAlike, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
 from lowering.constrain import constrain, split_of
 from lowering.trees import Tree, flatten, unflatten
@@ -28,6 +29,7 @@ from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
+    from graphtrain.torch_models.staged import Parts
 
 _TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
 
@@ -149,6 +151,17 @@ class OpenedModel:
             specs[path] = ArraySpec(shape, axes, "float32", "parameter")
         return specs
 
+    @cached_property
+    def parts(self) -> Parts:
+        """What is before its blocks, in them and after them.
+
+        Raises:
+            ShardingError: it cannot be a pipeline; says why.
+        """
+        from graphtrain.torch_models.staged import find_parts
+
+        return find_parts(self)
+
     def check(self) -> None:
         """Trace the module once, to know that blocks are alike and that it can be traced.
 
@@ -164,7 +177,7 @@ class OpenedModel:
         key = jax.eval_shape(lambda: jax.random.key(0))
         jax.eval_shape(
             lambda arrays, tokens, key: self._logits(
-                self._computed_in(arrays), tokens, key, verify=True
+                self.computed_in(arrays), tokens, key, verify=True
             ),
             arrays,
             tokens,
@@ -210,10 +223,10 @@ class OpenedModel:
                 f"models of PyTorch cannot split sequences over {' x '.join(ring)}; set "
                 "mesh.context = 1"
             )
-        arrays = self._computed_in(flatten(parameters))
+        arrays = self.computed_in(flatten(parameters))
         return self._logits(arrays, tokens, dropout_key), {}
 
-    def _computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """In the dtype of the computation, but for the tables of tokens.
 
         The gradients of a table's rows are summed in its own dtype.
@@ -231,6 +244,24 @@ class OpenedModel:
         key: jax.Array | None,
         verify: bool = False,
     ) -> jax.Array:
+        return self.logits_of(self.run(arrays, tokens, key, verify=verify), tokens)
+
+    def run(
+        self,
+        arrays: dict[str, Any],
+        tokens: jax.Array,
+        key: jax.Array | None,
+        through: Through | None = None,
+        verify: bool = False,
+    ) -> torch.Tensor:
+        """What the module returns as scores.
+
+        Args:
+            arrays: every parameter, in the dtype of the computation.
+            key: for dropout; without it nothing is dropped.
+            through: what is done where the module goes through its blocks; a scan by default.
+            verify: whether to compare what blocks of a stack compute.
+        """
         module, settings = self.made.module, self.settings
         environment = Environment(settings.dtype, settings.vocab)
         self._check_length(tokens.shape[1])
@@ -242,13 +273,18 @@ class OpenedModel:
         }
 
         def run() -> torch.Tensor:
-            with blocks_scanned(module, environment, self.lists, arrays, settings.remat, verify):
+            with blocks_scanned(
+                module, environment, self.lists, arrays, settings.remat, verify, through
+            ):
                 given = Tensor(tokens, environment)
                 if self.settings.hf is not None:
                     return scores(module(input_ids=given, use_cache=False))
                 return scores(module(given))
 
-        out: Any = call(module, environment, plain, self.made.buffers, key, run)
+        return call(module, environment, plain, self.made.buffers, key, run)
+
+    def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
+        """Float32 logits of what the module returned for these tokens."""
         vocab = self.settings.vocab
         if tuple(out.shape) != (*tokens.shape, vocab):
             raise ImportedModelError(
