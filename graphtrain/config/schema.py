@@ -427,7 +427,7 @@ def check_pipeline(program: Program, stages: int) -> Stages:
     Raises:
         ShardingError: layers, microbatches or positions that these stages cannot take.
     """
-    model, batch, pipeline = program.model, program.batch, program.pipeline
+    batch, pipeline = program.batch, program.pipeline
     if batch.documents == "apart":
         raise ShardingError(
             'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '

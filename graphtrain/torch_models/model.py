@@ -23,6 +23,7 @@ from graphtrain.torch_models.making import Change, Made, make
 from graphtrain.torch_models.scanning import NotAlike, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
 from lowering.constrain import constrain, split_of
+from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -229,13 +230,18 @@ class OpenedModel:
     def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """In the dtype of the computation, but for the tables of tokens.
 
-        The gradients of a table's rows are summed in its own dtype.
+        The gradients of a table's rows are summed in its own dtype. Blocks whose gradients are
+        pending are left for the loop over them.
         """
         specs, dtype = self.specs(), self.settings.dtype
-        return {
-            path: array if "vocab" in specs[path].axes else array.astype(dtype)
-            for path, array in parameters.items()
-        }
+
+        def computed(path: str, array: Any) -> Any:
+            if self.is_stacked(path) and isinstance(array, Pending):
+                return array
+            array = complete(array)
+            return array if "vocab" in specs[path].axes else array.astype(dtype)
+
+        return {path: computed(path, array) for path, array in parameters.items()}
 
     def _logits(
         self,

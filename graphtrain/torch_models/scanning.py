@@ -22,6 +22,7 @@ from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
 from lowering.constrain import constrain
+from lowering.pending import Pending, complete
 
 Arrays = Mapping[str, jax.Array]
 
@@ -47,7 +48,9 @@ class Through:
     """What is done where the module goes through a stack: the scan over it, or a part."""
 
     entering: Callable[[Scan], None] = lambda scan: None  # before the first block
-    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()  # the hidden state after the last
+    leaving: Callable[[Scan], jax.Array] = lambda scan: (
+        scan.run()
+    )  # the hidden state after the last
 
 
 class _Awaited(Tensor):
@@ -176,7 +179,7 @@ class Scan:
             leaves, call.structure = pytree.tree_flatten(out)
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-        call.shapes = jax.eval_shape(run, self.hidden, self._row(position), self._key())
+        call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
         """Refuse a block that computes something else, as by its number."""
@@ -186,20 +189,35 @@ class Scan:
             out = self._block(block, call, hidden, arrays, key)
             return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-        program = str(jax.make_jaxpr(run)(self.hidden, self._row(position), self._key()))
+        program = str(jax.make_jaxpr(run)(*self._shapes(position)))
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
             raise self._different(f"block {number} computes something else than block {position}")
 
+    def _shapes(self, position: int) -> tuple[Any, Any, Any]:
+        """Of the hidden state, of a block's arrays and of its key."""
+        assert self.hidden is not None
+        hidden = jax.ShapeDtypeStruct(self.hidden.shape, self.hidden.dtype)
+        return hidden, self._row(position), self._key()
+
     def _row(self, position: int) -> Any:
         return {
-            name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
+            if isinstance(array, Pending)
+            else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
             for name, array in self.rows[position].items()
         }
 
+    def _here(self, array: Any) -> jax.Array:
+        """A block's array in the loop, where a gradient that is pending is reduced."""
+        if isinstance(array, Pending):
+            return complete(array).astype(self.environment.computes_in)
+        return array
+
     def _key(self) -> Any:
-        return jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)  # without the mesh axes it differs along
 
     def _block(
         self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array
@@ -248,6 +266,7 @@ class Scan:
 
         def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, None]:
             (arrays, keys, real), before = row, hidden
+            arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
             for position, call in enumerate(self.calls):
                 hidden = residual(hidden)
                 out = self._block(
@@ -283,6 +302,10 @@ class Scan:
         else:
             self.handed = leaves[place]
         return pytree.tree_unflatten(leaves, call.structure)
+
+
+def _is_pending(leaf: Any) -> bool:
+    return isinstance(leaf, Pending)
 
 
 def residual(hidden: jax.Array) -> jax.Array:

@@ -146,9 +146,7 @@ class _Depends:
     results: list[Any]  # their shapes and dtypes
 
 
-def _depends(
-    function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any
-) -> _Depends:
+def _depends(function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any) -> _Depends:
     """Trace a function of all weights, of tokens and of a key; an equation is taken whole."""
     program, results = jax.make_jaxpr(function, return_shape=True)(arrays, tokens, key)
     needed = {id(variable) for variable in program.jaxpr.outvars}

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from unoptimized import OPTIONS
 
-from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.architecture import arrange, parameter_specs
+from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.requests import mesh_shape, stages_of
 from graphtrain.steps import accumulate_gradients, build_graph
 from lowering import jax_xla
