@@ -11,7 +11,10 @@ import jax
 
 from graphtrain.config.schema import Model, is_imported
 from graphtrain.models import decoder
+from graphtrain.models import stages as native
+from lowering.pipeline import Pipeline
 from lowering.trees import Tree, unflatten
+from sharding_rules.pipeline import Stages
 
 
 def parameter_specs(model: Model) -> Tree:
@@ -26,6 +29,67 @@ def initialise(model: Model, key: jax.Array) -> Tree:
     if is_imported(model):
         return _open(model).initialise(key)
     return decoder.initialise(model, key)
+
+
+def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
+    """Parameters, with their layers stored for the stages of a pipeline.
+
+    Raises:
+        ShardingError: the model cannot be a pipeline.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.arrange(_open(model), parameters, stages)
+    return native.arrange(parameters, stages)
+
+
+def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
+    """ArraySpecs of what arrange returns. Raises as it does."""
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.arrange(_open(model), specs, stages)
+    return native.arrange_specs(specs, stages)
+
+
+def pipeline(
+    model: Model,
+    stages: Stages,
+    score: native.Score,
+    keys: native.Keys | None,
+    term_weight: float,
+    tokens: jax.Array,
+) -> Pipeline:
+    """What a model computes of a microbatch, in the parts of a pipeline.
+
+    Args:
+        model: Settings.
+        stages: The division of its layers.
+        score: Of logits.
+        keys: For dropout; without them nothing is dropped.
+        term_weight: Of what the layers of one microbatch add to the loss.
+        tokens: Of all microbatches.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.imported_pipeline(_open(model), stages, score, keys, tokens)
+    return native.decoder_pipeline(model, stages, score, keys, term_weight)
+
+
+def divide(model: Model, parameters: Tree) -> Tree:
+    """Parameters as a Pipeline takes them; what is tied is in two places."""
+    if is_imported(model):
+        return _open(model).parts.divide(parameters)
+    return native.divide_parameters(model, parameters)
+
+
+def join(model: Model, gradients: Tree, parameters: Tree) -> Tree:
+    """Gradients of the parameters that divide was given."""
+    if is_imported(model):
+        return _open(model).parts.join(gradients, parameters)
+    return native.join_gradients(gradients)
 
 
 def drops(model: Model) -> bool:

@@ -48,7 +48,7 @@ class Environment(TorchaxEnvironment):
         unroll: how many blocks are written out in a turn.
         """
         super().__init__()
-        self._dtype, self._vocab = dtype, vocab
+        self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
         self.attended = 0  # times that the native attention was called
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
@@ -108,7 +108,7 @@ class Environment(TorchaxEnvironment):
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # positions, say
             return Tensor(jnp.take(table, tokens, axis=0), self)
-        rows = jnp.asarray(rows_of(table, tokens, self._dtype, by_hand_now()))
+        rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,14 +23,16 @@ from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Change, Made, make
-from graphtrain.torch_models.scanning import NotAlike, blocks_scanned
+from graphtrain.torch_models.scanning import NotAlike, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
 from lowering.constrain import constrain
+from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
+    from graphtrain.torch_models.staged import Parts
 
 _TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
 
@@ -151,6 +154,17 @@ class OpenedModel:
             specs[path] = ArraySpec(shape, axes, "float32", "parameter")
         return specs
 
+    @cached_property
+    def parts(self) -> Parts:
+        """What is before its blocks, in them and after them.
+
+        Raises:
+            ShardingError: it cannot be a pipeline; says why.
+        """
+        from graphtrain.torch_models.staged import find_parts
+
+        return find_parts(self)
+
     def check(self) -> None:
         """Trace the module once, to know that blocks are alike and that it can be traced.
 
@@ -166,7 +180,7 @@ class OpenedModel:
         key = jax.eval_shape(lambda: jax.random.key(0))
         jax.eval_shape(
             lambda arrays, tokens, key: self._logits(
-                self._computed_in(arrays), tokens, key, verify=True
+                self.computed_in(arrays), tokens, key, verify=True
             ),
             arrays,
             tokens,
@@ -207,19 +221,24 @@ class OpenedModel:
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scores of every next token, float32; without a key nothing is dropped."""
-        arrays = self._computed_in(flatten(parameters))
+        arrays = self.computed_in(flatten(parameters))
         return self._logits(arrays, tokens, dropout_key), {}
 
-    def _computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """In the dtype of the computation, but for the tables of tokens.
 
-        The gradients of a table's rows are summed in its own dtype.
+        The gradients of a table's rows are summed in its own dtype. Blocks whose gradients are
+        pending are left for the loop over them.
         """
         specs, dtype = self.specs(), self.settings.dtype
-        return {
-            path: array if "vocab" in specs[path].axes else array.astype(dtype)
-            for path, array in parameters.items()
-        }
+
+        def computed(path: str, array: Any) -> Any:
+            if self.is_stacked(path) and isinstance(array, Pending):
+                return array
+            array = complete(array)
+            return array if "vocab" in specs[path].axes else array.astype(dtype)
+
+        return {path: computed(path, array) for path, array in parameters.items()}
 
     def _logits(
         self,
@@ -228,6 +247,24 @@ class OpenedModel:
         key: jax.Array | None,
         verify: bool = False,
     ) -> jax.Array:
+        return self.logits_of(self.run(arrays, tokens, key, verify=verify), tokens)
+
+    def run(
+        self,
+        arrays: dict[str, Any],
+        tokens: jax.Array,
+        key: jax.Array | None,
+        through: Through | None = None,
+        verify: bool = False,
+    ) -> torch.Tensor:
+        """What the module returns as scores.
+
+        Args:
+            arrays: every parameter, in the dtype of the computation.
+            key: for dropout; without it nothing is dropped.
+            through: what is done where the module goes through its blocks; a scan by default.
+            verify: whether to compare what blocks of a stack compute.
+        """
         module, settings = self.made.module, self.settings
         unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
         environment = Environment(settings.dtype, settings.vocab, settings.remat, unroll)
@@ -240,7 +277,9 @@ class OpenedModel:
         }
 
         def run() -> torch.Tensor:
-            with blocks_scanned(module, environment, self.lists, arrays, settings.remat, verify):
+            with blocks_scanned(
+                module, environment, self.lists, arrays, settings.remat, verify, through
+            ):
                 given = Tensor(tokens, environment)
                 places = environment.wrap(self._positions(tokens.shape[1]))
                 if self.settings.hf is not None:
@@ -253,6 +292,10 @@ class OpenedModel:
                 f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
                 "own: scaled_dot_product_attention with is_causal = True is what it should call"
             )
+        return out
+
+    def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
+        """Float32 logits of what the module returned for these tokens."""
         vocab = self.settings.vocab
         if tuple(out.shape) != (*tokens.shape, vocab):
             raise ImportedModelError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
@@ -21,6 +22,7 @@ from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
 from lowering.constrain import constrain
+from lowering.pending import Pending, complete
 
 Arrays = Mapping[str, jax.Array]
 
@@ -31,6 +33,24 @@ class NotAlike(Exception):
     def __init__(self, stack: Stack, reason: str) -> None:
         super().__init__(reason)
         self.stack, self.reason = stack, reason
+
+
+class Taken(Exception):
+    """What was wanted of the module is there; the rest of its forward pass is not run."""
+
+    def __init__(self, wanted: Any) -> None:
+        super().__init__("the module's forward pass was left")
+        self.wanted = wanted
+
+
+@dataclass(frozen=True)
+class Through:
+    """What is done where the module goes through a stack: the scan over it, or a part."""
+
+    entering: Callable[[Scan], None] = lambda scan: None  # before the first block
+    leaving: Callable[[Scan], jax.Array] = lambda scan: (
+        scan.run()
+    )  # the hidden state after the last
 
 
 class _Awaited(Tensor):
@@ -54,6 +74,7 @@ def blocks_scanned(
     arrays: Mapping[str, jax.Array],
     remat: str,
     verify: bool = False,
+    through: Through | None = None,
 ) -> Iterator[None]:
     """While inside, calling the module runs a scan over every stack.
 
@@ -64,6 +85,7 @@ def blocks_scanned(
         arrays: the stacked parameters, by path.
         remat: what the backward pass computes again.
         verify: whether to compare what blocks of a stack compute.
+        through: what is done instead of a scan over a stack.
 
     Raises:
         NotAlike: while the module is called; blocks of a stack are not alike.
@@ -77,7 +99,7 @@ def blocks_scanned(
                     {name: arrays[one.path(position, name)] for name in names}
                     for position, names in enumerate(one.parameters)
                 ]
-                scan = _Scan(one, blocks, rows, environment, remat, verify)
+                scan = Scan(one, blocks, rows, environment, remat, verify, through or Through())
                 stand_ins = [scan.stand_in(number) for number in range(one.count)]
             else:
                 stand_ins = [_checkpointed(block, environment, remat) for block in blocks]
@@ -101,13 +123,16 @@ class _Call:
 
 
 @dataclass
-class _Scan:
+class Scan:
+    """A stack while the module is called."""
+
     stack: Stack
     blocks: list[torch.nn.Module]
     rows: list[dict[str, jax.Array]]  # for each position of the period, by name inside a block
     environment: Environment
     remat: str
     verify: bool
+    through: Through
     hidden: jax.Array | None = None
     calls: list[_Call] = field(default_factory=list)  # one for each position
     handed: _Awaited | None = None
@@ -131,6 +156,8 @@ class _Scan:
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
             self._describe(position)
+            if number == 0:
+                self.through.entering(self)
         elif not _same(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
@@ -138,7 +165,7 @@ class _Scan:
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
-        return self._return(self.calls[position], self._run() if last else None)
+        return self._return(self.calls[position], self.through.leaving(self) if last else None)
 
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
@@ -152,7 +179,7 @@ class _Scan:
             leaves, call.structure = pytree.tree_flatten(out)
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-        call.shapes = jax.eval_shape(run, self.hidden, self._row(position), self._key())
+        call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
         """Refuse a block that computes something else, as by its number."""
@@ -162,20 +189,35 @@ class _Scan:
             out = self._block(block, call, hidden, arrays, key)
             return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-        program = str(jax.make_jaxpr(run)(self.hidden, self._row(position), self._key()))
+        program = str(jax.make_jaxpr(run)(*self._shapes(position)))
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
             raise self._different(f"block {number} computes something else than block {position}")
 
+    def _shapes(self, position: int) -> tuple[Any, Any, Any]:
+        """Of the hidden state, of a block's arrays and of its key."""
+        assert self.hidden is not None
+        hidden = jax.ShapeDtypeStruct(self.hidden.shape, self.hidden.dtype)
+        return hidden, self._row(position), self._key()
+
     def _row(self, position: int) -> Any:
         return {
-            name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
+            if isinstance(array, Pending)
+            else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
             for name, array in self.rows[position].items()
         }
 
+    def _here(self, array: Any) -> jax.Array:
+        """A block's array in the loop, where a gradient that is pending is reduced."""
+        if isinstance(array, Pending):
+            return complete(array).astype(self.environment.computes_in)
+        return array
+
     def _key(self) -> Any:
-        return jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)  # without the mesh axes it differs along
 
     def _block(
         self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array
@@ -189,24 +231,52 @@ class _Scan:
             given = Tensor(hidden, self.environment)
             return type(block).forward(block, given, *call.args, **call.kwargs)
 
-    def _run(self) -> jax.Array:
+    def run(self) -> jax.Array:
         """The hidden state after all blocks."""
         assert self.hidden is not None
+        return self.through_rows(self.hidden, self.rows, self.keys())
 
-        def body(hidden: jax.Array, rows: Any) -> tuple[jax.Array, None]:
-            arrays, keys = rows
+    def keys(self) -> jax.Array:
+        """Of every block, by row and position."""
+        key = self.environment.get_and_rotate_prng_key()
+        return jax.random.split(key, (self.stack.rows, self.stack.period))
+
+    def given(self) -> list[jax.Array]:
+        """The arrays that the first block is given beside the hidden state."""
+        call = self.calls[0]
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def by_name(self, arrays: Arrays) -> Arrays:
+        """Arrays of the only position of a period, by name inside a block instead of by path."""
+        (names,) = self.stack.parameters
+        return {name: arrays[self.stack.path(0, name)] for name in names}
+
+    def through_rows(
+        self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None
+    ) -> jax.Array:
+        """The hidden state after some rows of blocks.
+
+        Args:
+            hidden: before them.
+            rows: their arrays, for each position of the period by name inside a block.
+            keys: theirs, by row and position.
+            real: whether each row is one; the others leave the hidden state as it is.
+        """
+
+        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, None]:
+            (arrays, keys, real), before = row, hidden
+            arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
             for position, call in enumerate(self.calls):
                 hidden = residual(hidden)
                 out = self._block(
                     self.blocks[position], call, hidden, arrays[position], keys[position]
                 )
                 hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
+            hidden = hidden if real is None else jnp.where(real, hidden, before)
             return residual(hidden), None
 
-        keys = jax.random.split(
-            self.environment.get_and_rotate_prng_key(), (self.stack.rows, self.stack.period)
-        )
-        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), self.hidden, (self.rows, keys))
+        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), hidden, (rows, keys, real))
         return hidden
 
     def _hidden_leaf(self, call: _Call) -> int:
@@ -232,6 +302,10 @@ class _Scan:
         else:
             self.handed = leaves[place]
         return pytree.tree_unflatten(leaves, call.structure)
+
+
+def _is_pending(leaf: Any) -> bool:
+    return isinstance(leaf, Pending)
 
 
 def residual(hidden: jax.Array) -> jax.Array:
