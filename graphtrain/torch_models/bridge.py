@@ -22,6 +22,7 @@ from torchax.tensor import Tensor
 
 from graphtrain.models.decoder import rows_of
 from graphtrain.models.dot import dot
+from graphtrain.models.kept import begins
 from graphtrain.models.projection import PROJECTION
 from graphtrain.models.scores import Scoring
 from graphtrain.torch_models.attention import attend, attend_causally, only_native
@@ -107,7 +108,9 @@ class Environment(TorchaxEnvironment):
             table = jnp.where(row, jax.lax.stop_gradient(table), table)
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # positions, say
-            return Tensor(jnp.take(table, tokens, axis=0), self)
+            # Tokens that fill up a prompt may be past the end of a table.
+            mode = None if begins() is None else "clip"
+            return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
         rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 

@@ -8,8 +8,9 @@ stand-in that is looked at says so, and the blocks are traced one by one instead
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,9 +49,10 @@ class Through:
     """What is done where the module goes through a stack: the scan over it, or a part."""
 
     entering: Callable[[Scan], None] = lambda scan: None  # before the first block
-    leaving: Callable[[Scan], jax.Array] = lambda scan: (
-        scan.run()
-    )  # the hidden state after the last
+    # The hidden state after the last block.
+    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
+    # While a block runs that is in no stack, by name.
+    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
 
 class _Awaited(Tensor):
@@ -90,7 +92,7 @@ def blocks_scanned(
     Raises:
         NotAlike: while the module is called; blocks of a stack are not alike.
     """
-    changed = []
+    changed, through = [], through or Through()
     try:
         for one in lists:
             blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
@@ -99,10 +101,16 @@ def blocks_scanned(
                     {name: arrays[one.path(position, name)] for name in names}
                     for position, names in enumerate(one.parameters)
                 ]
-                scan = Scan(one, blocks, rows, environment, remat, verify, through or Through())
+                scan = Scan(one, blocks, rows, environment, remat, verify, through)
                 stand_ins = [scan.stand_in(number) for number in range(one.count)]
             else:
-                stand_ins = [_checkpointed(block, environment, remat) for block in blocks]
+                stand_ins = [
+                    _within(
+                        partial(through.around, f"{one.name}.{number}"),
+                        _checkpointed(block, environment, remat),
+                    )
+                    for number, block in enumerate(blocks)
+                ]
             for block, stand_in in zip(blocks, stand_ins, strict=True):
                 changed.append(block)
                 block.forward = stand_in
@@ -155,7 +163,7 @@ class Scan:
             raise self._different(f"block {number} is not given what block {number - 1} returned")
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
-            self._describe(position)
+            self.describe(position)
             if number == 0:
                 self.through.entering(self)
         elif not _same(
@@ -170,7 +178,7 @@ class Scan:
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
 
-    def _describe(self, position: int) -> None:
+    def describe(self, position: int) -> None:
         """Trace a block for what it returns."""
         call, block = self.calls[position], self.blocks[position]
 
@@ -267,17 +275,21 @@ class Scan:
         def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, None]:
             (arrays, keys, real), before = row, hidden
             arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
-            for position, call in enumerate(self.calls):
-                hidden = residual(hidden)
-                out = self._block(
-                    self.blocks[position], call, hidden, arrays[position], keys[position]
-                )
-                hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
+            for position in range(self.stack.period):
+                hidden = self.through_block(position, hidden, arrays[position], keys[position])
             hidden = hidden if real is None else jnp.where(real, hidden, before)
             return residual(hidden), None
 
         hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), hidden, (rows, keys, real))
         return hidden
+
+    def through_block(
+        self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
+    ) -> jax.Array:
+        """The hidden state after one block, of a position of the period."""
+        call = self.calls[position]
+        out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
+        return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
 
     def _hidden_leaf(self, call: _Call) -> int:
         """Which of the leaves that a block returns is the hidden state: the first alike."""
@@ -311,6 +323,16 @@ def _is_pending(leaf: Any) -> bool:
 def residual(hidden: jax.Array) -> jax.Array:
     """The hidden state between blocks, where the rules want it."""
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
+
+
+def _within(
+    around: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def _checkpointed(

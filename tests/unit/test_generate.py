@@ -32,13 +32,19 @@ GPT2 = transformers.GPT2Config(
 )
 
 
-def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Config:
+def config_of(
+    path: Path, source: transformers.PretrainedConfig, as_it_is: bool = False, **mesh
+) -> Config:
     """A run on 8 devices that would start from a model with random weights."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(source)
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
-    settings = dataclasses.replace(Converted(path / "ours").model, dtype="float32", vocab=264)
+    if as_it_is:
+        (path / "source").rename(path / "ours")
+        settings = Imported(hf=str(path / "ours"), dtype="float32")
+    else:
+        from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+        settings = dataclasses.replace(Converted(path / "ours").model, dtype="float32", vocab=264)
     program = Program(
         target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(sequences=4, length=96)
     )
