@@ -69,12 +69,11 @@ class Attention(nnx.Module):
         mixed = attend(query, key, value, scoring, window, model.remat, model.unroll)
         return project(self, "output", "bshd,hde->bse", mixed)
 
-    def _window(self, full: jax.Array | None) -> jax.Array | None:
-        """The distance at which a query sees a key no more."""
-        if self.model.window is None:
-            return None
-        window = jnp.int32(self.model.window)
-        return window if full is None else jnp.where(full, jnp.iinfo(jnp.int32).max, window)
+    def _window(self, full: jax.Array | None) -> int | jax.Array | None:
+        """The distance at which a query sees a key no more; an array where layers differ."""
+        if self.model.window is None or full is None:
+            return self.model.window
+        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.window))
 
 
 def attend(
@@ -82,7 +81,7 @@ def attend(
     key: Float[Array, "batch attended kv_heads head_dim"],
     value: Float[Array, "batch attended kv_heads head_dim"],
     scoring: Scoring,
-    window: jax.Array | None = None,
+    window: int | jax.Array | None = None,
     remat: str = "none",
     unroll: int = 1,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -97,8 +96,9 @@ def attend(
         remat: With "attention" the backward pass computes scores again.
         unroll: How many layers are written out in a turn.
     """
-    query, key, value = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
-    return _outside(_mix(query, key, value, scoring, window, remat, unroll), QUERY)
+    arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
+    far = None if window is None else jnp.asarray(window, jnp.int32)
+    return _outside(_mix(*arrays, scoring, far, remat, unroll), QUERY)
 
 
 def _mix(

@@ -19,9 +19,9 @@ from lowering.constrain import constrain, size_of, split_of
 def only_native() -> str | None:
     """What is asked of attention here that only the native one can do; None: nothing."""
     if numbers() is not None:
-        return 'batch.documents = "apart"'
+        return 'to tell documents of a row apart (batch.documents = "apart", context or generate)'
     if ring := split_of("attended"):
-        return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
+        return f"to split the keys of a sequence over {' x '.join(ring)} (the rules context)"
     return None if begins() is None else "to continue a sequence"
 
 
@@ -53,8 +53,7 @@ def attend_causally(
         window = None
     if arrays[1].shape[2] == 1:  # one head for all: each device has it
         arrays[1:] = [jnp.repeat(x, size_of("kv_heads"), 2) for x in arrays[1:]]
-    far = None if window is None else jnp.int32(window)
-    mixed = native.attend(*arrays, scoring, far, remat, unroll)
+    mixed = native.attend(*arrays, scoring, window, remat, unroll)
     return mixed[..., :value_dim].transpose(0, 2, 1, 3)
 
 

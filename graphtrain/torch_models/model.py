@@ -288,9 +288,12 @@ class OpenedModel:
 
         out: Any = call(module, environment, plain, self.made.buffers, key, run)
         if not environment.attended and (what := only_native()):
+            instead = "call scaled_dot_product_attention with is_causal = True"
+            if settings.hf is not None:
+                instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
             raise ImportedModelError(
                 f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
-                "own: scaled_dot_product_attention with is_causal = True is what it should call"
+                f"own; {instead}"
             )
         return out
 
