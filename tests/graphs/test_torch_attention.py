@@ -12,6 +12,7 @@ from test_torch_models import state_of
 from torch_families import imported
 from unoptimized import OPTIONS
 
+from graphtrain.architecture import extend, kept_specs
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.models.documents import apart
 from graphtrain.torch_models.bridge import to_numpy
@@ -100,3 +101,32 @@ def test_attention_of_its_own_keeps_no_documents_apart_and_says_so(tmp_path, kin
     of = program(model=imported(tmp_path, kind), batch=APART)
     with pytest.raises(ImportedModelError, match=words):
         loaded(of, "evaluate")
+
+
+def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
+    """Of blocks scanned in pairs, some with a window that the tokens leave behind."""
+    model = imported(tmp_path, "gemma2")
+    opened = open_model(model)
+    weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
+    parameters, tokens = unflatten(stacked(opened, weights)), jnp.asarray(TOKENS[None])
+    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept_specs(model, 1, 16))
+
+    def continued(parameters, kept):
+        first, kept = extend(model, parameters, kept, tokens[:, :8], jnp.int32(0))
+
+        def one(kept, place):
+            token = jax.lax.dynamic_slice_in_dim(tokens, place, 1, 1)
+            scores, kept = extend(model, parameters, kept, token, place)
+            return kept, scores[:, 0]
+
+        _, others = jax.lax.scan(one, kept, jnp.arange(8, 16))
+        return jnp.concatenate([first[0], others[:, 0]])
+
+    run = jax.jit(lambda p, k: (continued(p, k), opened.forward(p, tokens, None)[0][0]))
+    got, want = run.lower(parameters, kept).compile(OPTIONS)(parameters, kept)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_what_cannot_be_continued_says_so(tmp_path):
+    with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
+        kept_specs(imported(tmp_path, "gptj"), 1, 16)
