@@ -46,14 +46,14 @@ def attend_causally(
         unroll: How many blocks are written out in a turn.
     """
     value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
-    arrays = [_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value)]
+    query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
     if (before := kept()) is not None:
-        arrays[1:] = before.add(*arrays[1:])
-    elif window is not None and window >= query.shape[2]:
+        key, value = before.add(key, value)
+    elif window is not None and window >= query.shape[1]:
         window = None
-    if arrays[1].shape[2] == 1:  # one head for all: each device has it
-        arrays[1:] = [jnp.repeat(x, size_of("kv_heads"), 2) for x in arrays[1:]]
-    mixed = native.attend(*arrays, scoring, window, remat, unroll)
+    if key.shape[2] == 1:  # one head for all: each device has it
+        key, value = (jnp.repeat(x, size_of("kv_heads"), 2) for x in (key, value))
+    mixed = native.attend(query, key, value, scoring, window, remat, unroll)
     return mixed[..., :value_dim].transpose(0, 2, 1, 3)
 
 

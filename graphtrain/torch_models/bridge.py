@@ -173,7 +173,7 @@ class Environment(TorchaxEnvironment):
             ImportedModelError: it is not, and what is asked of it takes the native one.
         """
         arrays = query.jax(), key.jax(), value.jax()
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
             self.attended += 1
             scoring = Scoring(scale, cap)

@@ -79,6 +79,7 @@ def extend(
                 found.append({"key": here.key, "value": here.value})
             return hidden, found
 
+        assert scan.hidden is not None
         rows = scan.rows, scan.keys(), [of(name) for name in names]
         hidden, found = jax.lax.scan(row, scan.hidden, rows)
         for name, arrays in zip(names, found, strict=True):
