@@ -1,6 +1,7 @@
 """Models of transformers in stages give the numbers of one device, by every schedule."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,16 @@ from torch_families import imported
 
 import lowering
 from graphtrain.checkpoint import Checkpoints, arrangement_of, restore_parameters
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
 from graphtrain.requests import stages_of
+from graphtrain.steps import build_graph
 from graphtrain.torch_models.model import open_model
 from graphtrain.torch_models.parity import real_module, stacked
 from graphtrain.torch_models.weights import ModuleWeights, export
 from lowering.target import Target
 from lowering.trees import flatten, unflatten
+from sharding_rules.errors import ShardingError
 
 GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
@@ -32,7 +35,8 @@ CASES = {
     "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
 }
-DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}}
+DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "gemma2": {}}
+MODULES = Path(__file__).parents[1] / "unit/torch_models/modules.py"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def in_stages(folder, kind, pipeline, mesh, **settings):
 
 def one_device(of):
     """Without a pipeline's settings, so that all cases share it."""
-    return alone(dataclasses.replace(of, pipeline=Pipeline()))
+    return dataclasses.replace(alone(of), pipeline=Pipeline())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,6 +59,57 @@ def test_loss_and_gradients_equal_those_of_one_device(case, folder):
     of = in_stages(folder, *CASES[case])
     want = unflatten(loss_and_gradients(one_device(of)))
     assert_close(loss_and_gradients(of), flatten(stored(of, want)))
+
+
+def of_module(pipeline, mesh, **overrides):
+    given = Imported(
+        torch=f"{MODULES}:Given", vocab=16, dtype="float32", remat="none", overrides=overrides
+    )
+    return program(target="cpu:8", mesh=mesh, pipeline=pipeline, batch=BATCH, model=given)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mesh", "drop"),
+    [
+        (Pipeline(schedule="1f1b", layers=(1, 3)), Mesh(data=4, stage=2), 0.0),
+        (Pipeline(rounds=2, layers=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
+    ],
+)
+def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeline, mesh, drop):
+    of = of_module(pipeline, mesh, drop=drop)
+    want = unflatten(loss_and_gradients(one_device(of)))
+    assert_close(loss_and_gradients(of), flatten(stored(of, want)))
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("weights", "every block of blocks is given something that depends on table"),
+        ("two", "its blocks are in several lists, blocks and more"),
+        ("after", "what follows blocks depends on the tokens"),
+        ("dropped", "what follows blocks depends on what dropout draws"),
+        ("mixed", "what follows its blocks mixes positions"),
+    ],
+)
+def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
+    of = of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2), use=use)
+    with pytest.raises(ShardingError, match=words):
+        build_graph(of, "train")
+
+
+def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
+    with pytest.raises(ShardingError, match="alike only every 2"):
+        build_graph(in_stages(folder, "gemma2", Pipeline(), Mesh(data=4, stage=2)), "train")
+    numbered = Imported(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
+    of = dataclasses.replace(
+        of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2)), model=numbered
+    )
+    with pytest.raises(ShardingError, match="traced block by block, since block 1 computes"):
+        build_graph(of, "train")
+    with pytest.raises(ShardingError, match=r"has 4 blocks, and stages are to hold 5"):
+        build_graph(of_module(Pipeline(layers=(2, 3)), Mesh(data=4, stage=2)), "train")
+    with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
+        of_module(Pipeline(), Mesh(data=4, stage=2))
 
 
 @pytest.mark.parametrize(
