@@ -15,6 +15,8 @@ import lowering
 from graphtrain.checkpoint import Checkpoints, arrangement_of, restore_parameters
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
+from graphtrain.planning.assess import plan_program
+from graphtrain.planning.search import search
 from graphtrain.requests import stages_of
 from graphtrain.steps import build_graph
 from graphtrain.torch_models.model import open_model
@@ -165,3 +167,20 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
         fill = lowering.backend(Target.parse("cpu:8")).fill
         read = ModuleWeights(tmp_path / "back").parameters(described(want), fill, stages_of(of))
         assert_same(read, want)
+
+
+def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
+    wide = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": 4098}  # not a multiple of 4
+    model = imported(folder, "gpt2", overrides=wide)
+    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(sequences=16, length=32))
+    found = search(of, keep=50)
+    assert all(one.program.model.overrides == wide for one in found.ranked)
+    assert {one.mesh.axes["stage"] for one in found.ranked} > {2}
+    assert {one.mesh.axes["tensor"] for one in found.ranked} <= {1, 2}
+    assert {one.program.model.remat for one in found.ranked} <= {"none", "dots", "full"}
+    assert found.lost["tensor 4"] == "does not divide vocab = 4098"
+    best = next(one for one in found.ranked if one.mesh.axes["stage"] == 2)
+    assert plan_program(best.program).mesh == best.mesh
+
+    alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
+    assert "alike only every 2" in search(alternating, keep=1).lost["stage"]
