@@ -8,7 +8,7 @@ stand-in that is looked at says so, and the blocks are traced one by one instead
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_models.balance import Balance, Sums
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
 from lowering.constrain import constrain
@@ -48,9 +49,8 @@ class Through:
     """What is done where the module goes through a stack: the scan over it, or a part."""
 
     entering: Callable[[Scan], None] = lambda scan: None  # before the first block
-    leaving: Callable[[Scan], jax.Array] = lambda scan: (
-        scan.run()
-    )  # the hidden state after the last
+    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()  # after the last
+    balance: Balance | None = None  # what routers add to the loss; None: nothing
 
 
 class _Awaited(Tensor):
@@ -137,6 +137,7 @@ class Scan:
     calls: list[_Call] = field(default_factory=list)  # one for each position
     handed: _Awaited | None = None
     programs: list[str] = field(default_factory=list)
+    routed: list[Sums] = field(default_factory=list)  # of each router of a block, stacked
 
     def stand_in(self, number: int) -> Callable[..., Any]:
         """In place of the forward pass of a block."""
@@ -264,20 +265,27 @@ class Scan:
             real: whether each row is one; the others leave the hidden state as it is.
         """
 
-        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, None]:
+        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[Sums]]:
             (arrays, keys, real), before = row, hidden
+            routed: list[Sums] = []
             arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
             for position, call in enumerate(self.calls):
                 hidden = residual(hidden)
-                out = self._block(
-                    self.blocks[position], call, hidden, arrays[position], keys[position]
-                )
+                block = self.blocks[position]
+                with self._recorded(block) as sums:
+                    out = self._block(block, call, hidden, arrays[position], keys[position])
+                routed += sums
                 hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
             hidden = hidden if real is None else jnp.where(real, hidden, before)
-            return residual(hidden), None
+            return residual(hidden), routed
 
-        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), hidden, (rows, keys, real))
+        turn = _checkpoint(body, self.remat)
+        hidden, self.routed = jax.lax.scan(turn, hidden, (rows, keys, real))
         return hidden
+
+    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[Sums]]:
+        balance = self.through.balance
+        return nullcontext([]) if balance is None else balance.recorded(block)
 
     def _hidden_leaf(self, call: _Call) -> int:
         """Which of the leaves that a block returns is the hidden state: the first alike."""

@@ -85,6 +85,8 @@ def find_parts(opened: OpenedModel) -> Parts:
         ShardingError: it cannot be a pipeline; says why.
     """
     stack = _only_stack(opened)
+    if opened.balance is not None:
+        raise _refused("output_router_logits balances experts over all blocks at once")
     arrays = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
@@ -207,17 +209,15 @@ def _leave(
 
 
 def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
-    """All weights in the dtype of the computation; those that no part reads are only a shape."""
-    arrays = opened.computed_in(given)
-    for path, spec in opened.specs().items():
-        if path in given:
-            continue
-        dtype = spec.dtype if "vocab" in spec.axes else opened.settings.dtype
-        if opened.is_stacked(path):
-            arrays[path] = jax.ShapeDtypeStruct(spec.shape, dtype)
-        else:
-            arrays[path] = jnp.zeros(spec.shape, dtype)
-    return arrays
+    """All weights in the dtype of the computation; those that a part does not read are a shape."""
+    specs = opened.specs()
+    shapes = {
+        path: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype if "vocab" in spec.axes else opened.settings.dtype
+        )
+        for path, spec in specs.items()
+    }
+    return shapes | opened.computed_in(given)
 
 
 def imported_pipeline(

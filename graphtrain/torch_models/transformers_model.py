@@ -25,10 +25,6 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         raise ImportedModelError(
             "config.json has a quantization_config; train from a folder that is not quantized"
         )
-    if settings.get("output_router_logits"):
-        raise ImportedModelError(
-            "output_router_logits adds a loss that is not traced; set it to false in overrides"
-        )
     try:
         made = AutoConfig.for_model(kind, **settings)
     except (ValueError, TypeError) as error:

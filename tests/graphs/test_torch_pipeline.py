@@ -1,7 +1,6 @@
 """Models of transformers in stages give the numbers of one device, by every schedule."""
 
 import dataclasses
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -19,17 +18,15 @@ from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
 from graphtrain.planning.assess import plan_program
 from graphtrain.planning.search import search
-from graphtrain.requests import mesh_shape, stages_of
+from graphtrain.requests import stages_of
 from graphtrain.steps import build_graph
 from graphtrain.torch_models import experts
 from graphtrain.torch_models.model import open_model
 from graphtrain.torch_models.parity import real_module, stacked
 from graphtrain.torch_models.weights import ModuleWeights, export
-from lowering import jax_xla
 from lowering.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
-from sharding_rules.rules import Rules
 
 GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
@@ -42,7 +39,6 @@ CASES = {
     "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
     "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
-    "mixtral, experts": ("mixtral", Pipeline(), Mesh(data=2, expert=2, tensor=2)),
 }
 DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "gemma2": {}, "mixtral": {}}
 MODULES = Path(__file__).parents[1] / "unit/torch_models/modules.py"
@@ -69,18 +65,6 @@ def test_loss_and_gradients_equal_those_of_one_device(case, folder):
     want = unflatten(loss_and_gradients(one_device(of)))
     with mock.patch.object(experts, "by_runs", lambda: True):  # as on a TPU
         assert_close(loss_and_gradients(of), flatten(stored(of, want)))
-
-
-@pytest.mark.skipif(not find_spec("libtpu"), reason="no libtpu")
-def test_on_a_tpu_tokens_are_multiplied_by_their_experts_alone(folder):
-    model = imported(folder, "mixtral", dtype="bfloat16")
-    size = Batch(sequences=8, length=16)
-    of = program(target="v5e:2x2", mesh=Mesh(expert=2, data=2), model=model, batch=size)
-    target = Target.parse(of.target)
-    built = build_graph(of, "evaluate")
-    lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
-    assert lowered.text.count('"chlo.ragged_dot"') == 3
-    assert "all_gather" in lowered.text and "reduce_scatter" in lowered.text
 
 
 def of_module(pipeline, mesh, **overrides):
