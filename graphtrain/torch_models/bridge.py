@@ -52,6 +52,7 @@ class Environment(TorchaxEnvironment):
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
         self.attended = 0  # times that the native attention was called
+        self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
         for operation in (
             torch.nn.functional.scaled_dot_product_attention,
@@ -82,6 +83,13 @@ class Environment(TorchaxEnvironment):
         """JAX arrays as PyTorch's tensors."""
         return jax.tree.map(lambda array: Tensor(array, self), tree)
 
+    def read(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+        """An array, or zeros in place of one that is only a shape."""
+        if isinstance(array, jax.ShapeDtypeStruct):
+            array = jnp.zeros(array.shape, array.dtype)
+            self._unread.append(array)
+        return array
+
     def real(self, tensor: torch.Tensor) -> Tensor:
         """The values of a tensor of PyTorch, as a constant of what is traced."""
         return Tensor(jnp.asarray(to_numpy(tensor)), self)
@@ -103,6 +111,9 @@ class Environment(TorchaxEnvironment):
         if max_norm is not None:
             raise ImportedModelError("an Embedding with max_norm changes its weights when called")
         table = weight.jax()
+        if any(table is one for one in self._unread):
+            # XLA's partitioner dies of a lookup inside a shard_map, needed or not (jax 0.11.2).
+            return Tensor(jnp.zeros((*input.shape, table.shape[1]), self.computes_in), self)
         if padding_idx is not None:
             row = jnp.arange(table.shape[0])[:, None] == padding_idx % table.shape[0]
             table = jnp.where(row, jax.lax.stop_gradient(table), table)

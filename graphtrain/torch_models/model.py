@@ -19,13 +19,14 @@ import torch
 from graphtrain.models.order import positions
 from graphtrain.torch_models.attention import only_native
 from graphtrain.torch_models.axes import Named, name_axes
+from graphtrain.torch_models.balance import Balance
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Change, Made, make
-from graphtrain.torch_models.scanning import NotAlike, Through, blocks_scanned
+from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
-from lowering.constrain import constrain
+from lowering.constrain import by_hand_now, constrain
 from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -56,9 +57,9 @@ def _open(model: Imported) -> OpenedModel:
     _check_parameters(made)
     assert model.vocab is not None
     axes = name_axes(made.module, model.vocab, model.axes)
-    lists = find_stacks(made.module)
+    lists, balance = find_stacks(made.module), Balance.taken_from(made.module)
     while True:
-        opened = OpenedModel(model, made, tuple(lists), axes)
+        opened = OpenedModel(model, made, tuple(lists), axes, balance)
         try:
             opened.check()
             return opened
@@ -116,6 +117,7 @@ class OpenedModel:
     made: Made
     lists: tuple[Stack | Unrolled, ...]  # of blocks
     axes: dict[str, Named]  # of every parameter, by name
+    balance: Balance | None = None  # that a mixture adds to the loss
 
     @property
     def stacks(self) -> list[Stack]:
@@ -221,8 +223,32 @@ class OpenedModel:
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scores of every next token, float32; without a key nothing is dropped."""
-        arrays = self.computed_in(flatten(parameters))
-        return self._logits(arrays, tokens, dropout_key), {}
+        arrays, terms = self.computed_in(flatten(parameters)), {}
+        if self.balance is None:
+            return self._logits(arrays, tokens, dropout_key), terms
+        self._check_balanced()
+        balance = self.balance
+
+        def leaving(scan: Scan) -> jax.Array:
+            hidden = scan.run()
+            terms["balance_loss"] = balance.loss(scan.routed)
+            return hidden
+
+        through = Through(leaving=leaving, balance=balance)
+        return self.logits_of(self.run(arrays, tokens, dropout_key, through), tokens), terms
+
+    def _check_balanced(self) -> None:
+        """Refuse what would balance experts over other tokens than the module does."""
+        if len(self.lists) > 1 or not self.stacks:
+            raise ImportedModelError(
+                "output_router_logits asks for a balance loss, which takes blocks that are one "
+                "scan; graphtrain plan says what differs; or set it to false in overrides"
+            )
+        if by_hand_now():
+            raise ShardingError(
+                'batch.reduce = "last" sees the tokens of one copy of the model at a time, and '
+                'output_router_logits balances experts over all; use reduce = "each"'
+            )
 
     def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """In the dtype of the computation, but for the tables of tokens.
@@ -260,7 +286,8 @@ class OpenedModel:
         """What the module returns as scores.
 
         Args:
-            arrays: every parameter, in the dtype of the computation.
+            arrays: every parameter, in the dtype of the computation; one of which nothing that is
+                wanted depends may be a shape.
             key: for dropout; without it nothing is dropped.
             through: what is done where the module goes through its blocks; a scan by default.
             verify: whether to compare what blocks of a stack compute.
@@ -271,7 +298,7 @@ class OpenedModel:
         self._check_length(tokens.shape[1])
         module.train(key is not None)
         plain = {
-            names[0]: arrays[path]
+            names[0]: environment.read(arrays[path])
             for path, names in self.stored().items()
             if not self.is_stacked(path)
         }

@@ -126,9 +126,11 @@ def _traced(
     """Loss and gradients by name in the module."""
 
     def objective(arrays: dict[str, jax.Array]) -> jax.Array:
-        out, _ = opened.forward(unflatten(arrays), jnp.asarray(batch[:, :-1]), jax.random.key(0))
+        given = jnp.asarray(batch[:, :-1])
+        out, terms = opened.forward(unflatten(arrays), given, jax.random.key(0))
         ones = jnp.ones(out.shape[:2])
-        return cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
+        loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
+        return loss + sum(terms.values())
 
     arrays = stacked(opened, weights)
     lowered = jax.jit(jax.value_and_grad(objective)).lower(arrays)
@@ -163,10 +165,13 @@ def _eager(
     tokens = torch.tensor(batch, dtype=torch.long)
     with torch.device("cpu"):
         given = tokens[:, :-1]
-        out = scores(module(input_ids=given, use_cache=False) if hf else module(given)).float()
+        returned = module(input_ids=given, use_cache=False) if hf else module(given)
+        out = scores(returned).float()
         loss = torch.nn.functional.cross_entropy(
             out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
         )
+        if (balance := getattr(returned, "aux_loss", None)) is not None:
+            loss = loss + getattr(module, "router_aux_loss_coef", 0.0) * balance
         loss.backward()
     gradients = {
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -20,6 +20,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_models.balance import Balance, Sums
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
 from lowering.constrain import constrain
@@ -53,6 +54,7 @@ class Through:
     leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
     # While a block runs that is in no stack, by name.
     around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    balance: Balance | None = None  # what routers add to the loss; None: nothing
 
 
 class _Awaited(Tensor):
@@ -145,6 +147,7 @@ class Scan:
     calls: list[_Call] = field(default_factory=list)  # one for each position
     handed: _Awaited | None = None
     programs: list[str] = field(default_factory=list)
+    routed: list[Sums] = field(default_factory=list)  # of each router of a block, stacked
 
     def stand_in(self, number: int) -> Callable[..., Any]:
         """In place of the forward pass of a block."""
@@ -272,15 +275,19 @@ class Scan:
             real: whether each row is one; the others leave the hidden state as it is.
         """
 
-        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, None]:
+        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[Sums]]:
             (arrays, keys, real), before = row, hidden
+            routed: list[Sums] = []
             arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
             for position in range(self.stack.period):
-                hidden = self.through_block(position, hidden, arrays[position], keys[position])
+                with self._recorded(self.blocks[position]) as sums:
+                    hidden = self.through_block(position, hidden, arrays[position], keys[position])
+                routed += sums
             hidden = hidden if real is None else jnp.where(real, hidden, before)
-            return residual(hidden), None
+            return residual(hidden), routed
 
-        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), hidden, (rows, keys, real))
+        turn = _checkpoint(body, self.remat)
+        hidden, self.routed = jax.lax.scan(turn, hidden, (rows, keys, real))
         return hidden
 
     def through_block(
@@ -290,6 +297,10 @@ class Scan:
         call = self.calls[position]
         out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
         return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
+
+    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[Sums]]:
+        balance = self.through.balance
+        return nullcontext([]) if balance is None else balance.recorded(block)
 
     def _hidden_leaf(self, call: _Call) -> int:
         """Which of the leaves that a block returns is the hidden state: the first alike."""

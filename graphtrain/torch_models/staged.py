@@ -85,6 +85,8 @@ def find_parts(opened: OpenedModel) -> Parts:
         ShardingError: it cannot be a pipeline; says why.
     """
     stack = _only_stack(opened)
+    if opened.balance is not None:
+        raise _refused("output_router_logits balances experts over all blocks at once")
     arrays = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
@@ -106,8 +108,25 @@ def find_parts(opened: OpenedModel) -> Parts:
     if last.tokens or last.key:
         what = "the tokens" if last.tokens else "what dropout draws"
         raise _refused(f"what follows {stack.name} depends on {what}")
+    _check_by_position(opened, sorted(last.weights), x)
     stages = frozenset(path for path in arrays if opened.is_stacked(path))
     return Parts(before.weights, stages, last.weights, beside.tokens)
+
+
+def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
+    """Refuse what 1F1B would score wrongly: each stage scores some of the positions.
+
+    A causal language model of transformers has a norm and a head after its blocks.
+    """
+    if opened.settings.hf is not None:
+        return
+    specs, draw = opened.specs(), np.random.default_rng(0).standard_normal
+    weights = {name: jnp.asarray(draw(specs[name].shape, np.float32)) for name in names}
+    tokens, x = jnp.zeros(_TOKENS, jnp.int32), jnp.asarray(draw(x.shape, np.float32), x.dtype)
+    whole = _leave(opened, weights, x, tokens)
+    pieces = [_leave(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
+    if not all(jnp.allclose(whole[:, at::2], pieces[at], 1e-2, 1e-2) for at in (0, 1)):
+        raise _refused("what follows its blocks mixes positions")
 
 
 def _only_stack(opened: OpenedModel) -> Stack:
@@ -190,17 +209,15 @@ def _leave(
 
 
 def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
-    """All weights in the dtype of the computation; those that no part reads are only a shape."""
-    arrays = opened.computed_in(given)
-    for path, spec in opened.specs().items():
-        if path in given:
-            continue
-        dtype = spec.dtype if "vocab" in spec.axes else opened.settings.dtype
-        if opened.is_stacked(path):
-            arrays[path] = jax.ShapeDtypeStruct(spec.shape, dtype)
-        else:
-            arrays[path] = jnp.zeros(spec.shape, dtype)
-    return arrays
+    """All weights in the dtype of the computation; those that a part does not read are a shape."""
+    specs = opened.specs()
+    shapes = {
+        path: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype if "vocab" in spec.axes else opened.settings.dtype
+        )
+        for path, spec in specs.items()
+    }
+    return shapes | opened.computed_in(given)
 
 
 def imported_pipeline(
