@@ -110,9 +110,9 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
         return scan.hidden
 
     def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> Wanted:
-        through = Through(leaving=leaving, around=around)
+        whole, through = _without_remat(opened), Through(leaving=leaving, around=around)
         with wanting() as outside:
-            _without_remat(opened).run(arrays, tokens, None, through)
+            whole.run(whole.computed_in(arrays), tokens, None, through)
         return outside
 
     specs = {

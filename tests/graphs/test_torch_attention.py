@@ -127,6 +127,12 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
+    (spec, *_) = flatten(kept_specs(imported(tmp_path, "llama", dtype="bfloat16"), 3, 64)).values()
+    assert spec.shape == (2, 3, 64, 2, 8) and spec.dtype == "bfloat16"
+    assert spec.axes == ("layers", "batch", None, "kv_heads", "head_dim")
+
+
 def test_what_cannot_be_continued_says_so(tmp_path):
     with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
         kept_specs(imported(tmp_path, "gptj"), 1, 16)
