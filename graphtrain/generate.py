@@ -13,7 +13,7 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.compile import compile_tasks
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program, is_imported
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.requests import mesh_shape, request_keys
@@ -68,13 +68,8 @@ def program_for(program: Program) -> Program:
     Every copy of the model works on the same sequence; its length is program.batch.length at most.
 
     Raises:
-        GraphtrainError: the model is one of PyTorch, or the mesh has stages or splits sequences.
+        GraphtrainError: the mesh has stages or splits sequences.
     """
-    if is_imported(program.model):
-        raise GraphtrainError(
-            "generate knows the native decoder only; graphtrain convert graphtrain-to-hf makes a "
-            "folder of this run that transformers generates from"
-        )
     shape = mesh_shape(program)
     for axis in ("stage", "context"):
         if shape.axes.get(axis, 1) > 1:
