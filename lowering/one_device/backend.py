@@ -70,7 +70,8 @@ def lower(
                 f"{target}: {path} rests in the host's memory, which its programs do not reach; "
                 "set program.optimizer.offload = false"
             )
-    whole = jax_xla.lower(graph, rules, mesh_shape, Target("cpu", (target.devices,)))
+    on_cpu = Target("cpu", (target.devices,))
+    whole = jax_xla.lower(graph, rules, mesh_shape, on_cpu, compiler=target.platform)
     with overhear() as replicated:
         split = partition(whole.handle)
     normalised = normalise(split.hlo, name=graph.name, ranks=target.devices, rank_input=rank_input)
