@@ -36,9 +36,9 @@ def _clip(limit: float) -> optax.GradientTransformation:
     It divides each gradient; XLA:CPU keeps quotients, an array more to write and read for each.
     """
 
-    def clip(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
-        factor = limit / jnp.maximum(optax.tree.norm(gradients), limit)
-        return jax.tree.map(lambda gradient: gradient * factor, gradients), state
+    def clip(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # optax's names
+        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
+        return jax.tree.map(lambda gradient: gradient * factor, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, clip)
 
