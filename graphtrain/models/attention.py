@@ -12,6 +12,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
+from graphtrain.models.blocked import blocked_attention
 from graphtrain.models.fused import fused_attention, is_fused
 from graphtrain.models.kept import begins, kept
 from graphtrain.models.mixing import attention
@@ -22,6 +23,7 @@ from graphtrain.models.projection import project, projects
 from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
 from lowering.constrain import constrain, size_of, split_of
+from lowering.on_cpu import on_cpu
 
 if TYPE_CHECKING:
     from jax import Array
@@ -115,6 +117,8 @@ def _mix(
         return ring_attention(query, key, value, scoring, ring, window)
     if is_fused(scoring) and begins() is None:  # a sequence that goes on has other masks
         return fused_attention(query, key, value, scoring, window)
+    if on_cpu() and begins() is None:
+        return blocked_attention(query, key, value, scoring, window)
     own = partial(attention, scoring=scoring, begin=begins())
     if remat == "attention":  # the scores, the largest array of all, are not kept
         own = jax.checkpoint(own, prevent_cse=unroll > 1)
