@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from graphtrain.config.schema import Model, is_imported
-from graphtrain.models import decoder
+from graphtrain.models import continuing, decoder
 from graphtrain.models import stages as native
 from lowering.pipeline import Pipeline
 from lowering.trees import Tree, unflatten
@@ -109,6 +109,38 @@ def forward(
 def logits(model: Model, parameters: Tree, tokens: jax.Array) -> jax.Array:
     """Scores of every next token, with nothing dropped."""
     return forward(model, parameters, tokens)[0]
+
+
+def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
+    """What is kept of so many sequences of so many tokens, to continue them.
+
+    Raises:
+        ImportedModelError: the model's attention does not continue a sequence.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import continuing as imported
+
+        return imported.kept_specs(_open(model), sequences, longest)
+    return continuing.kept_specs(model, sequences, longest)
+
+
+def extend(
+    model: Model, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
+) -> tuple[jax.Array, Tree]:
+    """Scores of every next token, and what is kept then.
+
+    Args:
+        model: Settings.
+        parameters: Weights.
+        kept: As kept_specs has it.
+        tokens: (batch, seq), those that follow.
+        begin: The position of the first.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import continuing as imported
+
+        return imported.extend(_open(model), parameters, kept, tokens, begin)
+    return continuing.extend(model, parameters, kept, tokens, begin)
 
 
 def _open(model: Any) -> Any:

@@ -177,7 +177,7 @@ class Imported:
     vocab: Positive | None = None  # rows of the embedding; with hf the config says it
     axes: dict[str, tuple[str, ...]] = _EMPTY  # of parameters by name, as "*.wq.weight"; "": whole
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
+    remat: Literal["none", "attention", "dots", "full"] = "dots"  # what is computed again
     parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch
 
     def __post_init__(self) -> None:
@@ -409,10 +409,8 @@ def check_preference(program: Program) -> None:
 def _check_imported(program: Program) -> None:
     """Refuse what models of PyTorch cannot be used with yet."""
     refused = {
-        'batch.documents = "apart"': program.batch.documents == "apart",
         'loss.kind = "preference"': program.loss.kind == "preference",
         "adapter": program.adapter is not None,
-        f"mesh.context = {program.mesh.context}": program.mesh.context not in (1, "rest"),
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from graphtrain.models.order import positions
+from graphtrain.torch_models.attention import only_native
 from graphtrain.torch_models.axes import Named, name_axes
 from graphtrain.torch_models.balance import Balance
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
@@ -23,7 +26,7 @@ from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Change, Made, make
 from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
-from lowering.constrain import by_hand_now, constrain, split_of
+from lowering.constrain import by_hand_now, constrain
 from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -221,11 +224,6 @@ class OpenedModel:
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scores of every next token, float32; without a key nothing is dropped."""
-        if ring := split_of("attended"):
-            raise ShardingError(
-                f"models of PyTorch cannot split sequences over {' x '.join(ring)}; set "
-                "mesh.context = 1"
-            )
         arrays, terms = self.computed_in(flatten(parameters)), {}
         if self.balance is None:
             return self._logits(arrays, tokens, dropout_key), terms
@@ -296,7 +294,8 @@ class OpenedModel:
             verify: whether to compare what blocks of a stack compute.
         """
         module, settings = self.made.module, self.settings
-        environment = Environment(settings.dtype, settings.vocab)
+        unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
+        environment = Environment(settings.dtype, settings.vocab, settings.remat, unroll)
         self._check_length(tokens.shape[1])
         module.train(key is not None)
         plain = {
@@ -310,11 +309,21 @@ class OpenedModel:
                 module, environment, self.lists, arrays, settings.remat, verify, through
             ):
                 given = Tensor(tokens, environment)
+                places = environment.wrap(self._positions(tokens.shape[1]))
                 if self.settings.hf is not None:
-                    return scores(module(input_ids=given, use_cache=False))
-                return scores(module(given))
+                    return scores(module(input_ids=given, use_cache=False, **places))
+                return scores(module(given, **places))
 
-        return call(module, environment, plain, self.made.buffers, key, run)
+        out: Any = call(module, environment, plain, self.made.buffers, key, run)
+        if not environment.attended and (what := only_native()):
+            instead = "call scaled_dot_product_attention with is_causal = True"
+            if settings.hf is not None:
+                instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
+            raise ImportedModelError(
+                f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
+                f"own; {instead}"
+            )
+        return out
 
     def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
         """Float32 logits of what the module returned for these tokens."""
@@ -325,6 +334,23 @@ class OpenedModel:
                 f"program.model.vocab = {vocab} it should be {(*tokens.shape, vocab)}"
             )
         return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _positions(self, length: int) -> dict[str, jax.Array]:
+        """What says where each token is, if that is not simply its place in the row.
+
+        Raises:
+            ImportedModelError: the module takes no positions.
+        """
+        what = only_native()
+        if what is None:
+            return {}
+        if "position_ids" not in inspect.signature(self.made.module.forward).parameters:
+            raise ImportedModelError(
+                f"{what} takes a module with an argument position_ids of its forward pass, which "
+                f"{type(self.made.module).__name__} has not"
+            )
+        found = positions(length)
+        return {"position_ids": found if found.ndim == 2 else found[None]}
 
     def _check_length(self, length: int) -> None:
         """JAX looks up a row past the end of a table without a word."""

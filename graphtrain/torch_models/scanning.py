@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,7 +50,10 @@ class Through:
     """What is done where the module goes through a stack: the scan over it, or a part."""
 
     entering: Callable[[Scan], None] = lambda scan: None  # before the first block
-    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()  # after the last
+    # The hidden state after the last block.
+    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
+    # While a block runs that is in no stack, by name.
+    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
     balance: Balance | None = None  # what routers add to the loss; None: nothing
 
 
@@ -90,7 +94,7 @@ def blocks_scanned(
     Raises:
         NotAlike: while the module is called; blocks of a stack are not alike.
     """
-    changed = []
+    changed, through = [], through or Through()
     try:
         for one in lists:
             blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
@@ -99,10 +103,16 @@ def blocks_scanned(
                     {name: arrays[one.path(position, name)] for name in names}
                     for position, names in enumerate(one.parameters)
                 ]
-                scan = Scan(one, blocks, rows, environment, remat, verify, through or Through())
+                scan = Scan(one, blocks, rows, environment, remat, verify, through)
                 stand_ins = [scan.stand_in(number) for number in range(one.count)]
             else:
-                stand_ins = [_checkpointed(block, environment, remat) for block in blocks]
+                stand_ins = [
+                    _within(
+                        partial(through.around, f"{one.name}.{number}"),
+                        _checkpointed(block, environment, remat),
+                    )
+                    for number, block in enumerate(blocks)
+                ]
             for block, stand_in in zip(blocks, stand_ins, strict=True):
                 changed.append(block)
                 block.forward = stand_in
@@ -156,7 +166,7 @@ class Scan:
             raise self._different(f"block {number} is not given what block {number - 1} returned")
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
-            self._describe(position)
+            self.describe(position)
             if number == 0:
                 self.through.entering(self)
         elif not _same(
@@ -171,7 +181,7 @@ class Scan:
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
 
-    def _describe(self, position: int) -> None:
+    def describe(self, position: int) -> None:
         """Trace a block for what it returns."""
         call, block = self.calls[position], self.blocks[position]
 
@@ -269,19 +279,24 @@ class Scan:
             (arrays, keys, real), before = row, hidden
             routed: list[Sums] = []
             arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
-            for position, call in enumerate(self.calls):
-                hidden = residual(hidden)
-                block = self.blocks[position]
-                with self._recorded(block) as sums:
-                    out = self._block(block, call, hidden, arrays[position], keys[position])
+            for position in range(self.stack.period):
+                with self._recorded(self.blocks[position]) as sums:
+                    hidden = self.through_block(position, hidden, arrays[position], keys[position])
                 routed += sums
-                hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
             hidden = hidden if real is None else jnp.where(real, hidden, before)
             return residual(hidden), routed
 
         turn = _checkpoint(body, self.remat)
         hidden, self.routed = jax.lax.scan(turn, hidden, (rows, keys, real))
         return hidden
+
+    def through_block(
+        self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
+    ) -> jax.Array:
+        """The hidden state after one block, of a position of the period."""
+        call = self.calls[position]
+        out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
+        return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
 
     def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[Sums]]:
         balance = self.through.balance
@@ -321,12 +336,22 @@ def residual(hidden: jax.Array) -> jax.Array:
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
 
 
+def _within(
+    around: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return inside
+
+
 def _checkpointed(
     block: torch.nn.Module, environment: Environment, remat: str
 ) -> Callable[..., Any]:
     """The forward pass of a block by itself, computed again in the backward pass."""
     forward = type(block).forward
-    if remat == "none":
+    if remat in ("none", "attention"):
         return lambda *args, **kwargs: forward(block, *args, **kwargs)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -361,7 +386,7 @@ def _checkpointed(
 
 
 def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    if remat == "none":
+    if remat in ("none", "attention"):  # attention computes its own part again
         return function
     policies = jax.checkpoint_policies
     policy = {

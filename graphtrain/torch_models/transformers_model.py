@@ -18,6 +18,8 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    from graphtrain.torch_models import interface
+
     logging.set_verbosity_error()
     settings = {name: value for name, value in config.items() if name != "model_type"}
     kind = config["model_type"]
@@ -39,10 +41,14 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         from graphtrain.torch_models.experts import register
 
         options["experts_implementation"] = register()
+    if interface.asks(AutoModelForCausalLM._model_mapping[type(made)], made):
+        interface.register()
+        options["attn_implementation"] = interface.OWN
     return AutoModelForCausalLM.from_config(made, **options)
 
 
-def use_own_experts(module: Any) -> None:
-    """Let a mixture send tokens as transformers does, to compare with."""
+def use_own_parts(module: Any) -> None:
+    """Let it attend, and a mixture send tokens, as transformers does, to compare with."""
+    module.set_attn_implementation(module.get_correct_attn_implementation(None))
     if hasattr(module.config, "num_experts_per_tok"):
         module.set_experts_implementation("eager")

@@ -144,6 +144,25 @@ class LeftPadded(Model):
         return mixed.transpose(1, 2).flatten(-2)
 
 
+class Attending(Model):
+    """Causal attention beside a table of positions, and maybe neighbours added up before it."""
+
+    def __init__(self, neighbours: bool = False) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(32, EMBED)
+        self.neighbours = neighbours
+
+    def forward(self, tokens, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.tokens(tokens) + self.positions(position_ids)
+        if self.neighbours:
+            x = x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        heads = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.head(x + mixed.transpose(1, 2).flatten(-2))
+
+
 class Blocks(nn.Module):
     """Blocks that may depend on their number, or be used each in its own way."""
 
