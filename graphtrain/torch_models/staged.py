@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class Parts:
 
         def total(path: str, array: jax.Array) -> jax.Array:
             parts = [part[path] for part in gradients.values() if path in part]
-            return sum(parts[1:], parts[0]) if parts else jnp.zeros_like(array)
+            return reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
 
         return unflatten({path: total(path, array) for path, array in flatten(parameters).items()})
 
@@ -73,7 +74,9 @@ def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
     def store(path: str, one: Any) -> Any:
         if path not in parts.stages:
             return one
-        return (arrange_spec if isinstance(one, ArraySpec) else arrange_rows)(one, stages)
+        return (
+            arrange_spec(one, stages) if isinstance(one, ArraySpec) else arrange_rows(one, stages)
+        )
 
     return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
 
@@ -92,8 +95,13 @@ def find_parts(opened: OpenedModel) -> Parts:
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     of_module = arrays, jax.ShapeDtypeStruct(_TOKENS, jnp.int32), key
-    before = _depends(lambda *of: _enter(opened, *of, lambda scan: scan.hidden), *of_module)
-    beside = _depends(lambda *of: _enter(opened, *of, lambda scan: scan.given()), *of_module)
+
+    def at_blocks(wanted: Callable[[Scan], Any]) -> _Depends:
+        return _depends(
+            lambda arrays, tokens, key: _enter(opened, arrays, tokens, key, wanted), *of_module
+        )
+
+    before, beside = at_blocks(lambda scan: scan.hidden), at_blocks(lambda scan: scan.given())
     x = before.results[0]
     if len(x.shape) != 3:
         raise _refused(f"its blocks are given a hidden state of shape {x.shape}, not (2, 4, width)")

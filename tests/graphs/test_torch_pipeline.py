@@ -34,7 +34,7 @@ BATCH = Batch(sequences=16, length=8, microbatches=4)
 CASES = {
     "llama, gpipe, uneven": ("llama", Pipeline(schedule="gpipe", layers=(1, 3)), CUBE),
     "llama, circular": ("llama", Pipeline(rounds=2), CUBE),
-    "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=2, stage=2, tensor=2)),
+    "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=4, stage=2)),
     "gpt2, gpipe": ("gpt2", GPIPE, Mesh(stage=4, data=2)),
     "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
@@ -59,7 +59,12 @@ def one_device(of):
     return dataclasses.replace(alone(of), pipeline=Pipeline())
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("llama, gpipe, uneven", "gpt2, 1f1b")
+
+
+@pytest.mark.parametrize(
+    "case", [one if one in FAST else pytest.param(one, marks=pytest.mark.slow) for one in CASES]
+)
 def test_loss_and_gradients_equal_those_of_one_device(case, folder):
     of = in_stages(folder, *CASES[case])
     want = unflatten(loss_and_gradients(one_device(of)))
@@ -121,7 +126,10 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
 @pytest.mark.parametrize(
     ("kind", "rules", "mesh"),
     [
-        ("llama", ("zero2", "fsdp", "tensor"), Mesh(data=2, fsdp=2, tensor=2)),
+        pytest.param(
+            *("llama", ("zero2", "fsdp", "tensor"), Mesh(data=2, fsdp=2, tensor=2)),
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", ("data",), Mesh(data=8)),
     ],
 )
