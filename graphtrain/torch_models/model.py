@@ -17,10 +17,12 @@ import torch
 from graphtrain.torch_models.axes import Named, name_axes
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
-from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
+from graphtrain.torch_models.joint import trace_joint, written_through_views
 from graphtrain.torch_models.making import Change, Made, make
 from graphtrain.torch_models.scanning import NotAlike, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
+from graphtrain.torch_models.strict import StrictEnvironment, StrictGraph
 from lowering.constrain import constrain, split_of
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -51,6 +53,32 @@ def _open(model: Imported) -> OpenedModel:
     _check_parameters(made)
     assert model.vocab is not None
     axes = name_axes(made.module, model.vocab, model.axes)
+    if model.front_end == "strict":
+        return _strict(model, made, axes, "program.model.front_end says so")
+    if model.front_end == "auto":
+        call = OpenedModel(model, made, (), axes).call
+        if writes := written_through_views(made, _TOKENS, call):
+            return _strict(model, made, axes, writes[0])
+    try:
+        return _traced(model, made, axes)
+    except NeedsStrict as found:
+        if model.front_end == "trace":
+            raise
+        return _strict(model, made, axes, found.reason)
+
+
+def _strict(model: Imported, made: Made, axes: dict[str, Named], because: str) -> OpenedModel:
+    """Of one graph, in which no block is told from another."""
+    lists = tuple(
+        Unrolled(one.name, one.count, "the strict front end takes a module as one graph")
+        for one in find_stacks(made.module)
+    )
+    opened = OpenedModel(model, made, lists, axes, because)
+    opened.check()
+    return opened
+
+
+def _traced(model: Imported, made: Made, axes: dict[str, Named]) -> OpenedModel:
     lists = find_stacks(made.module)
     while True:
         opened = OpenedModel(model, made, tuple(lists), axes)
@@ -111,6 +139,7 @@ class OpenedModel:
     made: Made
     lists: tuple[Stack | Unrolled, ...]  # of blocks
     axes: dict[str, Named]  # of every parameter, by name
+    strict: str = ""  # why the strict front end; empty: it is traced by JAX
 
     @property
     def stacks(self) -> list[Stack]:
@@ -231,31 +260,77 @@ class OpenedModel:
         key: jax.Array | None,
         verify: bool = False,
     ) -> jax.Array:
-        module, settings = self.made.module, self.settings
-        environment = Environment(settings.dtype, settings.vocab)
         self._check_length(tokens.shape[1])
-        module.train(key is not None)
         plain = {
             names[0]: arrays[path]
             for path, names in self.stored().items()
             if not self.is_stacked(path)
         }
+        if self.strict:
+            out = self._strict_logits(plain, tokens, key)
+        else:
+            out = self._traced_logits(plain, arrays, tokens, key, verify)
+        return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _traced_logits(
+        self,
+        plain: dict[str, jax.Array],
+        arrays: dict[str, jax.Array],
+        tokens: jax.Array,
+        key: jax.Array | None,
+        verify: bool,
+    ) -> jax.Array:
+        """Args:
+        plain: what is not in stacks, by name.
+        arrays: everything, by path.
+        """
+        module, settings = self.made.module, self.settings
+        environment = Environment(settings.dtype, settings.vocab)
+        module.train(key is not None)
 
         def run() -> torch.Tensor:
             with blocks_scanned(module, environment, self.lists, arrays, settings.remat, verify):
-                given = Tensor(tokens, environment)
-                if self.settings.hf is not None:
-                    return scores(module(input_ids=given, use_cache=False))
-                return scores(module(given))
+                return self.call(Tensor(tokens, environment))
 
         out: Any = call(module, environment, plain, self.made.buffers, key, run)
-        vocab = self.settings.vocab
-        if tuple(out.shape) != (*tokens.shape, vocab):
+        return out.jax()
+
+    def _strict_logits(
+        self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
+        settings, training = self.settings, key is not None
+        joint = trace_joint(self.made, settings.dtype, tokens.shape, self.call, training=training)
+        environment = StrictEnvironment(settings.dtype, settings.vocab)
+        graph = StrictGraph(joint, self.made.buffers, environment, self.embed, settings.remat)
+        arrays = {name: array.astype(settings.dtype) for name, array in arrays.items()}
+        return graph.logits(arrays, tokens, jax.random.key(0) if key is None else key)
+
+    def call(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The module's logits.
+
+        Raises:
+            ImportedModelError: they are not (batch, seq, vocab).
+        """
+        if self.settings.hf is not None:
+            found = scores(self.made.module(input_ids=tokens, use_cache=False))
+        else:
+            found = scores(self.made.module(tokens))
+        want = (*tokens.shape, self.settings.vocab)
+        if tuple(found.shape) != want:
             raise ImportedModelError(
-                f"the module returns {tuple(out.shape)} for tokens {tokens.shape}; with "
-                f"program.model.vocab = {vocab} it should be {(*tokens.shape, vocab)}"
+                f"the module returns {tuple(found.shape)} for tokens {tuple(tokens.shape)}; with "
+                f"program.model.vocab = {want[-1]} it should be {want}"
             )
-        return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+        return found
+
+    @property
+    def embed(self) -> int:
+        """The width of the residual stream; 0 where no table of tokens tells it."""
+        for name, parameter in self.made.parameters().items():
+            axes = self.axes[name].axes
+            if set(axes) == {"vocab", "embed"}:
+                return parameter.shape[axes.index("embed")]
+        return 0
 
     def _check_length(self, length: int) -> None:
         """JAX looks up a row past the end of a table without a word."""

@@ -23,6 +23,7 @@ from graphtrain.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
 from graphtrain.torch_models.causes import likely_causes
 from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.joint import autocast_on_host
 from graphtrain.torch_models.model import OpenedModel, factory, open_model, scores
 from graphtrain.torch_models.shrink import shrunk
 from graphtrain.torch_models.source import ingredients
@@ -156,7 +157,7 @@ def _eager(
     module: torch.nn.Module, batch: np.ndarray, *, hf: bool
 ) -> tuple[float, dict[str, np.ndarray]]:
     tokens = torch.tensor(batch, dtype=torch.long)
-    with torch.device("cpu"):
+    with torch.device("cpu"), autocast_on_host():
         given = tokens[:, :-1]
         out = scores(module(input_ids=given, use_cache=False) if hf else module(given)).float()
         loss = torch.nn.functional.cross_entropy(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # What tracing executes; estimates, conversions and comparisons are not in a program.
 _SOURCES = (
-    *("attention.py", "axes.py", "blocks.py", "bridge.py", "functions.py", "making.py", "model.py"),
-    *("names.toml", "scanning.py", "transformers_model.py"),
+    *("attention.py", "axes.py", "blocks.py", "bridge.py", "causes.py", "functions.py", "joint.py"),
+    *("making.py", "model.py", "names.toml", "scanning.py", "strict.py", "transformers_model.py"),
 )
 
 
