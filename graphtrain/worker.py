@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -92,7 +93,10 @@ def produce(
     """
     if is_imported(program.model):
         say("comparing with PyTorch")
-        _ensure_parity(program.model, Target.parse(program.target), cache)
+        model, strict = _compared(program.model, Target.parse(program.target), cache)
+        program = replace(program, model=model)
+        if strict:
+            say(f"front end: strict, because {strict}")
     say("tracing")
     lowered = lower(program, name)
     (scratch / "program.mlir").write_text(lowered.text)
@@ -109,14 +113,16 @@ def produce(
     return key.digest, new
 
 
-def _ensure_parity(model: Imported, target: Target, cache: Cache) -> None:
+def _compared(model: Imported, target: Target, cache: Cache) -> tuple[Imported, str]:
+    """The model with the front end that is right, and why that is the strict one, if it is."""
     from graphtrain.torch_models.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
     from graphtrain.torch_models.parity import ensure_parity
 
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
-    ensure_parity(model, cache.root)
+    strict = ensure_parity(model, cache.root).strict
+    return (replace(model, front_end="strict") if strict else model), strict
 
 
 def _end_with_parent(scratch: Path) -> None:

@@ -106,9 +106,7 @@ def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> li
         try:
             with (
                 _on_host(),
-                stateless._reparametrize_module(
-                    made.module, state, tie_weights=True, strict=False
-                ),
+                stateless._reparametrize_module(made.module, state, tie_weights=True, strict=False),
                 watch,
             ):
                 call(given)
@@ -184,12 +182,17 @@ def _on_host() -> Iterator[None]:
 
 
 @contextmanager
-def autocast_on_host() -> Iterator[None]:
-    """While inside, torch.autocast of any device is that of tensors on the host, as all are here."""
-    begin = torch.autocast.__init__
+def autocast_on_host() -> Iterator[list[torch.dtype]]:
+    """While inside, torch.autocast of any device is that of the host, where all tensors are here.
+
+    Yields the dtypes it was asked for.
+    """
+    begin, asked = torch.autocast.__init__, []
 
     def begin_on_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         begin(self, "cpu", *args, **kwargs)
+        if self._enabled:
+            asked.append(self.fast_dtype)
 
     with mock.patch.object(torch.autocast, "__init__", begin_on_host):
-        yield
+        yield asked

@@ -44,11 +44,12 @@ def open_model(model: Imported) -> OpenedModel:
     """
     key = json.dumps(asdict(model), sort_keys=True)
     if key not in _opened:
-        _opened[key] = _open(model)
+        _opened[key] = open_anew(model)
     return _opened[key]
 
 
-def _open(model: Imported) -> OpenedModel:
+def open_anew(model: Imported) -> OpenedModel:
+    """As open_model, with a module of its own, which may be changed."""
     made = make(factory(model))
     _check_parameters(made)
     assert model.vocab is not None

@@ -45,16 +45,17 @@ class StrictEnvironment(Environment):
             self.override_op_definition(operation, own)
 
     def _mm(self, one: Tensor, other: Tensor) -> Tensor:
-        return Tensor(dot("ab,bc->ac", one.jax(), other.jax()), self)
+        return Tensor(dot("ab,bc->ac", one.jax(), other.jax(), one.jax().dtype), self)
 
     def _bmm(self, one: Tensor, other: Tensor) -> Tensor:
-        return Tensor(dot("zab,zbc->zac", one.jax(), other.jax()), self)
+        return Tensor(dot("zab,zbc->zac", one.jax(), other.jax(), one.jax().dtype), self)
 
     def _addmm_plain(
         self, added: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        product = self._mm(one, other).jax()
-        return Tensor(beta * added.jax() + alpha * product, self)
+        product = dot("ab,bc->ac", one.jax(), other.jax(), jnp.float32)
+        summed = beta * added.jax().astype(jnp.float32) + alpha * product
+        return Tensor(summed.astype(added.jax().dtype), self)
 
     def _rows(self, table: Tensor, index: Tensor, *_: Any) -> Tensor:
         return self._embedding(index, table)
