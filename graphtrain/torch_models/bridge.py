@@ -26,8 +26,8 @@ from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_models.attention import attend
 from graphtrain.torch_models.causes import here, innermost
 from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
-from graphtrain.torch_models.joint import changes_buffer
 from graphtrain.torch_models.functions import apply_function
+from graphtrain.torch_models.joint import changes_buffer
 from lowering.constrain import by_hand_now, constrain
 
 

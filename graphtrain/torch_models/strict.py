@@ -107,13 +107,11 @@ class StrictGraph:
 
         def backward(saved: Any, gradient: jax.Array) -> Any:
             weights, tokens, key, kept = saved
-            if self._again:  # or the compiler would find that it has these already
-                weights, kept = jax.lax.optimization_barrier((weights, kept))
             values = self._given(weights, tokens)
             for node, array in zip(self._kept, kept, strict=True):
                 values[node] = Tensor(array, self.environment)
             values[self.joint.inputs[-1]] = Tensor(gradient, self.environment)
-            self._evaluate([*self._again, *self._backward], values, key)
+            self._evaluate_backward(values, gradient, key)
             gradients = [
                 jnp.zeros_like(weight) if node is None else values[node].jax().astype(weight.dtype)
                 for node, weight in zip(self.joint.outputs[1:], weights, strict=True)
@@ -191,11 +189,6 @@ class StrictGraph:
             return node.target in _PRODUCTS
         return self._is_residual(node)
 
-    @cached_property
-    def _again(self) -> list[Node]:
-        """What the backward pass computes again."""
-        return self._needed(self._used, set(self._kept))
-
     def _needed(self, ends: Iterable[Node], there: set[Node]) -> list[Node]:
         """What these take to compute, in order, from what is given and there."""
         waiting, found = list(ends), set()
@@ -205,6 +198,24 @@ class StrictGraph:
                 found.add(node)
                 waiting += node.all_input_nodes
         return [node for node in self.joint.module.graph.nodes if node in found]
+
+    def _evaluate_backward(self, values: Values, gradient: jax.Array, key: jax.Array) -> None:
+        """Fill in the values of the backward pass, with what is computed again as late as can be.
+
+        What that begins from waits for the gradient of the residual stream; the compiler would
+        otherwise find that it has it already, or compute all of it at once.
+        """
+        renewed: set[Node] = set()
+        for node in self._backward:
+            again = self._needed(node.all_input_nodes, set(values))
+            begins = {one for late in again for one in late.all_input_nodes if one in values}
+            for one in begins - renewed:
+                array, _ = jax.lax.optimization_barrier((values[one].jax(), gradient))
+                values[one] = Tensor(array, self.environment)
+            renewed |= begins
+            self._evaluate([*again, node], values, key)
+            if self._is_residual(node):
+                gradient, renewed = values[node].jax(), set()
 
     def _evaluate(self, nodes: Iterable[Node], values: Values, key: jax.Array) -> None:
         """Fill in the values of nodes, which are in order."""
