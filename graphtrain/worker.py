@@ -99,6 +99,8 @@ def produce(
             say(f"front end: strict, because {strict}")
     say("tracing")
     lowered = lower(program, name)
+    if name == "train" and is_imported(program.model):
+        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run makes no module
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -123,6 +125,17 @@ def _compared(model: Imported, target: Target, cache: Cache) -> tuple[Imported, 
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
     strict = ensure_parity(model, cache.root).strict
     return (replace(model, front_end="strict") if strict else model), strict
+
+
+def _flops_per_token(program: Program) -> float | None:
+    from graphtrain.errors import PlanError
+    from graphtrain.estimates.filler import estimable
+    from graphtrain.models.counts import step_flops_per_token
+
+    try:
+        return step_flops_per_token(estimable(program))
+    except PlanError:
+        return None
 
 
 def _end_with_parent(scratch: Path) -> None:
