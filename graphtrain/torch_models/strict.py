@@ -7,7 +7,7 @@ a custom_vjp. So losses, masks and optimizers are the same as for every other mo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -146,12 +146,12 @@ class StrictGraph:
         """What logits and the kept values take."""
         (logits, *_) = self.joint.outputs
         assert logits is not None
-        return self._needed([logits, *self._kept], set())
+        return self._needed([logits, *self._kept])
 
     @cached_property
     def _backward(self) -> list[Node]:
         ends = [node for node in self.joint.outputs[1:] if node is not None]
-        return [node for node in self._needed(ends, set()) if node in self._after]
+        return [node for node in self._needed(ends) if node in self._after]
 
     @cached_property
     def _used(self) -> list[Node]:
@@ -178,8 +178,11 @@ class StrictGraph:
                 ends[node] = None
             else:
                 waiting += node.all_input_nodes
-        order = {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
-        return sorted(ends, key=order.__getitem__)
+        return sorted(ends, key=self._order.__getitem__)
+
+    @cached_property
+    def _order(self) -> dict[Node, int]:
+        return {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
 
     def _is_kept(self, node: Node) -> bool:
         source = node.args[0] if node.target is operator.getitem else node
@@ -189,7 +192,7 @@ class StrictGraph:
             return node.target in _PRODUCTS
         return self._is_residual(node)
 
-    def _needed(self, ends: Iterable[Node], there: set[Node]) -> list[Node]:
+    def _needed(self, ends: Iterable[Node], there: Container[Node] = ()) -> list[Node]:
         """What these take to compute, in order, from what is given and there."""
         waiting, found = list(ends), set()
         while waiting:
@@ -197,7 +200,7 @@ class StrictGraph:
             if node not in found and node not in there and node.op != "placeholder":
                 found.add(node)
                 waiting += node.all_input_nodes
-        return [node for node in self.joint.module.graph.nodes if node in found]
+        return sorted(found, key=self._order.__getitem__)
 
     def _evaluate_backward(self, values: Values, gradient: jax.Array, key: jax.Array) -> None:
         """Fill in the values of the backward pass, with what is computed again as late as can be.
@@ -207,12 +210,12 @@ class StrictGraph:
         """
         renewed: set[Node] = set()
         for node in self._backward:
-            again = self._needed(node.all_input_nodes, set(values))
-            begins = {one for late in again for one in late.all_input_nodes if one in values}
-            for one in begins - renewed:
-                array, _ = jax.lax.optimization_barrier((values[one].jax(), gradient))
-                values[one] = Tensor(array, self.environment)
-            renewed |= begins
+            again = self._needed(node.all_input_nodes, values)
+            for one in [one for late in again for one in late.all_input_nodes]:
+                if one not in renewed and isinstance(values.get(one), Tensor):
+                    array, _ = jax.lax.optimization_barrier((values[one].jax(), gradient))
+                    values[one] = Tensor(array, self.environment)
+                    renewed.add(one)
             self._evaluate([*again, node], values, key)
             if self._is_residual(node):
                 gradient, renewed = values[node].jax(), set()
