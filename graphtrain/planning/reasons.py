@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program
+from graphtrain.estimates.filler import estimable
 from graphtrain.planning.moved import Moved, Parameters
 from lowering.collectives import Collective
 from sharding_rules.rules import Rules, matches
@@ -160,7 +161,7 @@ class Reasons:
         """Positions of the residual stream, for a block that works on all of them; or tokens that
         an expert takes."""
         dimension, sizes = collective.dimension or 0, collective.sizes[0]
-        model = self.program.model
+        model = estimable(self.program).model
         features = (model.embed, model.mlp, model.vocab)
         is_last = dimension == len(sizes) - 1
         if mesh_axis in self._split("residual") and mesh_axis not in self._split("seq"):
