@@ -109,7 +109,7 @@ def _heads(width: int) -> tuple[int, int]:
     for head_dim in (128, 64, 32, 16, 8, 4, 2):
         if width % head_dim == 0 and width // head_dim >= 4:
             return width // head_dim, head_dim
-    return width, 1
+    return max(1, width // 2), 2
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
