@@ -215,7 +215,10 @@ class _Loop:
     def __post_init__(self) -> None:
         program = self.config.program
         self._target = Target.parse(program.target)
-        self._flops = None if hides_sizes(program) else step_flops_per_token(estimable(program))
+        if hides_sizes(program):
+            self._flops = self.programs["train"].record.get("flops_per_token")
+        else:
+            self._flops = step_flops_per_token(estimable(program))
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -100,9 +101,14 @@ def produce(
     """
     if isinstance(program, Program) and is_imported(program.model):
         say("comparing with PyTorch")
-        _ensure_parity(program, name, program.model, cache)
+        model, strict = _compared(program, name, program.model, cache)
+        program = replace(program, model=model)
+        if strict:
+            say(f"front end: strict, because {strict}")
     say("tracing")
     lowered = lower(program, name)
+    if name == "train" and isinstance(program, Program) and is_imported(program.model):
+        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run makes no module
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -117,7 +123,8 @@ def produce(
     return key.digest, new
 
 
-def _ensure_parity(program: Program, name: str, model: Imported, cache: Cache) -> None:
+def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tuple[Imported, str]:
+    """The model with the front end that is right, and why that is the strict one, if it is."""
     from graphtrain.torch_models.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
@@ -126,11 +133,24 @@ def _ensure_parity(program: Program, name: str, model: Imported, cache: Cache) -
 
     target = Target.parse(program.target)
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
-    ensure_parity(model, cache.root)
+    strict = ensure_parity(model, cache.root).strict
+    model = replace(model, front_end="strict") if strict else model
     ring = Rules.load(program.rules).activations.get("attended", ())
     split = mesh_shape(program).size(ring) > 1
     if program.batch.documents == "apart" or split or name in TOKENS:
         ensure_apart(model, cache.root)
+    return model, strict
+
+
+def _flops_per_token(program: Program) -> float | None:
+    from graphtrain.errors import PlanError
+    from graphtrain.estimates.filler import estimable
+    from graphtrain.models.counts import step_flops_per_token
+
+    try:
+        return step_flops_per_token(estimable(program))
+    except PlanError:
+        return None
 
 
 def _end_with_parent(scratch: Path) -> None:

@@ -118,19 +118,19 @@ def show(
         from graphtrain.planning.text import print_answer
 
         print_answer(console(), found)
-        _print_imported(program)
+        _print_imported(program, cache)
     if not found.assessment.memory.fits:
         sys.exit(DOES_NOT_FIT)
 
 
-def _print_imported(program: "Program") -> None:
+def _print_imported(program: "Program", store: Path) -> None:
     """How a model of PyTorch was taken apart."""
     from graphtrain.config.schema import is_imported
 
     if is_imported(program.model):
         from graphtrain.torch_models.describe import describe
 
-        for line in describe(program.model):
+        for line in describe(program.model, store):
             click.echo(line)
 
 

@@ -178,6 +178,8 @@ class Imported:
     axes: dict[str, tuple[str, ...]] = _EMPTY  # of parameters by name, as "*.wq.weight"; "": whole
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what is computed again
+    # trace: by JAX, with blocks scanned. strict: PyTorch's own backward pass. auto: as it must be.
+    front_end: Literal["auto", "trace", "strict"] = "auto"
     parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from graphtrain.requests import stages_of
 
 
 def hides_sizes(program: Program) -> bool:
-    """Whether a program's model is one of PyTorch whose sizes no configuration says."""
-    return is_imported(program.model) and _native(program) is None
+    """Whether only the module of a program says its sizes, which a run does not make."""
+    return is_imported(program.model) and (program.model.hf is None or _native(program) is None)
 
 
 def estimable(program: Program) -> Program:
@@ -21,8 +21,8 @@ def estimable(program: Program) -> Program:
     native = _native(program)
     if native is None:
         raise PlanError(
-            "this takes the sizes of the model, which program.model.torch does not say; compile it "
-            "with graphtrain compile, or see single arrays with --array"
+            "this takes the sizes of the model, and it has no table of tokens that tells them; "
+            "compile it with graphtrain compile, or see single arrays with --array"
         )
     return program if native is program.model else replace(program, model=native)
 

@@ -26,9 +26,10 @@ from graphtrain.models.kept import begins
 from graphtrain.models.projection import PROJECTION
 from graphtrain.models.scores import Scoring
 from graphtrain.torch_models.attention import attend, attend_causally, only_native
-from graphtrain.torch_models.causes import innermost
-from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.causes import here, innermost
+from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_models.functions import apply_function
+from graphtrain.torch_models.joint import changes_buffer
 from lowering.constrain import by_hand_now, constrain
 
 
@@ -245,11 +246,7 @@ def call(
             result = function()
     changed = [name for name in before if constants[name].jax() is not before[name]]
     if changed and module.training:
-        raise ImportedModelError(
-            f"{type(module).__name__} changes its buffer {changed[0]} when it is called, as "
-            "BatchNorm does its running statistics; no state but parameters is kept from step to "
-            "step, so such a layer has to be replaced or set to eval()"
-        )
+        raise changes_buffer(module, changed[0])
     return result
 
 
@@ -263,18 +260,18 @@ def _put_right(environment: Environment) -> Iterator[None]:
         return apply_function(cls, args, environment)
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        raise ImportedModelError(
-            "the module calls torch.utils.checkpoint, which would keep everything all the same; "
-            "turn it off (gradient_checkpointing) and set program.model.remat"
+        raise NeedsStrict(
+            f"torch.utils.checkpoint at {here()} is lost in a trace",
+            "turn it off (gradient_checkpointing) and set program.model.remat",
         )
 
     entering = torch.autocast.__enter__
 
     def autocast(self: torch.autocast) -> Any:
         if getattr(self, "_enabled", False):
-            raise ImportedModelError(
-                "the module enters torch.autocast, which would be ignored; remove it and set "
-                "program.model.dtype"
+            raise NeedsStrict(
+                f"torch.autocast at {here()} is lost in a trace",
+                "remove it and set program.model.dtype",
             )
         return entering(self)
 

@@ -11,59 +11,74 @@ from typing import Any
 import jax
 import torch
 import torchax
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_FOLLOWED = ("__getitem__",)  # views that torchax writes through
 
 
 def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
     """Writes through views and writes without gradients, in an eager forward pass, by line."""
-    watch = _Watch()
+    watch = Watch()
     with watch:
         try:
             module(tokens)
         except Exception:  # what a module does with its arguments is not ours to judge here
             return []
-    return list(watch.found)
+    advice = "; write into a copy (.clone()), or make a new tensor"
+    return [one + advice for one in watch.through_views] + watch.without_gradients
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchFunctionMode):
     """Notes operations that change a tensor others look at."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.through_views: list[str] = []
+        self.without_gradients: list[str] = []
         self._shared: set[int] = set()  # storages that a view looks at
-        self._kept: list[Any] = []  # so that no storage's address is used again
+        self._kept: list[torch.Tensor] = []  # so that no storage's address is used again
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
-        target = args[0] if args else None
-        if func._schema.is_mutable and isinstance(target, torch.Tensor):
-            name = func.__name__.partition(".")[0]
-            if _address(target) in self._shared:
-                self.found[
-                    f"{name} at {_line()} writes in place into memory that a view shares; write "
-                    "into a copy (.clone()), or make a new tensor"
-                ] = None
-            elif not torch.is_grad_enabled():
-                self.found[f"{name} at {_line()} writes in place without gradients"] = None
+        given = _tensors((args, kwargs))
+        versions = [tensor._version for tensor in given]
         result = func(*args, **(kwargs or {}))
-        if _is_view(result, target):
-            self._shared.add(_address(result))
-            self._kept.append(result)
+        name = getattr(func, "__name__", "")
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:
+                self._written(tensor, name)
+                break
+        own, before = {id(tensor) for tensor in given}, {_storage(tensor) for tensor in given}
+        for tensor in _tensors(result):
+            if id(tensor) not in own and _storage(tensor) in before and name not in _FOLLOWED:
+                self._shared.add(_storage(tensor))
+                self._kept.append(tensor)
         return result
 
+    def _written(self, tensor: torch.Tensor, name: str) -> None:
+        if _storage(tensor) in self._shared:
+            found, what = self.through_views, f"{name} at {here()} writes through a view"
+        elif not torch.is_grad_enabled():
+            found = self.without_gradients
+            what = f"{name} at {here()} writes in place without gradients"
+        else:
+            return
+        if what not in found:
+            found.append(what)
 
-def _is_view(result: Any, of: Any) -> bool:
-    tensors = isinstance(result, torch.Tensor) and isinstance(of, torch.Tensor)
-    return tensors and result is not of and _address(result) == _address(of)
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if not tensor.is_meta else id(tensor)
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
-def _line() -> str:
+def here() -> str:
+    """The line of the module's author that is being executed."""
     return innermost(traceback.extract_stack())
 
 

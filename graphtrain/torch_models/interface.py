@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchax.tensor import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     causal_mask_function,
@@ -102,14 +103,49 @@ def _attention(
         if others.get(name) is not None:
             raise ImportedModelError(f"{type(module).__name__} adds {name} to its scores")
     plain = isinstance(attention_mask, Causal)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    mixed = query._env.attend(
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not isinstance(query, Tensor):
+        mixed = _in_pytorch(query, key, value, attention_mask, causal, dropout, scaling, softcap)
+        return mixed.transpose(1, 2), None
+    environment: Any = query._env
+    mixed = environment.attend(
         *(query, key, value, scaling),
-        causal=plain or (attention_mask is None and is_causal and query.shape[2] > 1),
+        causal=plain or (attention_mask is None and causal and query.shape[2] > 1),
         mask=None if plain else attention_mask,
         window=attention_mask.window if plain else None,
         cap=softcap,
         dropout=dropout,
     )
     return mixed.transpose(1, 2), None
+
+
+def _in_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Causal | torch.Tensor | None,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """The same for the strict front end, which has PyTorch's own backward pass of it."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    seen = mask if isinstance(mask, torch.Tensor) else None
+    if isinstance(mask, Causal) or (mask is None and causal):
+        places = torch.arange(query.shape[2], device=query.device)
+        distance = places[:, None] - places
+        seen = distance >= 0
+        if isinstance(mask, Causal) and mask.window is not None:
+            seen = seen & (distance < mask.window)
+    if seen is not None and seen.dtype == torch.bool:
+        seen = torch.zeros_like(seen, dtype=scores.dtype).masked_fill(
+            ~seen, torch.finfo(scores.dtype).min
+        )
+    scores = scores if seen is None else scores + seen
+    shares = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    return torch.nn.functional.dropout(shares, dropout) @ value

@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,12 @@ from graphtrain.torch_models.axes import Named, name_axes
 from graphtrain.torch_models.balance import Balance
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
-from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
+from graphtrain.torch_models.joint import trace_joint, written_through_views
 from graphtrain.torch_models.making import Change, Made, make
 from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
+from graphtrain.torch_models.strict import StrictEnvironment, StrictGraph
 from lowering.constrain import by_hand_now, constrain
 from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
@@ -49,18 +51,49 @@ def open_model(model: Imported) -> OpenedModel:
     """
     key = json.dumps(asdict(model), sort_keys=True)
     if key not in _opened:
-        _opened[key] = _open(model)
+        _opened[key] = open_anew(model)
     return _opened[key]
 
 
-def _open(model: Imported) -> OpenedModel:
+def open_anew(model: Imported) -> OpenedModel:
+    """As open_model, with a module of its own, which may be changed."""
     made = make(factory(model))
     _check_parameters(made)
     assert model.vocab is not None
-    axes = name_axes(made.module, model.vocab, model.axes)
-    lists, balance = find_stacks(made.module), Balance.taken_from(made.module)
+    axes, balance = name_axes(made.module, model.vocab, model.axes), Balance.taken_from(made.module)
+    opened = OpenedModel(model, made, (), axes, balance)
+    if model.front_end == "strict":
+        return _strict(opened, "program.model.front_end says so")
+    if model.front_end == "auto" and (writes := written_through_views(made, _TOKENS, opened.call)):
+        return _strict(opened, writes[0])
+    try:
+        return _traced(opened)
+    except NeedsStrict as found:
+        if model.front_end == "trace":
+            raise
+        return _strict(opened, found.reason)
+
+
+def _strict(opened: OpenedModel, because: str) -> OpenedModel:
+    """Of one graph, in which no block is told from another."""
+    if opened.balance is not None:
+        raise ImportedModelError(
+            "output_router_logits asks for a balance loss, which the strict front end (because "
+            f"{because}) does not add; set it to false in overrides"
+        )
+    lists = tuple(
+        Unrolled(one.name, one.count, "the strict front end takes a module as one graph")
+        for one in find_stacks(opened.made.module)
+    )
+    opened = replace(opened, lists=lists, strict=because)
+    opened.check()
+    return opened
+
+
+def _traced(opened: OpenedModel) -> OpenedModel:
+    lists = find_stacks(opened.made.module)
     while True:
-        opened = OpenedModel(model, made, tuple(lists), axes, balance)
+        opened = replace(opened, lists=tuple(lists))
         try:
             opened.check()
             return opened
@@ -119,6 +152,7 @@ class OpenedModel:
     lists: tuple[Stack | Unrolled, ...]  # of blocks
     axes: dict[str, Named]  # of every parameter, by name
     balance: Balance | None = None  # that a mixture adds to the loss
+    strict: str = ""  # why the strict front end; empty: it is traced by JAX
 
     @property
     def stacks(self) -> list[Stack]:
@@ -274,6 +308,8 @@ class OpenedModel:
         key: jax.Array | None,
         verify: bool = False,
     ) -> jax.Array:
+        if self.strict:
+            return self._strict_logits(arrays, tokens, key)
         return self.logits_of(self.run(arrays, tokens, key, verify=verify), tokens)
 
     def run(
@@ -308,11 +344,8 @@ class OpenedModel:
             with blocks_scanned(
                 module, environment, self.lists, arrays, settings.remat, verify, through
             ):
-                given = Tensor(tokens, environment)
                 places = environment.wrap(self._positions(tokens.shape[1]))
-                if self.settings.hf is not None:
-                    return scores(module(input_ids=given, use_cache=False, **places))
-                return scores(module(given, **places))
+                return self._scores(Tensor(tokens, environment), places)
 
         out: Any = call(module, environment, plain, self.made.buffers, key, run)
         if not environment.attended and (what := only_native()):
@@ -327,13 +360,61 @@ class OpenedModel:
 
     def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
         """Float32 logits of what the module returned for these tokens."""
-        vocab = self.settings.vocab
-        if tuple(out.shape) != (*tokens.shape, vocab):
-            raise ImportedModelError(
-                f"the module returns {tuple(out.shape)} for tokens {tokens.shape}; with "
-                f"program.model.vocab = {vocab} it should be {(*tokens.shape, vocab)}"
-            )
+        self._check_scores(out, tokens.shape)
         return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _strict_logits(
+        self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
+        if what := only_native():
+            raise ImportedModelError(
+                f"{what} takes attention of graphtrain, and the strict front end (because "
+                f"{self.strict}) has PyTorch's"
+            )
+        self._check_length(tokens.shape[1])
+        settings, training = self.settings, key is not None
+        joint = trace_joint(self.made, settings.dtype, tokens.shape, self.call, training=training)
+        environment = StrictEnvironment(settings.dtype, settings.vocab)
+        graph = StrictGraph(joint, self.made.buffers, environment, self.embed, settings.remat)
+        by_name = {
+            names[0]: arrays[path].astype(settings.dtype) for path, names in self.stored().items()
+        }
+        out = graph.logits(by_name, tokens, jax.random.key(0) if key is None else key)
+        return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
+
+    def call(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The module's logits.
+
+        Raises:
+            ImportedModelError: they are not (batch, seq, vocab).
+        """
+        found = self._scores(tokens, {})
+        self._check_scores(found, tuple(tokens.shape))
+        return found
+
+    def _scores(self, tokens: torch.Tensor, places: dict[str, Any]) -> torch.Tensor:
+        """What the module returns as scores of tokens at these places."""
+        if self.settings.hf is not None:
+            places = {"use_cache": False} | places
+            return scores(self.made.module(input_ids=tokens, **places))
+        return scores(self.made.module(tokens, **places))
+
+    def _check_scores(self, found: torch.Tensor, tokens: tuple[int, ...]) -> None:
+        want = (*tokens, self.settings.vocab)
+        if tuple(found.shape) != want:
+            raise ImportedModelError(
+                f"the module returns {tuple(found.shape)} for tokens {tuple(tokens)}; with "
+                f"program.model.vocab = {want[-1]} it should be {want}"
+            )
+
+    @property
+    def embed(self) -> int:
+        """The width of the residual stream; 0 where no table of tokens tells it."""
+        for name, parameter in self.made.parameters().items():
+            axes = self.axes[name].axes
+            if set(axes) == {"vocab", "embed"}:
+                return parameter.shape[axes.index("embed")]
+        return 0
 
     def _positions(self, length: int) -> dict[str, jax.Array]:
         """What says where each token is, if that is not simply its place in the row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,12 @@ def blocks_of(model: Imported) -> int | None:
 
 
 def look_alike(model: Imported) -> Model | None:
-    """A native model of about the same sizes; None where a module's factory hides them."""
+    """A native model of about the same sizes; None where a configuration does not say them.
+
+    A module of one's own is made to know its sizes, which imports PyTorch.
+    """
     if model.hf is None:
-        return None
+        return _of_module(model)
     config = read_config(model.hf, model.overrides)
     sizes: dict[str, Any] = {name: _first(config, names) for name, names in _NAMES.items()}
     if not (sizes["layers"] and sizes["embed"] and sizes["heads"]):
@@ -65,6 +69,54 @@ def look_alike(model: Imported) -> Model | None:
         dtype=model.dtype,
         remat=model.remat,
     )
+
+
+def _of_module(model: Imported) -> Model | None:
+    """With as many numbers in matrices, and queries as wide, so that 6 N is that of the module."""
+    from graphtrain.torch_models.model import open_model
+
+    opened = open_model(model)
+    if not opened.embed:
+        return None
+    assert model.vocab is not None
+    layers = max((one.count for one in opened.lists), default=1)
+    specs = list(opened.specs().values())
+    tables = [spec for spec in specs if {"vocab", "embed"} <= {*spec.axes}]
+    matrices = [
+        spec
+        for spec in specs
+        if not {"vocab", "positions"} & {*spec.axes} and len({*spec.axes} - {"layers"}) > 1
+    ]
+    numbers = sum(math.prod(spec.shape) for spec in matrices)
+    widths = [
+        size
+        for spec in matrices
+        for size, axis in zip(spec.shape, spec.axes, strict=True)
+        if axis == "heads"
+    ]
+    heads, head_dim = _heads(max(widths, default=1))
+    attention = 4 * opened.embed * heads * head_dim
+    mlp = max(1, round((numbers / layers - attention) / (2 * opened.embed)))
+    return Model(
+        layers=layers,
+        embed=opened.embed,
+        heads=heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        vocab=model.vocab,
+        activation="gelu",
+        tied_head=len(tables) == 1,
+        dtype=model.dtype,
+        remat=model.remat,
+    )
+
+
+def _heads(width: int) -> tuple[int, int]:
+    """How many heads of which size; a module does not say, and only estimates of scores ask."""
+    for head_dim in (128, 64, 32, 16, 8, 4, 2):
+        if width % head_dim == 0 and width // head_dim >= 4:
+            return width // head_dim, head_dim
+    return max(1, width // 2), 2
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # What tracing executes; estimates, conversions and comparisons are not in a program.
 _SOURCES = (
-    *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "continuing.py"),
-    *("experts.py", "functions.py", "interface.py", "making.py", "model.py", "names.toml"),
-    *("scanning.py", "staged.py", "transformers_model.py"),
+    *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "causes.py"),
+    *("continuing.py", "experts.py", "functions.py", "interface.py", "joint.py", "making.py"),
+    *("model.py", "names.toml", "scanning.py", "staged.py", "strict.py", "transformers_model.py"),
 )
 
 

@@ -54,11 +54,27 @@ def state_of(of: Program, module: torch.nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", [*FAMILIES, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE)]
+    ("kind", "front_end"),
+    [
+        *((kind, "trace") for kind in FAMILIES),
+        ("llama", "strict"),
+        *(pytest.param(kind, "trace", marks=pytest.mark.slow) for kind in MORE),
+        *(
+            pytest.param(kind, "strict", marks=pytest.mark.slow)
+            for kind in (*FAMILIES, *MORE)
+            if kind != "llama"
+        ),
+    ],
 )
-def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(tmp_path, kind):
-    microbatches = 2 if kind == "llama" else 1
-    of = of_family(tmp_path, kind, batch=Batch(sequences=8, length=12, microbatches=microbatches))
+def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(
+    tmp_path, kind, front_end
+):
+    of = of_family(
+        tmp_path,
+        kind,
+        model=imported(tmp_path, kind, front_end=front_end),
+        batch=Batch(sequences=8, length=12, microbatches=2 if kind == "llama" else 1),
+    )
     module, inputs = module_of(of), batch(of)
     eager = eager_loss(module, inputs)
     eager.backward()

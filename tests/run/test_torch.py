@@ -26,7 +26,9 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(2 * width, width)
 
     def forward(self, x):
-        return x + self.down(self.up(x).relu())
+        hidden = self.up(x)
+        hidden.view(-1).mul_(0.5)
+        return x + self.down(hidden.relu())
 """
 
 
@@ -71,11 +73,14 @@ def test_the_key_of_a_module_covers_what_it_imports_and_programs_do_not_differ(
     (cold.path / "mine.py").write_text(TORCH)
     (cold.path / "model_parts.py").write_text(PARTS)
     configure(cold, 'torch = "mine:build"\nvocab = 264\noverrides = {width = 32}')
-    out, _ = cold.command("compile", "config.toml", "--json")
+    out, err = cold.command("compile", "config.toml", "--json")
     first = json.loads(out)
     assert first["successful"] == 3
+    strict = re.compile(r"front end: strict, because mul_ at .*model_parts\.py:\d+ writes through")
+    assert strict.search(err) and strict.search(cold.command("plan", "config.toml")[0])
     assert json.loads(cold.command("compile", "config.toml", "--json")[0])["cached"] == 3
     cold.command("run", "config.toml", "--set", "run.steps=2")
+    assert all(one["mfu"] > 0 for one in cold.journal() if "loss" in one)
 
     # A comment costs a trace, in another process, and no compilation: the program is the same.
     (cold.path / "model_parts.py").write_text("# Parts of a model.\n" + PARTS)
@@ -83,8 +88,10 @@ def test_the_key_of_a_module_covers_what_it_imports_and_programs_do_not_differ(
     again = json.loads(cold.command("compile", "config.toml", "--json")[0])
     assert [one["digest"] for one in again["graphs"]] == [one["digest"] for one in first["graphs"]]
 
-    (cold.path / "model_parts.py").write_text(PARTS.replace("relu", "tanh"))
-    changed = json.loads(cold.command("compile", "config.toml", "--json")[0])
+    (cold.path / "model_parts.py").write_text(PARTS.replace("hidden.view(-1)", "hidden"))
+    out, err = cold.command("compile", "config.toml", "--json")
+    changed = json.loads(out)
+    assert not strict.search(err)
     assert changed["graphs"][1]["digest"] != first["graphs"][1]["digest"]
     (cold.path / "mine.py").write_text(TORCH.replace("def build", "def made"))
     _, err = cold.command("compile", "config.toml", status=2)

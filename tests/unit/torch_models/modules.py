@@ -89,10 +89,20 @@ class ThroughAView(Model):
         return y
 
 
+class OutOfSight(Model):
+    """Through memory that no operation of PyTorch's is seen to share."""
+
+    def between(self, x):
+        y = x.clone()
+        with torch._C.DisableTorchFunction():
+            other = y.view(-1, EMBED)
+        return y.mul_(1) + other.mul_(2).view_as(y)
+
+
 class Autocast(Model):
     def between(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x)
+            return self.inner(x).float()
 
 
 class Checkpointed(Model):
@@ -132,6 +142,28 @@ class RandomBuffer(Model):
 class Dropped(Model):
     def between(self, x):
         return functional.dropout(functional.dropout(x, 0.5, self.training), 0.5, self.training)
+
+
+class DroppedByModule(Model):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def between(self, x):
+        return self.drop(x)
+
+
+class Unused(Model):
+    """A parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(EMBED))
+
+
+class Broken(Model):
+    def between(self, x):
+        return x @ x.new_ones(EMBED + 1, EMBED)
 
 
 class LeftPadded(Model):

@@ -1,0 +1,270 @@
+"""The strict front end: a module's forward and backward pass as PyTorch has them, run by JAX.
+
+What does not depend on the gradient of logits is the forward pass; the rest is the backward pass of
+a custom_vjp. So losses, masks and optimizers are the same as for every other model.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from graphtrain.models.dot import dot
+from graphtrain.torch_models.bridge import Environment, Tensor
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.joint import Joint
+from lowering.constrain import constrain
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_IGNORED = (torch.ops.aten._assert_tensor_metadata.default,)
+Values = dict[Node, Any]
+
+
+class StrictEnvironment(Environment):
+    """The operations that PyTorch's graphs are made of."""
+
+    def __init__(self, dtype: str, vocab: int | None) -> None:
+        super().__init__(dtype, vocab)
+        aten = torch.ops.aten
+        for operation, own in (
+            (aten.mm, self._mm),
+            (aten.bmm, self._bmm),
+            (aten.addmm, self._addmm_plain),
+            (aten.embedding, self._rows),
+            (aten.embedding_dense_backward, self._gradient_of_rows),
+        ):
+            self.override_op_definition(operation, own)
+
+    def _mm(self, one: Tensor, other: Tensor) -> Tensor:
+        return Tensor(dot("ab,bc->ac", one.jax(), other.jax(), one.jax().dtype), self)
+
+    def _bmm(self, one: Tensor, other: Tensor) -> Tensor:
+        return Tensor(dot("zab,zbc->zac", one.jax(), other.jax(), one.jax().dtype), self)
+
+    def _addmm_plain(
+        self, added: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        product = dot("ab,bc->ac", one.jax(), other.jax(), jnp.float32)
+        summed = beta * added.jax().astype(jnp.float32) + alpha * product
+        return Tensor(summed.astype(added.jax().dtype), self)
+
+    def _rows(self, table: Tensor, index: Tensor, *_: Any) -> Tensor:
+        return self._embedding(index, table)
+
+    def _gradient_of_rows(
+        self, gradient: Tensor, index: Tensor, rows: int, padding: int, _: bool
+    ) -> Tensor:
+        """Summed in float32, whatever the table is in."""
+        numbers, at = gradient.jax(), index.jax()
+        if padding >= 0:
+            numbers = jnp.where((at == padding)[..., None], 0, numbers)
+        zeros = jnp.zeros((rows, numbers.shape[-1]), jnp.float32)
+        summed = zeros.at[at].add(numbers.astype(jnp.float32))
+        return Tensor(summed.astype(numbers.dtype), self)
+
+
+@dataclass
+class StrictGraph:
+    """A traced module as a function of JAX arrays."""
+
+    joint: Joint
+    constants: Mapping[str, torch.Tensor]  # the buffers, by name
+    environment: StrictEnvironment
+    embed: int  # width of the residual stream; 0 where it is not known
+    remat: str
+    _batch: tuple[int, ...] = field(init=False)  # (batch, seq)
+
+    def __post_init__(self) -> None:
+        self._batch = tuple(self._tokens.meta["val"].shape)
+
+    def logits(
+        self, arrays: Mapping[str, jax.Array], tokens: jax.Array, key: jax.Array
+    ) -> jax.Array:
+        """(batch, seq, vocab); their gradient is that which PyTorch's backward pass has.
+
+        Args:
+            arrays: the parameters, by name.
+            tokens: (batch, seq).
+            key: of the random operations, if there are any.
+        """
+
+        def forward(weights: list[jax.Array], tokens: jax.Array, key: jax.Array) -> Any:
+            values = self._given(weights, tokens)
+            self._evaluate(self._forward, values, key)
+            (logits, *_) = self.joint.outputs
+            assert logits is not None
+            kept = [values[node].jax() for node in self._kept]
+            return values[logits].jax(), (weights, tokens, key, kept)
+
+        def backward(saved: Any, gradient: jax.Array) -> Any:
+            weights, tokens, key, kept = saved
+            values = self._given(weights, tokens)
+            for node, array in zip(self._kept, kept, strict=True):
+                values[node] = Tensor(array, self.environment)
+            values[self.joint.inputs[-1]] = Tensor(gradient, self.environment)
+            self._evaluate_backward(values, gradient, key)
+            gradients = [
+                jnp.zeros_like(weight) if node is None else values[node].jax().astype(weight.dtype)
+                for node, weight in zip(self.joint.outputs[1:], weights, strict=True)
+            ]
+            return gradients, None, None
+
+        function = jax.custom_vjp(lambda *given: forward(*given)[0])
+        function.defvjp(forward, backward)
+        return function([arrays[name] for name in self.joint.parameters], tokens, key)
+
+    @property
+    def _tokens(self) -> Node:
+        return self.joint.inputs[-2]
+
+    def _given(self, weights: list[jax.Array], tokens: jax.Array) -> Values:
+        buffers = [self.environment.real(self.constants[name]) for name in self.joint.buffers]
+        arrays = [Tensor(array, self.environment) for array in (*weights, tokens)]
+        first = arrays[: len(weights)]
+        return dict(zip(self.joint.inputs[:-1], [*first, *buffers, arrays[-1]], strict=True))
+
+    @cached_property
+    def _after(self) -> set[Node]:
+        """What depends on the gradient of logits."""
+        found = {self.joint.inputs[-1]}
+        for node in self.joint.module.graph.nodes:
+            if found.intersection(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    @cached_property
+    def _forward(self) -> list[Node]:
+        """What logits and the kept values take."""
+        (logits, *_) = self.joint.outputs
+        assert logits is not None
+        return self._needed([logits, *self._kept])
+
+    @cached_property
+    def _backward(self) -> list[Node]:
+        ends = [node for node in self.joint.outputs[1:] if node is not None]
+        return [node for node in self._needed(ends) if node in self._after]
+
+    @cached_property
+    def _used(self) -> list[Node]:
+        """Results of the forward pass that the backward pass uses."""
+        ends = [node for node in self.joint.outputs[1:] if node is not None]
+        used = [node for late in self._backward for node in late.all_input_nodes]
+        own = {node: None for node in (*used, *ends) if node not in self._after}
+        return [node for node in own if node.op == "call_function"]
+
+    @cached_property
+    def _kept(self) -> list[Node]:
+        """Those that are not computed again, nor need be."""
+        if self.remat == "none":
+            return self._used
+        ends: dict[Node, None] = {}
+        seen: set[Node] = set()
+        waiting = list(self._used)
+        while waiting:  # back to what is kept anyway
+            node = waiting.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            if self._is_kept(node):
+                ends[node] = None
+            else:
+                waiting += node.all_input_nodes
+        return sorted(ends, key=self._order.__getitem__)
+
+    @cached_property
+    def _order(self) -> dict[Node, int]:
+        return {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
+
+    def _is_kept(self, node: Node) -> bool:
+        source = node.args[0] if node.target is operator.getitem else node
+        if _is_random(source):  # another draw would be another mask
+            return isinstance(node.meta["val"], torch.Tensor)
+        if self.remat == "dots":
+            return node.target in _PRODUCTS
+        return self._is_residual(node)
+
+    def _needed(self, ends: Iterable[Node], there: Container[Node] = ()) -> list[Node]:
+        """What these take to compute, in order, from what is given and there."""
+        waiting, found = list(ends), set()
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in there and node.op != "placeholder":
+                found.add(node)
+                waiting += node.all_input_nodes
+        return sorted(found, key=self._order.__getitem__)
+
+    def _evaluate_backward(self, values: Values, gradient: jax.Array, key: jax.Array) -> None:
+        """Fill in the values of the backward pass, with what is computed again as late as can be.
+
+        What that begins from waits for the gradient of the residual stream; the compiler would
+        otherwise find that it has it already, or compute all of it at once.
+        """
+        renewed: set[Node] = set()
+        for node in self._backward:
+            again = self._needed(node.all_input_nodes, values)
+            for one in [one for late in again for one in late.all_input_nodes]:
+                if one not in renewed and isinstance(values.get(one), Tensor):
+                    array, _ = jax.lax.optimization_barrier((values[one].jax(), gradient))
+                    values[one] = Tensor(array, self.environment)
+                    renewed.add(one)
+            self._evaluate([*again, node], values, key)
+            if self._is_residual(node):
+                gradient, renewed = values[node].jax(), set()
+
+    def _evaluate(self, nodes: Iterable[Node], values: Values, key: jax.Array) -> None:
+        """Fill in the values of nodes, which are in order."""
+        environment = self.environment
+        with environment.override_property(prng=key), environment, torch.device("jax"):
+            for node in nodes:
+                if node.op == "get_attr":
+                    constant = getattr(self.joint.module, str(node.target))
+                    values[node] = environment.real(constant)
+                elif node.target not in _IGNORED:
+                    values[node] = self._placed(node, self._call(node, values))
+
+    def _call(self, node: Node, values: Values) -> Any:
+        args = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+        kwargs = {name: one for name, one in kwargs.items() if name not in _OF_MEMORY}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("jax")
+        assert callable(node.target)
+        try:
+            return node.target(*args, **kwargs)
+        except NotImplementedError as error:
+            raise ImportedModelError(f"JAX has no {node.target}: {error}") from error
+
+    def _placed(self, node: Node, value: Any) -> Any:
+        """The residual stream, and its gradient, where the rules want it."""
+        if not self._is_residual(node):
+            return value
+        array = constrain(value.jax(), "batch", "residual", "embed")
+        return Tensor(array, self.environment)
+
+    def _is_residual(self, node: Node) -> bool:
+        """Whether it adds to the stream between blocks, as the embedding and every block do."""
+        if node.target is not torch.ops.aten.add.Tensor:
+            return False
+        shape = (*self._batch, self.embed)
+        return all(
+            isinstance(one, Node) and tuple(getattr(one.meta.get("val"), "shape", ())) == shape
+            for one in (*node.args[:2], node)
+        )
+
+
+_OF_MEMORY = ("pin_memory", "memory_format", "layout", "non_blocking")
+
+
+def _is_random(node: Any) -> bool:
+    target = getattr(node, "target", None)
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags
