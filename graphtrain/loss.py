@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Loss
+from lowering.constrain import split_of
+from lowering.on_cpu import computed_once, on_cpu
 
 
 @jax.named_scope("loss")
@@ -55,7 +57,48 @@ def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax
 
 def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log(Z) and the target's score at every position."""
+    if on_cpu() and not split_of("vocab"):
+        return _looked_up(logits, targets)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # A comparison with iota instead of a gather: each device keeps to its part of the vocabulary.
-    hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-    return log_z, jnp.where(hit, logits, 0.0).sum(-1)
+    return log_z, jnp.where(_hits(logits, targets), logits, 0.0).sum(-1)
+
+
+def _hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+
+
+@jax.custom_vjp
+def _looked_up(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """_scores where each device has the whole vocabulary.
+
+    XLA:CPU would write the scores that hit, nearly all zeros, as one more array of the logits'
+    size, and read it again.
+    """
+    return _looked_up_forward(logits, targets)[0]
+
+
+def _looked_up_forward(
+    logits: jax.Array, targets: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    highest = logits.max(-1)
+    powers = computed_once(jnp.exp(logits - highest[..., None]))
+    total = powers.sum(-1)
+    # As the comparison has it, a target outside of the vocabulary scores 0.
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
+    scores = jnp.log(total) + highest, jnp.where(inside, looked_up, 0.0)
+    return scores, (powers, total, targets)
+
+
+def _looked_up_backward(
+    kept: tuple[jax.Array, jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    powers, total, targets = kept
+    of_log_z, of_score = gradients
+    of_powers = computed_once(of_log_z / total)[..., None]
+    hit = jnp.where(_hits(powers, targets), of_score[..., None], 0.0)
+    return powers * of_powers + hit, None
+
+
+_looked_up.defvjp(_looked_up_forward, _looked_up_backward)

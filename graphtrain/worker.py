@@ -24,6 +24,7 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.errors import GraphtrainError
+from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
@@ -99,7 +100,7 @@ def produce(
     """
     if isinstance(program, Program) and is_imported(program.model):
         say("comparing with PyTorch")
-        _ensure_parity(program.model, Target.parse(program.target), cache)
+        _ensure_parity(program, name, program.model, cache)
     say("tracing")
     lowered = lower(program, name)
     (scratch / "program.mlir").write_text(lowered.text)
@@ -116,14 +117,20 @@ def produce(
     return key.digest, new
 
 
-def _ensure_parity(model: Imported, target: Target, cache: Cache) -> None:
+def _ensure_parity(program: Program, name: str, model: Imported, cache: Cache) -> None:
     from graphtrain.torch_models.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
+    from graphtrain.torch_models.apart import ensure_apart
     from graphtrain.torch_models.parity import ensure_parity
 
+    target = Target.parse(program.target)
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
     ensure_parity(model, cache.root)
+    ring = Rules.load(program.rules).activations.get("attended", ())
+    split = mesh_shape(program).size(ring) > 1
+    if program.batch.documents == "apart" or split or name in TOKENS:
+        ensure_apart(model, cache.root)
 
 
 def _end_with_parent(scratch: Path) -> None:

@@ -22,6 +22,7 @@ from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
+from lowering.on_cpu import KEEP_BARRIERS, compiled_for
 from lowering.overheard import overhear
 from lowering.target import Target
 from lowering.trees import Tree, flatten, unflatten
@@ -118,11 +119,14 @@ def lower(
     mesh_shape: MeshShape,
     target: Target,
     placed_on: list[Device] | None = None,
+    *,
+    compiler: str = "xla",
 ) -> Lowered:
     """Trace a graph and attach its shardings.
 
     Args:
         placed_on: devices in place of those that describe the target.
+        compiler: what the program is for; for another than "xla", nothing suits it to the target.
 
     Raises:
         ShardingError: an array cannot be placed.
@@ -150,7 +154,8 @@ def lower(
         out_shardings=outputs,
         donate_argnums=tuple(names.index(name) for name in graph.donated),
     )
-    with placed(mesh, rules) as placement:
+    suited_to = target.platform if compiler == "xla" else compiler
+    with placed(mesh, rules) as placement, compiled_for(suited_to):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
     text, chosen = handle.as_text(), options(target, runs_once=graph.runs_once)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
@@ -176,7 +181,8 @@ def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
     if target.platform != "cpu":
         return {}
     # LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s.
-    return {"xla_backend_optimization_level": 1} if runs_once else {}
+    quickly = {"xla_backend_optimization_level": 1} if runs_once else {}
+    return KEEP_BARRIERS | quickly
 
 
 def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:

@@ -156,6 +156,8 @@ def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
     heads = inside * (sizes.heads + 2 * sizes.kv_heads) * model.head_dim * sizes.item
     products = heads + hidden + 2 * stream
     scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
+    if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
+        scores = 0
     normed = stream * (2 if model.post_norm else 0) + heads * model.query_key_norm
     everything = 2 * products + 2 * stream + normed
     return {

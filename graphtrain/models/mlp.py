@@ -8,6 +8,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
 from graphtrain.models.counts import is_gated
+from graphtrain.models.gating import activated
 from graphtrain.models.projection import project, projects
 from lowering.constrain import constrain
 
@@ -40,8 +41,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same."""
         activate = ACTIVATIONS[self.model.activation]
-        *gate, up = self._widen(x)
-        hidden = activate(gate[0]) * up if gate else activate(up)
+        hidden = activated(activate, self._widen(x))
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Model, RopeScaling
+from lowering.on_cpu import computed_once
 
 if TYPE_CHECKING:
     from jax import Array
@@ -28,7 +29,7 @@ def rotate(
     Hugging Face Llama's: halves, not neighbours.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = computed_once((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

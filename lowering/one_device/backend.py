@@ -73,7 +73,8 @@ def lower(
                 f"{target}: {path} rests in the host's memory, which its programs do not reach; "
                 "set program.optimizer.offload = false"
             )
-    whole = jax_xla.lower(graph, rules, mesh_shape, Target("cpu", (target.devices,)))
+    on_cpu = Target("cpu", (target.devices,))
+    whole = jax_xla.lower(graph, rules, mesh_shape, on_cpu, compiler=target.platform)
     return take(whole, target, rank_input=rank_input)
 
 

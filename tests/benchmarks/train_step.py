@@ -99,6 +99,7 @@ target = "cpu:1"
 {model}
 dtype = "{dtype}"
 remat = "none"
+unroll = {MODEL["layers"]}
 [program.batch]
 sequences = {SEQUENCES}
 length = {LENGTH}

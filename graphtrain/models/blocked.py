@@ -1,0 +1,167 @@
+"""Attention a block of queries at a time, for a CPU.
+
+A block meets the keys up to its own end, so that most of what causality hides is not computed.
+Between the passes no scores are kept: the second computes them again, from the log-sum of each row.
+
+Inside, queries are (batch, kv_heads, query, group, head_dim), keys and values (batch, kv_heads,
+key, head_dim), and the large arrays of every product lie as XLA:CPU's matrix units read them:
+it would convert what it has to transpose to float32.
+
+Source: Dao et al. 2022, "FlashAttention", appendix B, https://arxiv.org/abs/2205.14135
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.models.documents import numbers
+from graphtrain.models.dot import dot
+from graphtrain.models.scores import Scoring, score, steepness
+from lowering.on_cpu import computed_once
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+_BLOCK = 128  # queries, at least, where there are as many
+_BLOCKS = 8  # at most: each is written out
+
+
+class Hiding(NamedTuple):
+    """What hides keys beside causality, if anything."""
+
+    window: jax.Array | None  # the distance at which a query sees a key no more
+    documents: jax.Array | None  # (batch, seq) which document each position is of
+
+
+class Kept(NamedTuple):
+    """Of the first pass, for the second."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    mixed: jax.Array  # (batch, seq, heads, head_dim)
+    log_sum: jax.Array  # (batch, kv_heads, query, group) of the scores of a row
+    hiding: Hiding
+
+
+def blocked_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    scoring: Scoring,
+    window: jax.Array | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """What `mixing.attention` computes of sequences from their first position."""
+
+    @jax.custom_vjp
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, hiding: Hiding) -> jax.Array:
+        return forward(query, key, value, hiding)[0]
+
+    def forward(
+        query: jax.Array, key: jax.Array, value: jax.Array, hiding: Hiding
+    ) -> tuple[jax.Array, Kept]:
+        queries, keys, values = _fold(query, key.shape[2]), _fold_keys(key), _fold_keys(value)
+        mixed, log_sum = _mix(queries, keys, values, scoring, hiding)
+        out = _unfold(mixed.astype(query.dtype))
+        return out, Kept(queries, keys, values, out, log_sum, hiding)
+
+    def backward(kept: Kept, gradient: jax.Array) -> tuple[Any, ...]:
+        return *_gradients(kept, gradient, scoring), None
+
+    attend.defvjp(forward, backward)
+    return attend(query, key, value, Hiding(window, numbers()))
+
+
+def _mix(
+    query: jax.Array, key: jax.Array, value: jax.Array, scoring: Scoring, hiding: Hiding
+) -> tuple[jax.Array, jax.Array]:
+    """Values by their shares, float32, and the log-sums."""
+    mixed, log_sums = [], []
+    for rows, keys in _blocks(query.shape[2]):
+        _, scores = _scores(query, key, rows, keys, scoring, hiding)
+        highest = scores.max(-1)
+        # The sum is that of the shares as they are multiplied, rounded.
+        shares = computed_once(jnp.exp(scores - highest[..., None]).astype(value.dtype))
+        total = shares.astype(jnp.float32).sum(-1)
+        of_values = dot("bhqgk,bhkd->bhqgd", shares, value[:, :, keys], jnp.float32)
+        mixed.append(of_values / total[..., None])
+        log_sums.append(highest + jnp.log(total))
+    return jnp.concatenate(mixed, 2), jnp.concatenate(log_sums, 2)
+
+
+def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.Array, ...]:
+    """Of queries, keys and values, as the model has them."""
+    query, key, value, mixed, log_sum, hiding = kept
+    dtype, length = query.dtype, query.shape[2]
+    products = gradient.astype(jnp.float32) * mixed.astype(jnp.float32)
+    mean = _fold(products.sum(-1, keepdims=True), key.shape[1])[..., 0]
+    gradient = _fold(gradient, key.shape[1])
+    across = [jnp.moveaxis(x, -1, 2) for x in (query, gradient)]  # head_dim before positions
+    log_sum, mean, gradient, across = computed_once((log_sum, mean, gradient, across))
+    of_query, of_key, of_value = [], 0.0, 0.0
+    for rows, keys in _blocks(length):
+        products, scores = _scores(query, key, rows, keys, scoring, hiding)
+        shares = jnp.exp(scores - log_sum[:, :, rows, :, None]).astype(dtype)
+        of_shares = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
+        steep = steepness(products, scoring)
+        of_products = shares * (of_shares - mean[:, :, rows, :, None]) * steep
+        shares, of_products = computed_once((shares, of_products.astype(dtype)))
+        of_query.append(dot("bhqgk,bhkd->bhqgd", of_products, key[:, :, keys]))
+        queries, gradients = (x[:, :, :, rows] for x in across)
+        rest = (*[(0, 0)] * 3, (0, length - keys.stop))
+        of_key += jnp.pad(dot("bhdqg,bhqgk->bhdk", queries, of_products, jnp.float32), rest)
+        of_value += jnp.pad(dot("bhdqg,bhqgk->bhdk", gradients, shares, jnp.float32), rest)
+    of_key, of_value = (
+        jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (of_key, of_value)
+    )
+    # What comes before reads each element twice, to turn it back by its position.
+    return computed_once((_unfold(jnp.concatenate(of_query, 2)), of_key, of_value))
+
+
+def _scores(
+    query: jax.Array,
+    key: jax.Array,
+    rows: slice,
+    keys: slice,
+    scoring: Scoring,
+    hiding: Hiding,
+) -> tuple[jax.Array, jax.Array]:
+    """Products and scores of a block of queries with the keys up to its end, float32."""
+    products = dot("bhqgd,bhkd->bhqgk", query[:, :, rows], key[:, :, keys], jnp.float32)
+    queries = jnp.arange(rows.start, rows.stop)
+    distance = queries[:, None, None] - jnp.arange(keys.stop)
+    scores = score(products, distance, scoring, hiding.window)
+    if (found := hiding.documents) is not None:
+        same = found[:, rows, None] == found[:, None, keys]
+        scores = jnp.where(same[:, None, :, None, :], scores, -jnp.inf)
+    return products, scores
+
+
+def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
+    """Queries of each block, and the keys that they may see."""
+    count = min(max(length // _BLOCK, 1), _BLOCKS)
+    ends = [length * (index + 1) // count for index in range(count)]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        yield slice(begin, end), slice(0, end)
+
+
+def _fold(x: jax.Array, kv_heads: int) -> jax.Array:
+    """(batch, seq, heads, head_dim) to (batch, kv_heads, query, group, head_dim)."""
+    batch, length, heads, head_dim = x.shape
+    return x.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
+
+
+def _unfold(x: jax.Array) -> jax.Array:
+    """What _fold was given."""
+    batch, kv_heads, length, group, head_dim = x.shape
+    return x.swapaxes(1, 2).reshape(batch, length, kv_heads * group, head_dim)
+
+
+def _fold_keys(x: jax.Array) -> jax.Array:
+    """(batch, seq, kv_heads, head_dim) to (batch, kv_heads, key, head_dim)."""
+    return x.swapaxes(1, 2)

@@ -1,0 +1,105 @@
+"""What is written otherwise for a CPU computes what is computed elsewhere, gradients too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphtrain.loss import cross_entropy
+from graphtrain.models import blocked
+from graphtrain.models.blocked import blocked_attention
+from graphtrain.models.documents import apart
+from graphtrain.models.gating import activated
+from graphtrain.models.mixing import attention
+from graphtrain.models.scores import Scoring
+from graphtrain.optimizer import _clip
+from lowering.on_cpu import KEEP_BARRIERS, compiled_for, computed_once
+
+LENGTH = 19  # no multiple of a block
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def with_gradients(function, arrays, gradient):
+    def both(arrays, gradient):
+        results, back = jax.vjp(function, *arrays)
+        return results, *back(gradient)
+
+    quickly = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(both).lower(arrays, gradient).compile(compiler_options=quickly)
+    return [np.asarray(x, np.float64) for x in compiled(arrays, gradient)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(
+    ("scoring", "window", "documents"),
+    [
+        (Scoring(0.5), None, False),
+        (Scoring(0.5, cap=2.0), 3, True),
+        (Scoring(0.5, slopes=(0.5, 0.2, 0.1, 0.3)), None, False),
+    ],
+    ids=["plain", "capped in a window of documents", "alibi"],
+)
+def test_attention_in_blocks_is_attention(
+    scoring, window, documents, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setattr(blocked, "_BLOCK", 4)
+    heads = (4, 2, 2)
+    arrays = [normal(seed, 2, LENGTH, n, 8, dtype=dtype) for seed, n in enumerate(heads)]
+    gradient = normal(3, 2, LENGTH, 4, 8, dtype=dtype)
+    numbers = jnp.cumsum(normal(4, 2, LENGTH) > 1, 1).astype(jnp.int32) if documents else None
+    window = None if window is None else jnp.int32(window)
+    with apart(numbers):
+        want, got = (
+            with_gradients(lambda *three, f=f: f(*three, scoring, window), arrays, gradient)
+            for f in (attention, blocked_attention)
+        )
+    assert len(list(blocked._blocks(LENGTH))) > 1
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(b, a, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("products", [1, 2], ids=["plain", "gated"])
+def test_activations_in_float32_are_activations(products):
+    wide = [normal(seed, 2, 3, 8) for seed in range(products)]
+    gradient = normal(3, 2, 3, 8)
+
+    def run(platform):
+        with compiled_for(platform):
+            return with_gradients(lambda *x: activated(jax.nn.silu, list(x)), wide, gradient)
+
+    for want, got in zip(run("tpu"), run("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_cross_entropy_looks_its_targets_up():
+    logits, weights = 9 * normal(0, 2, 5, 32), normal(1, 2, 5)
+    targets = jax.random.randint(jax.random.key(2), (2, 5), 0, 32).at[0, 0].set(32)
+
+    def run(platform):
+        def value(logits):
+            loss, squares = cross_entropy(logits, targets, weights)
+            return loss + 0.1 * squares
+
+        with compiled_for(platform):
+            return with_gradients(value, [logits], jnp.float32(2.0))
+
+    for want, got in zip(run("tpu"), run("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.1, 10.0], ids=["short", "long"])
+def test_gradients_longer_than_the_limit_are_shortened_to_it(size):
+    gradients = {"a": jnp.full(9, size), "b": jnp.full(7, -size)}
+    got, _ = _clip(1.0).update(gradients, _clip(1.0).init(gradients))
+    # 16 equal numbers are 4 times as long as one.
+    np.testing.assert_allclose(got["a"], np.full(9, min(size, 0.25)), rtol=1e-6)
+    np.testing.assert_allclose(got["b"], np.full(7, -min(size, 0.25)), rtol=1e-6)
+
+
+def test_a_compiler_for_cpus_heeds_barriers():
+    with compiled_for("cpu"):
+        program = jax.jit(lambda x: computed_once(jnp.cos(x)) * 2).lower(jnp.ones(8))
+    assert "opt-barrier" in program.compile(compiler_options=KEEP_BARRIERS).as_text()
