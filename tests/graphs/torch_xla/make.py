@@ -68,5 +68,5 @@ def run() -> None:
 
 if __name__ == "__main__":
     record("one", 1, 2)
-    record("eight", 8, 2, "--mesh", "2", "4")
+    record("eight", 8, 1, "--mesh", "2", "4")
     run()
