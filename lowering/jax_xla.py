@@ -157,9 +157,9 @@ def lower(
     suited_to = target.platform if compiler == "xla" else compiler
     with placed(mesh, rules) as placement, compiled_for(suited_to):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
-    text, options = handle.as_text(), _options(graph, target)
+    text, chosen = handle.as_text(), options(target, runs_once=graph.runs_once)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
-    return Lowered(graph.name, text, plan, target, facts, options, handle)
+    return Lowered(graph.name, text, plan, target, facts, chosen, handle)
 
 
 def _check_memories(graph: Graph, device: Device, target: Target) -> None:
@@ -173,7 +173,7 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
         )
 
 
-def _options(graph: Graph, target: Target) -> dict[str, Any]:
+def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
     """What we would have the compiler do otherwise than by default."""
     if target.platform == "cuda":
         # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
@@ -181,7 +181,7 @@ def _options(graph: Graph, target: Target) -> dict[str, Any]:
     if target.platform != "cpu":
         return {}
     # LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s.
-    quickly = {"xla_backend_optimization_level": 1} if graph.runs_once else {}
+    quickly = {"xla_backend_optimization_level": 1} if runs_once else {}
     return KEEP_BARRIERS | quickly
 
 
