@@ -1,8 +1,8 @@
 """What an MLP makes of its wide products: an activation, times a second product where it is gated.
 
-On a CPU it is computed in float32 and rounded once. XLA:CPU rounds to bfloat16 after each operation
-that bfloat16 is written for, which costs more than the operation; and the second pass computes the
-activation again instead of reading what the first one wrote.
+On a CPU bfloat16 is computed in float32 and rounded once. XLA:CPU rounds to bfloat16 after each
+operation that bfloat16 is written for, which costs more than the operation; and the second pass
+computes the activation again instead of reading what the first one wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 def activated(activate: Activation, wide: list[jax.Array]) -> jax.Array:
     """Of gate and up, or of up alone, each (batch, seq, mlp): the hidden values."""
-    if on_cpu():
+    if on_cpu() and wide[0].dtype == jnp.bfloat16:
         return _rounded_once(activate, wide)
     *gate, up = wide
     return activate(gate[0]) * up if gate else activate(up)

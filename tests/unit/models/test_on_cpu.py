@@ -63,15 +63,15 @@ def test_attention_in_blocks_is_attention(
 
 @pytest.mark.parametrize("products", [1, 2], ids=["plain", "gated"])
 def test_activations_in_float32_are_activations(products):
-    wide = [normal(seed, 2, 3, 8) for seed in range(products)]
-    gradient = normal(3, 2, 3, 8)
+    wide = [normal(seed, 2, 3, 8, dtype="bfloat16") for seed in range(products)]
+    gradient = normal(3, 2, 3, 8, dtype="bfloat16")
 
     def run(platform):
         with compiled_for(platform):
             return with_gradients(lambda *x: activated(jax.nn.silu, list(x)), wide, gradient)
 
     for want, got in zip(run("tpu"), run("cpu"), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
 
 
 def test_cross_entropy_looks_its_targets_up():
