@@ -24,6 +24,7 @@ from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.overheard import overhear
 from lowering.target import Target
+from lowering.tracing import tracing_for
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
@@ -150,7 +151,7 @@ def lower(
         out_shardings=outputs,
         donate_argnums=tuple(names.index(name) for name in graph.donated),
     )
-    with placed(mesh, rules) as placement:
+    with placed(mesh, rules) as placement, tracing_for(target):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
     text, options = handle.as_text(), _options(graph, target)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}

@@ -25,6 +25,10 @@ NotNegativeFloat = Annotated[float, Field(ge=0)]
 # products with weights. full: everything. offload: as dots, but the products wait in host memory.
 Remat = Literal["none", "attention", "dots", "full", "offload"]
 
+# How attention is computed. scores: by matrix products, with all scores in memory. flash: by a
+# kernel of the target that never has them. auto: flash where the target has a kernel for the model.
+HowAttended = Literal["auto", "flash", "scores"]
+
 
 def _settle(settings: object, **defaults: Any) -> None:
     """Fill settings left out with a value that depends on others: a resolved file is whole."""
@@ -123,6 +127,7 @@ class Model:
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
+    attention: HowAttended = "auto"  # flash: without scores in memory; see docs/targets.md
     unroll: Positive = (
         1  # layers written out in a turn of the loop over them; see docs/performance.md
     )

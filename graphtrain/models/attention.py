@@ -12,8 +12,10 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import weights
+from graphtrain.models.flash import flash_attention
 from graphtrain.models.fused import fused_attention, is_fused
 from graphtrain.models.kept import begins, kept
+from graphtrain.models.kernels import Asked, takes_kernel
 from graphtrain.models.mixing import attention
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
@@ -22,6 +24,7 @@ from graphtrain.models.projection import project, projects
 from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
 from lowering.constrain import constrain, size_of, split_of
+from lowering.tracing import traced_target
 
 if TYPE_CHECKING:
     from jax import Array
@@ -71,15 +74,23 @@ class Attention(nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, full: jax.Array | None
     ) -> jax.Array:
         """As a ring where the rules split keys by position, else each device by itself."""
-        scoring, window = Scoring.of(self.model), self._window(full)
+        scoring, window, whole = Scoring.of(self.model), self._window(full), begins() is None
+        # A sequence that goes on has other masks than kernels have.
+        target = traced_target() if whole and not is_fused(scoring) else None
+        if target and takes_kernel(self.model.attention, self._asked(query), target):
+            return flash_attention(query, key, value, scoring, target.platform, self.model.window)
         if ring := split_of("attended"):
             return ring_attention(query, key, value, scoring, ring, window)
-        if is_fused(scoring) and begins() is None:  # a sequence that goes on has other masks
+        if is_fused(scoring) and whole:
             return fused_attention(query, key, value, scoring, window)
         attend = partial(attention, scoring=scoring, begin=begins())
         if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
             attend = jax.checkpoint(attend, prevent_cse=self.model.unroll > 1)
         return attend(query, key, value, window=window)
+
+    def _asked(self, query: jax.Array) -> Asked:
+        split = bool(split_of("attending") or split_of("attended"))
+        return Asked.of(self.model, query.shape[1], split)
 
     def _window(self, full: jax.Array | None) -> jax.Array | None:
         """The distance at which a query sees a key no more."""
