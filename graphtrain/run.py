@@ -225,12 +225,17 @@ class _Loop:
     _pending: tuple[int, Tree, float] | None = None
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
-    _flops: float | None = field(init=False)  # useful ones of a token, where they are known
+    _flops: dict[str, float | None] = field(init=False)  # useful ones of a token, by metric
 
     def __post_init__(self) -> None:
         program = self.config.program
         self._target = Target.parse(program.target)
-        self._flops = None if hides_sizes(program) else step_flops_per_token(estimable(program))
+        self._flops = {
+            name: None
+            if hides_sizes(program)
+            else step_flops_per_token(estimable(program), causal=causal)
+            for name, causal in (("mfu", False), ("mfu_causal", True))
+        }
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run
@@ -285,17 +290,18 @@ class _Loop:
                 "targets": int(metrics["targets"]),
                 "step_seconds": round(seconds, 6),
                 "tokens_per_second": round(tokens_per_second, 2),
-                "mfu": self._utilization(tokens_per_second),
+                **self._utilization(tokens_per_second),
                 "memory_bytes": lowering.backend(self._target).memory_in_use(),
             }
         )
 
-    def _utilization(self, tokens_per_second: float) -> float | None:
-        program = self.config.program
-        peak = self._target.peak_flops(program.model.dtype)
-        if self._flops is None or not peak:
-            return None
-        return round(self._flops * tokens_per_second / peak, 6)
+    def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
+        """Model FLOP utilisation; None where the model's operations or the peak are not known."""
+        peak = self._target.peak_flops(self.config.program.model.dtype)
+        return {
+            name: round(flops * tokens_per_second / peak, 6) if flops and peak else None
+            for name, flops in self._flops.items()
+        }
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # so that the last one counts

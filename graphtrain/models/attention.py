@@ -90,7 +90,8 @@ class Attention(nnx.Module):
 
     def _asked(self, query: jax.Array) -> Asked:
         split = bool(split_of("attending") or split_of("attended"))
-        return Asked.of(self.model, query.shape[1], split)
+        each_copy = bool(jax.typeof(query).mat.varying)
+        return Asked.of(self.model, query.shape[1], split_positions=split, each_copy=each_copy)
 
     def _window(self, full: jax.Array | None) -> jax.Array | None:
         """The distance at which a query sees a key no more."""

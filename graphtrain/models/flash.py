@@ -61,7 +61,12 @@ def flash_attention(
     local = jax.shard_map(
         kernel,
         mesh=found.current_mesh,
-        in_specs=(split, split, split, *(PartitionSpec(split_of("batch") or None) for _ in further)),
+        in_specs=(
+            split,
+            split,
+            split,
+            *(PartitionSpec(split_of("batch") or None) for _ in further),
+        ),
         out_specs=split,
         axis_names=set(found.shape.axes) - set(found.manual),
         check_vma=False,
@@ -83,10 +88,16 @@ def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
         if window is not None:
             mask = masks.LocalMask(square, (window - 1, 0), 0)
         block = next(size for size in range(_LARGEST_BLOCK, 0, -BLOCK) if length % size == 0)
-        names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
-        of_one = splash.make_splash_mha(
+        of_one: Any = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
-            block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+            block_sizes=splash.BlockSizes(
+                block_q=block,
+                block_kv=block,
+                block_q_dkv=block,
+                block_kv_dkv=block,
+                block_q_dq=block,
+                block_kv_dq=block,
+            ),
             attn_logits_soft_cap=scoring.cap,
             head_shards=1,
             q_seq_shards=1,

@@ -32,9 +32,12 @@ class Asked:
     cap: bool = False  # scores are bent to stay below a limit
     slopes: bool = False  # scores fall with distance, as ALiBi's
     split_positions: bool = False  # a device has a part of the positions: a ring
+    each_copy: bool = False  # copies of the model are differentiated one by one
 
     @classmethod
-    def of(cls, model: Model, length: int, split_positions: bool) -> Asked:
+    def of(
+        cls, model: Model, length: int, *, split_positions: bool = False, each_copy: bool = False
+    ) -> Asked:
         """By a decoder, of sequences of a length."""
         assert model.head_dim
         return cls(
@@ -46,6 +49,7 @@ class Asked:
             cap=model.score_cap is not None,
             slopes=model.positions == "alibi",
             split_positions=split_positions,
+            each_copy=each_copy,
         )
 
 
@@ -56,7 +60,9 @@ def in_step(program: Program, rules: Rules, mesh: MeshShape) -> bool:
         LoweringError: as takes_kernel.
     """
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
-    asked = Asked.of(program.model, program.batch.length, split)
+    batch, copies = program.batch, mesh.axes.get("data", 1)
+    each_copy = batch.reduce == "last" and copies > 1
+    asked = Asked.of(program.model, batch.length, split_positions=split, each_copy=each_copy)
     return takes_kernel(program.model.attention, asked, Target.parse(program.target))
 
 
@@ -83,6 +89,8 @@ def obstacle(asked: Asked, target: Target) -> str:
         return f"{target} has no kernel for it, only TPUs and NVIDIA's cards have"
     if asked.split_positions:
         return "the rules split positions inside attention, and a ring has blocks of its own"
+    if asked.each_copy:
+        return 'kernels cannot be told from copy to copy, as batch.reduce = "last" has to'
     if asked.dtype != "bfloat16":
         return f"kernels round products to bfloat16, and program.model.dtype is {asked.dtype}"
     if asked.slopes:
