@@ -1,6 +1,6 @@
 """Predicted peak memory against the compiler's, over models, meshes and targets.
 
-    python tests/benchmarks/memory.py [--json FILE] [--known FILE]
+    python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--attention auto]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
@@ -8,6 +8,7 @@ answers from an earlier FILE instead, to try a prediction without compiling agai
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
+    parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
     arguments = parser.parse_args()
     known = {}
     if arguments.known and arguments.known.exists():
@@ -112,6 +114,7 @@ def main() -> None:
     print(f"{'model and mesh':<26}{'target':<12}{'predicted':>10}{'compiler':>10}{'error':>8}")
     for name, target, *settings in ROWS:
         of = program(target, *settings)
+        of = replace(of, model=replace(of.model, attention=arguments.attention))
         predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
         compiler = known.get((name, target)) or compiled_peak(of)
         error = predicted.peak / compiler - 1
