@@ -98,6 +98,7 @@ def test_ulysses_exchanges_four_arrays_forward_and_four_backward(target, kv_head
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.usefixtures("little_effort")
 def test_a_ring_only_passes_on_and_goes_around_once_forward_and_once_backward(target):
     """Though remat computes the rest of a layer again."""
     kept, again = (

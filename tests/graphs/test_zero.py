@@ -72,6 +72,7 @@ def traffic(target, rules, mesh, reduce="each"):
 
 
 @pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.usefixtures("little_effort")
 def test_zero2_scatters_gradients_and_gathers_weights_once_a_step(target):
     found = traffic(target, ("zero2",), Mesh(data=8))
     weights = [one for one in found if one.op == "all-gather" and one.dtype == "f32"]
@@ -81,6 +82,7 @@ def test_zero2_scatters_gradients_and_gathers_weights_once_a_step(target):
 
 
 @pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.usefixtures("little_effort")
 def test_zero3_gathers_weights_by_layer_and_scatters_gradients(target):
     found = traffic(target, ("fsdp",), Mesh(fsdp=8))
     assert not [one for one in found if one.op == "all-reduce" and one.dtype == "f32"]
@@ -88,6 +90,7 @@ def test_zero3_gathers_weights_by_layer_and_scatters_gradients(target):
 
 
 @pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("rules", [("data",), ("zero1",)], ids=lambda rules: rules[0])
 def test_reduced_last_gradients_travel_once_a_step_from_inside_the_backward_loop(target, rules):
     found = traffic(target, rules, Mesh(data=8), reduce="last")
