@@ -10,8 +10,11 @@ from typing import Any
 import jax
 
 from graphtrain.config.schema import Model, is_imported
-from graphtrain.models import decoder
+from graphtrain.models import continuing, decoder
+from graphtrain.models import stages as native
+from lowering.pipeline import Pipeline
 from lowering.trees import Tree, unflatten
+from sharding_rules.pipeline import Stages
 
 
 def parameter_specs(model: Model) -> Tree:
@@ -26,6 +29,67 @@ def initialise(model: Model, key: jax.Array) -> Tree:
     if is_imported(model):
         return _open(model).initialise(key)
     return decoder.initialise(model, key)
+
+
+def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
+    """Parameters, with their layers stored for the stages of a pipeline.
+
+    Raises:
+        ShardingError: the model cannot be a pipeline.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.arrange(_open(model), parameters, stages)
+    return native.arrange(parameters, stages)
+
+
+def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
+    """ArraySpecs of what arrange returns. Raises as it does."""
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.arrange(_open(model), specs, stages)
+    return native.arrange_specs(specs, stages)
+
+
+def pipeline(
+    model: Model,
+    stages: Stages,
+    score: native.Score,
+    keys: native.Keys | None,
+    term_weight: float,
+    tokens: jax.Array,
+) -> Pipeline:
+    """What a model computes of a microbatch, in the parts of a pipeline.
+
+    Args:
+        model: Settings.
+        stages: The division of its layers.
+        score: Of logits.
+        keys: For dropout; without them nothing is dropped.
+        term_weight: Of what the layers of one microbatch add to the loss.
+        tokens: Of all microbatches.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import staged
+
+        return staged.imported_pipeline(_open(model), stages, score, keys, tokens)
+    return native.decoder_pipeline(model, stages, score, keys, term_weight)
+
+
+def divide(model: Model, parameters: Tree) -> Tree:
+    """Parameters as a Pipeline takes them; what is tied is in two places."""
+    if is_imported(model):
+        return _open(model).parts.divide(parameters)
+    return native.divide_parameters(model, parameters)
+
+
+def join(model: Model, gradients: Tree, parameters: Tree) -> Tree:
+    """Gradients of the parameters that divide was given."""
+    if is_imported(model):
+        return _open(model).parts.join(gradients, parameters)
+    return native.join_gradients(gradients)
 
 
 def drops(model: Model) -> bool:
@@ -45,6 +109,38 @@ def forward(
 def logits(model: Model, parameters: Tree, tokens: jax.Array) -> jax.Array:
     """Scores of every next token, with nothing dropped."""
     return forward(model, parameters, tokens)[0]
+
+
+def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
+    """What is kept of so many sequences of so many tokens, to continue them.
+
+    Raises:
+        ImportedModelError: the model's attention does not continue a sequence.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import continuing as imported
+
+        return imported.kept_specs(_open(model), sequences, longest)
+    return continuing.kept_specs(model, sequences, longest)
+
+
+def extend(
+    model: Model, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
+) -> tuple[jax.Array, Tree]:
+    """Scores of every next token, and what is kept then.
+
+    Args:
+        model: Settings.
+        parameters: Weights.
+        kept: As kept_specs has it.
+        tokens: (batch, seq), those that follow.
+        begin: The position of the first.
+    """
+    if is_imported(model):
+        from graphtrain.torch_models import continuing as imported
+
+        return imported.extend(_open(model), parameters, kept, tokens, begin)
+    return continuing.extend(model, parameters, kept, tokens, begin)
 
 
 def _open(model: Any) -> Any:

@@ -22,11 +22,13 @@ class Stacked:
     path: str
     shape: tuple[int, ...]
     rows: Rows
+    in_layers: bool | None = None  # None: the path says it, as that of a native model does
 
     @property
     def leading(self) -> tuple[int, ...]:
         """Sizes of the axes that the rows are counted along; none outside of the layers."""
-        if "layers" not in self.path.split("/"):
+        inside = "layers" in self.path.split("/") if self.in_layers is None else self.in_layers
+        if not inside:
             return ()
         for axes in (1, 2):
             if math.prod(self.shape[:axes]) == len(self.rows):

@@ -47,11 +47,12 @@ class Beginning:
         assert weights is not None
         if not keeps:
             return cls(config.program, weights, None)
-        from graphtrain.weights.base import check_base
+        from graphtrain.weights.base import check_adapter, check_base
         from graphtrain.weights.frozen import open_adapter
 
         weights = _native(weights)
         if resumes:
+            check_adapter(config, Path(config.run.directory))
             check_base(weights, Path(config.run.directory))
         return cls(config.program, weights, None if resumes else open_adapter(config, weights))
 

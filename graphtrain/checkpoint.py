@@ -16,7 +16,7 @@ import lowering
 from graphtrain.arrangement import Index, Rows, Stacked, part
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
-from graphtrain.requests import rows_of_layers
+from graphtrain.requests import rows_of_layers, stages_of
 from lowering import processes
 from lowering.target import Target
 from lowering.trees import Tree, flatten
@@ -35,18 +35,35 @@ class Saved:
 class Arrangement:
     """How a program keeps its layers, and how its backend puts arrays on its devices."""
 
-    rows: Rows
+    rows: Rows | None  # None: one after the other, as many as there are
     fill: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
+    by_shape: bool = False  # which arrays hold layers is not in their paths
+
+    def of_kept(self, kept: Rows | None) -> tuple[Rows, Rows] | None:
+        """The rows of a checkpoint and one's own, if they differ."""
+        mine = self.rows
+        if self.by_shape:
+            mine, kept = mine or _in_order(kept), kept or _in_order(mine)
+        return None if mine is None or kept is None or mine == kept else (kept, mine)
 
 
-def arrangement_of(program: Program) -> Arrangement | None:
-    """How a program keeps its layers; models of PyTorch keep them in one way."""
-    if is_imported(program.model):
-        return None
-    target = Target.parse(program.target)
+def _in_order(rows: Rows | None) -> Rows | None:
+    """The rows of the same layers without a pipeline."""
+    return rows and tuple(range(sum(layer is not None for layer in rows)))
+
+
+def arrangement_of(program: Program) -> Arrangement:
+    """How a program keeps its layers."""
+    target, imported = Target.parse(program.target), is_imported(program.model)
+    if imported:
+        stages = stages_of(program)
+        rows = None if stages is None else stages.rows
+    else:
+        rows = rows_of_layers(program)
     return Arrangement(
-        rows_of_layers(program),
+        rows,
         lambda described, read: lowering.backend(target).fill(described, read),
+        by_shape=imported,
     )
 
 
@@ -81,7 +98,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         about: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state)}
-        if self._arrangement is not None:
+        if self._arrangement is not None and self._arrangement.rows is not None:
             about["rows"] = self._arrangement.rows
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about))
         with errors(self._directory, "written; free space or set run.directory elsewhere"):
@@ -99,12 +116,10 @@ class Checkpoints:
 
         where = self._directory / str(step)
         about = read_about(self._directory, step)
-        if self._arrangement is not None:
-            rows, mine = about.rows, self._arrangement.rows
-            if rows is not None and rows != mine:
-                with errors(where, "read; remove it to go on from an earlier one"):
-                    state = _rearranged(where, about, described, self._arrangement)
-                return Saved(step, state, about.loader)
+        if self._arrangement is not None and (rows := self._arrangement.of_kept(about.rows)):
+            with errors(where, "read; remove it to go on from an earlier one"):
+                state = _rearranged(where, about, described, self._arrangement, *rows)
+            return Saved(step, state, about.loader)
         _compare(where, about.arrays, _arrays(described))
         wanted = ocp.args.PyTreeRestore(
             item=described,
@@ -221,14 +236,26 @@ def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) ->
     return tensorstore.open(spec, open=True, read=True, write=write).result()
 
 
-def _rearranged(where: Path, about: About, described: Tree, mine: Arrangement) -> Tree:
+def _rearranged(
+    where: Path, about: About, described: Tree, arrangement: Arrangement, rows: Rows, mine: Rows
+) -> Tree:
     """The arrays described, from those of a checkpoint whose layers are in other rows."""
-    assert about.rows is not None
-    kept = {
-        path: Stacked(path, tuple(shape), about.rows) for path, (shape, _) in about.arrays.items()
-    }
     leaves = flatten(described)
-    wanted = {path: Stacked(path, tuple(leaf.shape), mine.rows) for path, leaf in leaves.items()}
+    shapes = {path: tuple(shape) for path, (shape, _) in about.arrays.items()}
+    inside: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
+    if arrangement.by_shape:
+        inside = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
+        if not any(inside.values()):
+            raise TrainingError(
+                f"{where} keeps its blocks in as many rows, but in another order: for rows {rows} "
+                f"instead of {mine}; go on with the pipeline.layers it was saved with"
+            )
+    kept = {
+        path: Stacked(path, shape, rows, inside.get(path, False)) for path, shape in shapes.items()
+    }
+    wanted = {
+        path: Stacked(path, tuple(leaf.shape), mine, inside[path]) for path, leaf in leaves.items()
+    }
     _compare(
         where,
         {path: [list(one.plain), about.arrays[path][1]] for path, one in kept.items()},
@@ -239,7 +266,7 @@ def _rearranged(where: Path, about: About, described: Tree, mine: Arrangement) -
         dtype = np.dtype(leaves[path].dtype)
         return part(wanted[path], kept[path], index, read_part(where, path), dtype)
 
-    return mine.fill(described, read)
+    return arrangement.fill(described, read)
 
 
 def restore_parameters(

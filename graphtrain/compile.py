@@ -12,7 +12,7 @@ from graphtrain.tasks import Limits, Observer, Outcome, Report, Task
 from lowering.errors import OutOfMemory
 from lowering.target import Target
 
-_LONGEST_FIRST = ("train", "evaluate", "init")
+_LONGEST_FIRST = ("train", "init", "evaluate")
 
 
 def compile_tasks(

@@ -39,3 +39,7 @@ class LaunchError(GraphtrainError):
 
 class WeightsError(GraphtrainError):
     """Weights cannot be converted, or are of another model."""
+
+
+class ExtractionError(GraphtrainError):
+    """The graphs of a torch-xla script cannot be extracted, or read."""

@@ -50,11 +50,29 @@ def validation_loss(
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
     if not any(targets):
-        raise DataError(
-            "run.data.validation: nothing in it counts, since no document is of two tokens, or has "
-            "an answer that fits into program.batch.length; take other data"
-        )
+        raise _nothing_counts()
     return math.fsum(losses) / math.fsum(targets)
+
+
+def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program) -> None:
+    """Refuse a validation set before training; reads no further than to something that counts.
+
+    Raises:
+        DataError: it cannot be used, or nothing in it counts.
+    """
+    rows = 2 if program.loss.kind == "preference" else 1  # of which all must have a target
+    for batch in batches:
+        counts = (batch["weights"] != 0).any(-1)
+        if counts.reshape(-1, rows).all(-1).any():
+            return
+    raise _nothing_counts()
+
+
+def _nothing_counts() -> DataError:
+    return DataError(
+        "run.data.validation: nothing in it counts, since no document is of two tokens, or has "
+        "an answer that fits into program.batch.length; take other data"
+    )
 
 
 def validation_batches(
@@ -117,7 +135,15 @@ def checkpoint_loss(
             weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
         batches = validation_batches(run.data, program, program.model.vocab, None)
         loss = validation_loss(evaluate, weights, batches, target)
-    return {"step": step, "validation_loss": loss, "perplexity": math.exp(loss)}
+    return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinite where it is more than a float can hold."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def bigram_loss(config: Config) -> float:

@@ -33,7 +33,8 @@ def finish(directory: Path, cache: Cache) -> str:
     toolchain = _with_compiler(request)
     key = _replace(program, options=options, toolchain=toolchain)
     cache.put(key, Artifact(payload, record))
-    cache.link(_replace(request, toolchain=toolchain), key)
+    graph = str(request.part("graph") or program.part("graph"))
+    cache.link(_replace(request, toolchain=toolchain), key, graph=graph)
     return key.digest
 
 

@@ -9,12 +9,13 @@ from graphtrain.config.schema import Program
 from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import largest
 from graphtrain.requests import mesh_shape
+from graphtrain.torch_xla.graphs import Extracted
 from lowering.errors import OutOfMemory
 from lowering.target import Target
 from sharding_rules.rules import Rules
 
 
-def check_fits(program: Program, record: Mapping[str, Any]) -> None:
+def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
     """Refuse what a compiler let pass: XLA only warns of a GPU's memory.
 
     Raises:
@@ -27,9 +28,9 @@ def check_fits(program: Program, record: Mapping[str, Any]) -> None:
     raise explained(OutOfMemory(record["graph"], target, said), program)
 
 
-def explained(error: OutOfMemory, program: Program) -> OutOfMemory:
+def explained(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
     """The error with the arrays that take most; only the training step is estimated."""
-    if error.graph != "train":
+    if isinstance(program, Extracted) or error.graph != "train":
         return error
     held = largest(with_filler(program), Rules.load(program.rules), mesh_shape(program))
     named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())

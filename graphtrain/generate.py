@@ -13,7 +13,7 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.compile import compile_tasks
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program, is_imported
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.requests import mesh_shape, request_keys
@@ -68,13 +68,8 @@ def program_for(program: Program) -> Program:
     Every copy of the model works on the same sequence; its length is program.batch.length at most.
 
     Raises:
-        GraphtrainError: the model is one of PyTorch, or the mesh has stages or splits sequences.
+        GraphtrainError: the mesh has stages or splits sequences.
     """
-    if is_imported(program.model):
-        raise GraphtrainError(
-            "generate knows the native decoder only; graphtrain convert graphtrain-to-hf makes a "
-            "folder of this run that transformers generates from"
-        )
     shape = mesh_shape(program)
     for axis in ("stage", "context"):
         if shape.axes.get(axis, 1) > 1:
@@ -201,9 +196,16 @@ def _weights(config: Config, program: Program, described: Tree, step: int | None
     if step is not None and config.program.adapter is None:
         arrangement = arrangement_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
+    from graphtrain.torch_models.weights import ModuleWeights
     from graphtrain.weights.sources import open_source
     from graphtrain.weights.start import open_initial, start_parameters
 
+    adapter = config.program.adapter
     weights = open_initial(config) if step is None else open_source(directory, step)
+    if step is None and adapter is not None:
+        from graphtrain.weights.merged import Kept
+
+        assert weights is not None and not isinstance(weights, ModuleWeights)
+        weights = Kept(weights, adapter)
     assert weights is not None
     return start_parameters(weights, program, described, fill)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import TrainingError
+from graphtrain.importing import import_without
 
 Record = Mapping[str, float | int | None]
 
@@ -46,10 +47,10 @@ class Journal:
 
     def _write_events(self, directory: Path, record: Record) -> None:
         if self._events is None:
-            # Imported here: the first step need not wait for it.
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(str(directory), purge_step=self._after + 1)
+            # Imported here: the first step need not wait for it. It would import PyTorch, which
+            # takes seconds where it is installed, to draw its models.
+            tensorboard = import_without("tensorboardX", "torch")
+            self._events = tensorboard.SummaryWriter(str(directory), purge_step=self._after + 1)
         for name, value in record.items():
             if name != "step" and value is not None:
                 self._events.add_scalar(name, value, record["step"])

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from graphtrain.config.schema import Optimizer
-from lowering.trees import Tree, flatten, unflatten
+from lowering.trees import Tree, flatten, tails, unflatten
 from sharding_rules.arrays import ArraySpec
 
 
@@ -59,9 +59,7 @@ def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bo
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():
-        mirrored = next(
-            (spec for name, spec in parameters.items() if path.endswith(f"/{name}")), None
-        )
+        mirrored = next((parameters[tail] for tail in tails(path) if tail in parameters), None)
         fits = mirrored is not None and mirrored.shape == leaf.shape
         axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
         memory = "host" if fits and offload else "device"

@@ -5,14 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.config.schema import Program
+from graphtrain.architecture import divide, drops, join, pipeline
+from graphtrain.config.schema import Program, is_imported
 from graphtrain.loss import cross_entropy
-from graphtrain.models.stages import (
-    decoder_pipeline,
-    divide_parameters,
-    join_gradients,
-    split_batch,
-)
+from graphtrain.models.stages import split_batch
 from lowering.constrain import placement, split_of
 from lowering.pipeline import Value
 from lowering.trees import Tree
@@ -39,15 +35,15 @@ def pipelined_gradients(
         loss, squares = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
         return loss + program.loss.z_loss * squares, loss
 
-    keys = (lambda number: jax.random.fold_in(key, number)) if model.dropout else None
-    pipeline = decoder_pipeline(model, stages, score, keys, 1 / count)
+    keys = (lambda number: jax.random.fold_in(key, number)) if drops(model) else None
+    parts = pipeline(model, stages, score, keys, 1 / count, batch["tokens"])
     if program.pipeline.schedule == "1f1b":
-        parameters = divide_parameters(model, state["parameters"])
-        value, gradients = pipeline.value_and_gradients(parameters, batch)
-        return join_gradients(gradients), value.reported
+        parameters = divide(model, state["parameters"])
+        value, gradients = parts.value_and_gradients(parameters, batch)
+        return join(model, gradients, state["parameters"]), value.reported
 
     def objective(parameters: Tree) -> Value:
-        return pipeline.value(divide_parameters(model, parameters), batch)
+        return parts.value(divide(model, parameters), batch)
 
     (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
     return gradients, loss
@@ -63,8 +59,8 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
     found = placement()
     assert found is not None
     # A mixture of limited capacity drops other tokens when it sees fewer at once.
-    whole = program.model.mixture is not None
+    whole = not is_imported(program.model) and program.model.mixture is not None
     devices = len(batch["tokens"]) if whole else found.shape.size(split_of("batch"))
-    pipeline = decoder_pipeline(program.model, stages, score, None, 1.0)
     microbatches = split_batch(batch, stages.stages, devices)
-    return pipeline.value(divide_parameters(program.model, parameters), microbatches).reported
+    parts = pipeline(program.model, stages, score, None, 1.0, microbatches["tokens"])
+    return parts.value(divide(program.model, parameters), microbatches).reported

@@ -1,11 +1,11 @@
 """The training loop over loaded programs."""
 
+import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
 from graphtrain.models.counts import step_flops_per_token
 from graphtrain.models.tuned import keeps_weights
+from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
@@ -62,13 +63,11 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
     directory = Path(run.directory)
     first = processes.rank() == 0  # writes what all share
     with ExitStack() as stack:
-        together(lambda: stack.enter_context(_owned(directory)) if first else None)
+        together(lambda: stack.enter_context(owned(directory)) if first else None)
         saved = saved_steps(directory / "checkpoints")
         check_steps(run.directory, saved)
         start = saved[-1] if saved else 0
         beginning = together(lambda: Beginning.open(config, resumes=bool(saved)))
-        # Importing the loader and filling its buffers overlaps with loading the programs.
-        opening = stack.enter_context(ThreadPoolExecutor(1)).submit(_open_data, run, program)
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = together(lambda: Programs(program, cache, names, remedy))
         check_programs(programs)
@@ -89,12 +88,13 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             state = programs["init"](np.uint32(run.seed))["state"]
             if beginning is not None:
                 state = _start_from(beginning, programs, state)
-            programs["train"]  # loads while init computes
+        # While init computes, what the first step needs gets ready, and this imports it.
+        step = programs["train"]
+        loader = together(lambda: _open_data(run, program))
+        stack.callback(loader.close)
         frozen = ()
         if beginning is not None and keeps_weights(program):
-            frozen = (beginning.frozen(programs["train"].inputs("frozen")),)
-        loader = together(opening.result)
-        stack.callback(loader.close)
+            frozen = (beginning.frozen(step.inputs("frozen")),)
         if restored is not None:
             loader.restore(restored.loader)
         write = _writer(config, start, report, stack) if first else _silent
@@ -103,6 +103,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, frozen, loader, checkpoints, write, start)
+        gc.enable()  # the command puts it off until here
         return loop.take_steps(state, stop)
 
 
@@ -150,11 +151,13 @@ def _silent(record: Record) -> None:
 
 
 def _open_data(run: Run, program: Program) -> Any:
-    """The loader, once a first batch of the validation set shows that it can be used, too."""
+    """The loader, once the validation set shows that it can be used, too."""
     from graphtrain.data.loader import Loader
 
     if run.data.validation is not None:
-        next(iter(_validation(run, program)))
+        from graphtrain.evaluate import check_validation
+
+        check_validation(_validation(run, program), program)
     return Loader(
         run.data.train,
         sequences=program.batch.sequences,
@@ -193,24 +196,6 @@ def _add_to_ledger(
         warnings.warn(f"the run is not in the ledger: {error}", stacklevel=1)
 
 
-@contextmanager
-def _owned(directory: Path) -> Iterator[None]:
-    """Let no two processes write into one run."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(directory / ".lock", blocking=False)
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise TrainingError(f"another process is training into {directory}") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 @dataclass
 class _Loop:
     """What the loop holds beside the state; metrics are read while the next step computes."""
@@ -222,7 +207,7 @@ class _Loop:
     checkpoints: Checkpoints
     write: Report
     start: int
-    _pending: tuple[int, Tree, float] | None = None
+    _pending: tuple[int, Tree, float, float] | None = None  # step, metrics, rate, waited
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
     _flops: dict[str, float | None] = field(init=False)  # useful ones of a token, by metric
@@ -244,11 +229,11 @@ class _Loop:
         validation, done = None, self.start
         for index in range(self.start, run.steps):
             rate = learning_rate(run.schedule, run.steps, index)
-            batch = put(self._microbatches(next(self.loader)), batches)
-            outputs = step(state, *self.frozen, batch, np.float32(rate))
+            batch, waited = self._next_batch()
+            outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
             state, done = outputs["state"], index + 1
             self._settle()
-            self._pending = done, outputs["metrics"], rate
+            self._pending = done, outputs["metrics"], rate, waited
             last = done == run.steps
             if last or (run.evaluate_every and done % run.evaluate_every == 0):
                 validation = self._validate(done, state)
@@ -263,15 +248,20 @@ class _Loop:
         stopped = stop.signal.name if stop.signal and done < run.steps else None
         return Summary(done, self.start or None, validation, stopped)
 
-    def _microbatches(self, batch: dict[str, np.ndarray]) -> Tree:
-        count = self.config.program.batch.microbatches
-        return {name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()}
+    def _next_batch(self) -> tuple[Tree, float]:
+        """The batch of a step in microbatches, and how long the loop waited for it."""
+        began = time.perf_counter()
+        batch, count = next(self.loader), self.config.program.batch.microbatches
+        waited = time.perf_counter() - began
+        return {
+            name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()
+        }, waited
 
     def _settle(self) -> None:
         """Wait for the metrics of the last step given out, check them and write them down."""
         if self._pending is None:
             return
-        done, metrics, rate = self._pending
+        done, metrics, rate, waited = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         further = {name: float(metrics[name]) for name in metrics if name not in _USUAL}
@@ -289,6 +279,7 @@ class _Loop:
                 "learning_rate": rate,
                 "targets": int(metrics["targets"]),
                 "step_seconds": round(seconds, 6),
+                "data_wait_seconds": round(waited, 6),
                 "tokens_per_second": round(tokens_per_second, 2),
                 **self._utilization(tokens_per_second),
                 "memory_bytes": lowering.backend(self._target).memory_in_use(),

@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from graphtrain.architecture import initialise, logits, parameter_specs
+from graphtrain.architecture import (
+    arrange,
+    arrange_specs,
+    initialise,
+    logits,
+    parameter_specs,
+)
 from graphtrain.config.schema import Program
 from graphtrain.deferred import can_defer, reduce_last
 from graphtrain.extending import TOKENS, extend_graph
@@ -20,7 +26,6 @@ from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine
 from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
-from graphtrain.models.stages import arrange, arrange_specs
 from graphtrain.models.tuned import A, frozen_arrays, trained_arrays
 from graphtrain.objectives import (
     count_pairs,
@@ -58,7 +63,7 @@ def _init(program: Program) -> Graph:
         weights_key, dropout_key = jax.random.split(jax.random.key(seed, impl=random_bits(program)))
         parameters = _initialise(program, weights_key)
         if stages is not None:
-            parameters = arrange(parameters, stages)
+            parameters = arrange(program.model, parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -220,7 +225,7 @@ def parameter_specs_of(program: Program) -> Tree:
     adapted = program.adapter is not None
     specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
     stages = stages_of(program)
-    return specs if stages is None else arrange_specs(specs, stages)
+    return specs if stages is None else arrange_specs(program.model, specs, stages)
 
 
 def _frozen_input(program: Program) -> dict[str, Tree]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from graphtrain.config.schema import Program
 from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
+from graphtrain.torch_xla.graphs import Extracted
 
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
 
@@ -17,7 +18,7 @@ class Task:
     """One graph to have in the cache."""
 
     label: str  # what progress and reports call it
-    program: Program
+    program: Program | Extracted
     graph: str
     request: CacheKey
 

@@ -24,10 +24,13 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.errors import GraphtrainError
+from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
+from graphtrain.torch_xla.compiling import read_module
+from graphtrain.torch_xla.graphs import Extracted
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
@@ -48,7 +51,12 @@ class Bundled(LoweringError):
 
 
 def work(
-    program: Program, name: str, request: CacheKey, store: Path, scratch: Path, pipe: Connection
+    program: Program | Extracted,
+    name: str,
+    request: CacheKey,
+    store: Path,
+    scratch: Path,
+    pipe: Connection,
 ) -> None:
     """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
 
@@ -78,7 +86,7 @@ def work(
 
 
 def produce(
-    program: Program,
+    program: Program | Extracted,
     name: str,
     request: CacheKey,
     cache: Cache,
@@ -90,9 +98,9 @@ def produce(
     The caller holds the request's lease. Who has another request that leads to the same program
     waits here and then finds it done.
     """
-    if is_imported(program.model):
+    if isinstance(program, Program) and is_imported(program.model):
         say("comparing with PyTorch")
-        _ensure_parity(program.model, Target.parse(program.target), cache)
+        _ensure_parity(program, name, program.model, cache)
     say("tracing")
     lowered = lower(program, name)
     (scratch / "program.mlir").write_text(lowered.text)
@@ -105,18 +113,24 @@ def produce(
             artifact = _compile(program, lowered, key, request, cache)
             say(f"storing after {time.perf_counter() - began:.1f} s")
             cache.put(key, artifact)
-        cache.link(request, key)
+        cache.link(request, key, graph=name)
     return key.digest, new
 
 
-def _ensure_parity(model: Imported, target: Target, cache: Cache) -> None:
+def _ensure_parity(program: Program, name: str, model: Imported, cache: Cache) -> None:
     from graphtrain.torch_models.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
+    from graphtrain.torch_models.apart import ensure_apart
     from graphtrain.torch_models.parity import ensure_parity
 
+    target = Target.parse(program.target)
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
     ensure_parity(model, cache.root)
+    ring = Rules.load(program.rules).activations.get("attended", ())
+    split = mesh_shape(program).size(ring) > 1
+    if program.batch.documents == "apart" or split or name in TOKENS:
+        ensure_apart(model, cache.root)
 
 
 def _end_with_parent(scratch: Path) -> None:
@@ -139,7 +153,7 @@ def _peak_bytes() -> int:
 
 
 def _compile(
-    program: Program, lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache
+    program: Program | Extracted, lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache
 ) -> Artifact:
     """Compile; where the compiler is not here, store what it would be given as a bundle.
 
@@ -156,15 +170,24 @@ def _compile(
         raise Bundled(path, error) from None
 
 
-def lower(program: Program, name: str) -> Lowered:
-    """Trace and shard one graph for the program's target."""
+def lower(program: Program | Extracted, name: str) -> Lowered:
+    """Trace and shard one graph for the program's target; read one that is extracted."""
     target = Target.parse(program.target)
+    if isinstance(program, Extracted):
+        return _lower_extracted(program, target)
     backend = lowering.backend(target)
     backend.described_devices(target)  # before the model is built, which may ask for a device
     rules, graph = Rules.load(program.rules), build_graph(program, name)
     if name == "train":  # the graph that holds every array
         rules.check_patterns(graph.arrays())
     return backend.lower(graph, rules, mesh_shape(program), target)
+
+
+def _lower_extracted(extracted: Extracted, target: Target) -> Lowered:
+    from lowering.imported import Imported, lower
+
+    module = read_module(extracted.file)
+    return lower(Imported("torch-xla", module, extracted.meshes), target)
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

@@ -153,9 +153,9 @@ def lower(
     )
     with placed(mesh, rules) as placement, tracing_for(target):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
-    text, options = handle.as_text(), _options(graph, target)
+    text, chosen = handle.as_text(), options(target, runs_once=graph.runs_once)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
-    return Lowered(graph.name, text, plan, target, facts, options, handle)
+    return Lowered(graph.name, text, plan, target, facts, chosen, handle)
 
 
 def _check_memories(graph: Graph, device: Device, target: Target) -> None:
@@ -169,7 +169,7 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
         )
 
 
-def _options(graph: Graph, target: Target) -> dict[str, Any]:
+def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
     """What we would have the compiler do otherwise than by default."""
     if target.platform == "cuda":
         # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
@@ -177,7 +177,7 @@ def _options(graph: Graph, target: Target) -> dict[str, Any]:
     if target.platform != "cpu":
         return {}
     # LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s.
-    return {"xla_backend_optimization_level": 1} if graph.runs_once else {}
+    return {"xla_backend_optimization_level": 1} if runs_once else {}
 
 
 def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Partitioned:
 
     hlo: bytes  # an HloModuleProto
     temporaries: int  # bytes on a CPU; other compilers differ, in the same order of magnitude
+    outputs: tuple[Any, ...]  # the sharding of each
 
 
 def partitioned(lowered: Any) -> bytes:
@@ -60,7 +61,10 @@ def partition(lowered: Any) -> Partitioned:
         for name in _PASSES:
             for found in sorted(Path(directory).glob(f"*.after_{name}.*.hlo.pb")):
                 hlo = write_module(read_dump(found.read_bytes()))
-                return Partitioned(hlo, compiled.memory_analysis().temp_size_in_bytes)
+                temporaries = compiled.memory_analysis().temp_size_in_bytes
+                return Partitioned(
+                    hlo, temporaries, tuple(jax.tree.leaves(compiled.output_shardings))
+                )
     raise LoweringError(
         f"XLA wrote no module after any of its passes {', '.join(_PASSES)}; this jax is newer than "
         "those that graphtrain was tested with (0.10 and 0.11)"

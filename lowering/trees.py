@@ -1,6 +1,6 @@
 """Nested dictionaries as flat paths and back: trees are stored by name and never pickled."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Tree = Any  # a leaf, or a dictionary from names to Trees
@@ -36,3 +36,10 @@ def unflatten(leaves: Mapping[str, Any]) -> Tree:
             node = node.setdefault(parent, {})
         node[name] = leaf
     return tree
+
+
+def tails(path: str) -> Iterator[str]:
+    """What follows each slash, longest first: of a moment's path one is that of its parameter."""
+    while "/" in path:
+        path = path.partition("/")[2]
+        yield path

@@ -22,6 +22,7 @@ _COMMANDS = {
     "data": "make a sample corpus; prepare text and conversations for training",
     "doctor": "say what this machine can compile for and run on",
     "evaluate": "measure the validation loss of a trained model",
+    "extract": "compile the graphs of a torch-xla script, without running it",
     "generate": "continue a prompt with a trained model",
     "launch": "compile and run on a cluster with Slurm or Kubernetes",
     "neuron-cache": "look into, finish and clean a cache of AWS's Neuron tools",

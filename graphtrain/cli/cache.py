@@ -15,6 +15,7 @@ from graphtrain.cache.sizes import readable
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
 from graphtrain.cli.options import Size
 from graphtrain.errors import CacheError
+from graphtrain.key import CacheKey
 
 _DIGITS = 12  # of a digest in a table
 _LINES = 20  # differences of one explanation
@@ -100,7 +101,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
 
 
 @command.command("explain")
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("config", type=click.Path(exists=True, path_type=Path))
 @click.option("--target", metavar="NAME", help="The machine compiled for, as cpu:8.")
 @click.option("--set", "overrides", multiple=True, metavar="K=V", help="A setting.")
 @_store
@@ -108,17 +109,29 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
 def explain(
     config: Path, target: str | None, overrides: tuple[str, ...], cache: Cache, as_json: bool
 ) -> None:
-    """Say for every graph of CONFIG whether it is stored, and if not, what changed."""
-    from graphtrain.config import load_config
-    from graphtrain.requests import request_keys
+    """Say for every graph of CONFIG whether it is stored, and if not, what changed.
 
-    program = load_config(config, overrides, target=target).program
-    explanations = cache.explain_all(request_keys(program))
+    CONFIG is a configuration, or a directory that graphtrain extract has filled.
+    """
+    explanations = cache.explain_all(_requests(config, target, overrides))
     if as_json:
         _print_json({graph: explained.to_json() for graph, explained in explanations.items()})
         return
     for explained in explanations.values():
         _print_explanation(explained)
+
+
+def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dict[str, CacheKey]:
+    """By the names of their graphs."""
+    if config.is_dir():
+        from graphtrain.torch_xla import compiling, graphs
+
+        extracted = compiling.of(graphs.read(config), target)
+        return {one.name: compiling.request_key(one) for one in extracted.values()}
+    from graphtrain.config import load_config
+    from graphtrain.requests import request_keys
+
+    return request_keys(load_config(config, overrides, target=target).program)
 
 
 @command.command("gc")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,34 +24,47 @@ if TYPE_CHECKING:
     from graphtrain.tasks import Observer, Outcome, Report
 
 
+def limits_options(command: Callable) -> Callable:
+    """What this machine gives to compiling, and where the summary goes."""
+    options = (
+        click.option("--jobs", type=click.IntRange(1), help="Graphs at once; the number of cores."),
+        click.option(
+            "--memory",
+            type=Size(),
+            metavar="SIZE",
+            help="Of this machine, for all graphs at once, as 64GB; what is free at the start.",
+        ),
+        click.option(
+            "--retries",
+            type=click.IntRange(0),
+            default=1,
+            show_default=True,
+            help="Further attempts for a compiler that was killed.",
+        ),
+        click.option(
+            "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for each graph."
+        ),
+        click.option(
+            "--retry-failed", is_flag=True, help="Also what this compiler is known to have refused."
+        ),
+        click.option(
+            "--report",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Write the summary as JSON.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command("compile")
 @click.argument("configs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @target_option
 @overrides_option
 @cache_option
-@click.option("--jobs", type=click.IntRange(1), help="Graphs at once; the number of cores.")
-@click.option(
-    "--memory",
-    type=Size(),
-    metavar="SIZE",
-    help="Of this machine, for all graphs at once, as 64GB; what is free at the start.",
-)
-@click.option(
-    "--retries",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Further attempts for a compiler that was killed.",
-)
-@click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for each graph."
-)
-@click.option(
-    "--retry-failed", is_flag=True, help="Also what this compiler is known to have refused."
-)
-@click.option(
-    "--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the summary as JSON."
-)
+@limits_options
 @json_option
 def command(
     configs: Sequence[Path],

@@ -1,6 +1,7 @@
 """graphtrain evaluate: the validation loss of a trained model."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def command(
     if bigram:
         result["bigram_loss"] = bigram_loss(settings)
     if as_json:
-        click.echo(json.dumps(result))
+        finite = {name: value if math.isfinite(value) else None for name, value in result.items()}
+        click.echo(json.dumps(finite))
         return
     click.echo(f"validation loss of step {result['step']}: {result['validation_loss']:.4f}")
     click.echo(f"perplexity: {result['perplexity']:.2f}")

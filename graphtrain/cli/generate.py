@@ -92,8 +92,10 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     from graphtrain.errors import DataError
     from graphtrain.weights.sources import SIDE
 
-    for directory in (config.run.directory, config.run.initial):
-        folder = Path(directory or "") / SIDE
+    folders = [Path(config.run.directory) / SIDE]
+    if config.run.initial is not None:  # of ours, or of a model as it is
+        folders += [Path(config.run.initial) / SIDE, Path(config.run.initial)]
+    for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)
     train = config.run.data.train

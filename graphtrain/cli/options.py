@@ -94,10 +94,18 @@ def pull_shared(store: Any, programs: Iterable[Any]) -> None:
     """Fetch what programs need and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
     if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
         return
-    from graphtrain.cache.exchange import pull_shared
     from graphtrain.requests import request_keys
 
-    digests = [key.digest for program in programs for key in request_keys(program).values()]
+    pull_requests(store, [key for program in programs for key in request_keys(program).values()])
+
+
+def pull_requests(store: Any, requests: Iterable[Any]) -> None:
+    """Fetch what answers requests and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
+    if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
+        return
+    from graphtrain.cache.exchange import pull_shared
+
+    digests = [request.digest for request in requests]
     pull_shared(store, digests, lambda line: click.echo(line, err=True))
 
 

@@ -1,5 +1,6 @@
 """graphtrain run: train from compiled programs."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ def command(
     Nothing is traced or compiled: a missing program is an error (status 3), unless --compile.
     SIGTERM and Ctrl-C save a checkpoint and stop; the same command goes on from there.
     """
+    # Nothing of what is imported from here on is garbage, and looking for some is a fifth of the
+    # start; train() goes back to it before the first step.
+    gc.disable()
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
 

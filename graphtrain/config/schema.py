@@ -182,7 +182,7 @@ class Imported:
     vocab: Positive | None = None  # rows of the embedding; with hf the config says it
     axes: dict[str, tuple[str, ...]] = _EMPTY  # of parameters by name, as "*.wq.weight"; "": whole
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
+    remat: Literal["none", "attention", "dots", "full"] = "dots"  # what is computed again
     parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch
 
     def __post_init__(self) -> None:
@@ -369,7 +369,12 @@ class Program:
     def __post_init__(self) -> None:
         if is_imported(self.model):
             _check_imported(self)
-            return
+        else:
+            self._check_native()
+        if self.mesh.stage != "rest" and self.mesh.stage > 1:
+            check_pipeline(self, self.mesh.stage)
+
+    def _check_native(self) -> None:
         if self.loss.kind == "preference":
             check_preference(self)
         if self.model.mixture is not None and self.batch.reduce == "last":
@@ -382,8 +387,6 @@ class Program:
             raise ValueError(
                 f"batch.length = {self.batch.length} is more than model.max_length = {limit}"
             )
-        if self.mesh.stage != "rest" and self.mesh.stage > 1:
-            check_pipeline(self, self.mesh.stage)
 
 
 def check_preference(program: Program) -> None:
@@ -411,12 +414,8 @@ def check_preference(program: Program) -> None:
 def _check_imported(program: Program) -> None:
     """Refuse what models of PyTorch cannot be used with yet."""
     refused = {
-        'batch.documents = "apart"': program.batch.documents == "apart",
-        'batch.reduce = "last"': program.batch.reduce == "last",
         'loss.kind = "preference"': program.loss.kind == "preference",
         "adapter": program.adapter is not None,
-        f"mesh.stage = {program.mesh.stage}": program.mesh.stage not in (1, "rest"),
-        f"mesh.context = {program.mesh.context}": program.mesh.context not in (1, "rest"),
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
@@ -431,9 +430,7 @@ def check_pipeline(program: Program, stages: int) -> Stages:
     Raises:
         ShardingError: layers, microbatches or positions that these stages cannot take.
     """
-    model, batch, pipeline = program.model, program.batch, program.pipeline
-    if is_imported(model):
-        raise ShardingError("models of PyTorch cannot be used with a pipeline; set mesh.stage = 1")
+    batch, pipeline = program.batch, program.pipeline
     if batch.documents == "apart":
         raise ShardingError(
             'batch.documents = "apart" and a pipeline do not go together; set mesh.stage = 1, or '
@@ -448,7 +445,26 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             f"batch.length = {batch.length} is not a multiple of mesh.stage = {stages}, over which "
             "1f1b splits the head; change one, or set pipeline.schedule to circular"
         )
-    return divide_layers(model.layers, stages, pipeline.rounds, pipeline.layers)
+    return divide_layers(_layers_of(program), stages, pipeline.rounds, pipeline.layers)
+
+
+def _layers_of(program: Program) -> int:
+    """Blocks of a model, as its settings have them.
+
+    Raises:
+        ShardingError: they do not say.
+    """
+    if not is_imported(program.model):
+        return program.model.layers
+    from graphtrain.torch_models.sizes import blocks_of
+
+    blocks = blocks_of(program.model) or sum(program.pipeline.layers or ())
+    if not blocks:
+        raise ShardingError(
+            "how many blocks model.torch makes is not known before it is made; say how many each "
+            "stage has, as in pipeline.layers = [6, 6]"
+        )
+    return blocks
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

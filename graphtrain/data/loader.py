@@ -11,6 +11,7 @@ from graphtrain.data.packing import Batch
 from graphtrain.data.rows import HowPacked, Rows
 from graphtrain.data.whole import Longer
 from graphtrain.errors import DataError
+from graphtrain.importing import import_without
 
 _THREADS = 4  # reading ahead
 _AHEAD = 4  # batches held in memory
@@ -155,8 +156,7 @@ class Loader:
         return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
     def _start(self, step: int) -> None:
-        import grain
-
+        grain = _grain()
         self._step = step
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)
         self._iterator = iter(self._batches[step:].to_iter_dataset(options))
@@ -210,10 +210,9 @@ def _units(packings: Sequence[Any], sequences: int) -> int:
 
 def _alone(count: int, seed: int, owner: int = 0) -> Any:
     """A Grain dataset: at each position, a dataset and the number of a sequence of it."""
-    import grain  # here, as it takes a quarter of a second and only training needs it
-
     return (
-        grain.MapDataset.range(count)
+        _grain()
+        .MapDataset.range(count)
         .shuffle(seed % 2**32)  # Grain's limit
         .repeat()  # shuffled anew each time
         .map_with_index(lambda position, row: np.array([owner, position // count * count + row]))
@@ -222,12 +221,16 @@ def _alone(count: int, seed: int, owner: int = 0) -> Any:
 
 def _blended(blend: Blend, counts: Sequence[int], seed: int) -> Any:
     """The same, of several datasets."""
-    import grain
-
     streams = [_alone(count, seed, owner) for owner, count in enumerate(counts)]
 
     def at(position: int, _: int) -> np.ndarray:
         owner, number = blend.place(position)
         return streams[owner][number]
 
-    return grain.MapDataset.range(1).repeat().map_with_index(at)
+    return _grain().MapDataset.range(1).repeat().map_with_index(at)
+
+
+def _grain() -> Any:
+    """Grain, imported here as only training needs it; its handlers for Orbax, which takes twice as
+    long to import as the rest, are not used."""
+    return import_without("grain", "orbax.checkpoint")

@@ -67,9 +67,12 @@ class Attention(nnx.Module):
             query, key = rotate(query, places, turns), rotate(key, places, turns)
         if (before := kept()) is not None:
             key, value = before.add(key, value)
-        mixed = self._attend(_inside(query, QUERY), _inside(key, KEY), _inside(value, KEY), full)
-        return project(self, "output", "bshd,hde->bse", _outside(mixed, QUERY))
+        model = self.model
+        scoring, window = Scoring.of(model), self._window(full)
+        mixed = attend(query, key, value, scoring, window, model.remat, model.unroll)
+        return project(self, "output", "bshd,hde->bse", mixed)
 
+<<<<<<< HEAD
     def _attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, full: jax.Array | None
     ) -> jax.Array:
@@ -99,6 +102,58 @@ class Attention(nnx.Module):
             return None
         window = jnp.int32(self.model.window)
         return window if full is None else jnp.where(full, jnp.iinfo(jnp.int32).max, window)
+=======
+    def _window(self, full: jax.Array | None) -> int | jax.Array | None:
+        """The distance at which a query sees a key no more; an array where layers differ."""
+        if self.model.window is None or full is None:
+            return self.model.window
+        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.window))
+
+
+def attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch attended kv_heads head_dim"],
+    value: Float[Array, "batch attended kv_heads head_dim"],
+    scoring: Scoring,
+    window: int | jax.Array | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Causal attention, by the way that the rules and the target have; split as projections are.
+
+    Args:
+        query: Of every position, rotated.
+        key: Of every position, rotated.
+        value: Of every position.
+        scoring: What becomes of products.
+        window: The distance at which a query sees a key no more; without it, it sees all.
+        remat: With "attention" the backward pass computes scores again.
+        unroll: How many layers are written out in a turn.
+    """
+    arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
+    far = None if window is None else jnp.asarray(window, jnp.int32)
+    return _outside(_mix(*arrays, scoring, far, remat, unroll), QUERY)
+
+
+def _mix(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scoring: Scoring,
+    window: jax.Array | None,
+    remat: str,
+    unroll: int,
+) -> jax.Array:
+    """As a ring where the rules split keys by position, else each device by itself."""
+    if ring := split_of("attended"):
+        return ring_attention(query, key, value, scoring, ring, window)
+    if is_fused(scoring) and begins() is None:  # a sequence that goes on has other masks
+        return fused_attention(query, key, value, scoring, window)
+    own = partial(attention, scoring=scoring, begin=begins())
+    if remat == "attention":  # the scores, the largest array of all, are not kept
+        own = jax.checkpoint(own, prevent_cse=unroll > 1)
+    return own(query, key, value, window=window)
+>>>>>>> main
 
 
 # Array axes of positions inside attention, of heads, and of heads that the split of heads leaves

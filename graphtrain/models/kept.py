@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,8 +35,20 @@ class Kept:
         return self.key, self.value
 
 
+@dataclass
+class Wanted:
+    """In place of Kept, to find out what there is to keep."""
+
+    heads: list[tuple[int, int]] = field(default_factory=list)  # of keys, and their width
+
+    def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Note what is added; returns it."""
+        self.heads.append((key.shape[2], key.shape[3]))
+        return key, value
+
+
 _begin: ContextVar[jax.Array | None] = ContextVar("begin", default=None)
-_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+_kept: ContextVar[Kept | Wanted | None] = ContextVar("kept", default=None)
 
 
 def begins() -> jax.Array | None:
@@ -50,7 +62,7 @@ def places(length: int) -> jax.Array | None:
     return None if begin is None else begin + jnp.arange(length)
 
 
-def kept() -> Kept | None:
+def kept() -> Kept | Wanted | None:
     """What is kept of the layer at hand; None where sequences are whole."""
     return _kept.get()
 
@@ -63,3 +75,8 @@ def beginning(begin: jax.Array) -> AbstractContextManager[Any]:
 def keeping(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
     """The attention traced inside sees what is kept, the Kept that this gives, and adds to it."""
     return scoped(_kept, Kept(key, value))
+
+
+def wanting() -> AbstractContextManager[Any]:
+    """The attention traced inside tells what it would add, to the Wanted that this gives."""
+    return scoped(_kept, Wanted())

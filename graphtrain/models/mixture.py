@@ -13,6 +13,7 @@ case that all tokens choose its experts; it multiplies those that do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Terms = dict[str, jax.Array]  # what the router adds to the loss
+Combine = Callable[[list[jax.Array]], jax.Array]
 
 
 class MixtureMLP(nnx.Module):
@@ -139,28 +141,55 @@ class MixtureMLP(nnx.Module):
         return constrain(out, "grouped", "experts", "capacity", "embed")
 
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
-        found = placement()
-        run = partial(_sorted_experts, self.model)
-        wide, down = self._widths(), whole(self.down.get_value())
-        tokens, over, inside = (
-            (split_of("batch") or None, split_of("seq") or None),
-            split_of("experts"),
-            split_of("mlp"),
-        )
-        axes = {name for names in (*tokens, over, inside) if names for name in names}
-        if found is None or not axes:
-            return run((), (), x, shares, experts, wide, down)
-        in_order = PartitionSpec(*tokens)
-        by_width = PartitionSpec(over or None, None, inside or None)
-        by_row = PartitionSpec(over or None, inside or None)
-        return jax.shard_map(
-            partial(run, over, inside),
-            mesh=found.current_mesh,
-            in_specs=(in_order, in_order, in_order, [by_width] * len(wide), by_row),
-            out_specs=in_order,
-            axis_names=axes,
-            check_vma=False,
-        )(x, shares, experts, wide, down)
+        activate = ACTIVATIONS[self.model.activation]
+
+        def combine(wide: list[jax.Array]) -> jax.Array:
+            *gate, up = wide
+            return activate(gate[0]) * up if gate else activate(up)
+
+        down = whole(self.down.get_value())
+        return send_to_experts(combine, x, shares, experts, self._widths(), down)
+
+
+def send_to_experts(
+    combine: Combine,
+    x: Float[Array, "batch seq embed"],
+    shares: Float[Array, "batch seq choices"],
+    experts: Int[Array, "batch seq choices"],
+    wide: list[jax.Array],
+    down: jax.Array,
+) -> Float[Array, "batch seq embed"]:
+    """What the experts of each token make of it; none is lost.
+
+    Args:
+        combine: Of products with each of wide, what the product with down is given.
+        x: Tokens.
+        shares: Of each of a token's experts in its result.
+        experts: Of each token.
+        wide: Weights (experts, embed, mlp).
+        down: Weights (experts, mlp, embed).
+    """
+    found = placement()
+    run = partial(_sorted_experts, combine)
+    tokens, over, inside = (
+        (split_of("batch") or None, split_of("seq") or None),
+        split_of("experts"),
+        split_of("mlp"),
+    )
+    axes = {name for names in (*tokens, over, inside) if names for name in names}
+    if found is None or not axes:
+        return run((), (), x, shares, experts, wide, down)
+    in_order = PartitionSpec(*tokens)
+    by_width = PartitionSpec(over or None, None, inside or None)
+    by_row = PartitionSpec(over or None, inside or None)
+    return jax.shard_map(
+        partial(run, over, inside),
+        mesh=found.current_mesh,
+        in_specs=(in_order, in_order, in_order, [by_width] * len(wide), by_row),
+        out_specs=in_order,
+        axis_names=axes,
+        check_vma=False,
+    )(x, shares, experts, wide, down)
 
 
 def choose(
@@ -200,7 +229,7 @@ def router_losses(scores: jax.Array, experts: jax.Array, mixture: Mixture, layer
 
 
 def _sorted_experts(
-    model: Model,
+    combine: Combine,
     over: tuple[str, ...],
     inside: tuple[str, ...],
     x: jax.Array,
@@ -212,6 +241,7 @@ def _sorted_experts(
     """On one device: its experts on the tokens of all that share them.
 
     Args:
+        combine: as in send_to_experts.
         over: mesh axes that split the experts.
         inside: mesh axes that split the width of an expert.
     """
@@ -228,9 +258,7 @@ def _sorted_experts(
     sizes = (key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)
-    *gate, up = (checkpoint_name(product(rows, w), PROJECTION) for w in wide)
-    activate = ACTIVATIONS[model.activation]
-    hidden = activate(gate[0]) * up if gate else activate(up)
+    hidden = combine([checkpoint_name(product(rows, w), PROJECTION) for w in wide])
     out = checkpoint_name(product(hidden, down), PROJECTION).astype(jnp.float32)
     share = jnp.where(mine, shares.reshape(-1), 0)[order]
     total = jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])

@@ -24,32 +24,35 @@ Score = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
 Keys = Callable[[jax.Array], jax.Array]  # of a microbatch's number: its dropout key
 
 
-def arrange(parameters: Parameters, stages: Stages) -> dict[str, Any]:
+def arrange_rows(array: jax.Array, stages: Stages) -> jax.Array:
     """Store layers so that none ever moves: (rounds, stages x depth, ...), or without rounds if 1.
 
     The second axis is split over the stages. In that order of rows the layers follow one another,
     with rows of zeros where a chunk is short.
     """
     rows = [stages.rows.index(layer) for layer in range(sum(stages.layers))]
+    if len(rows) < len(stages.rows):
+        padded = jnp.zeros((len(stages.rows), *array.shape[1:]), array.dtype)
+        array = padded.at[np.array(rows)].set(array)
+    return array.reshape(*_leading(stages), *array.shape[1:])
 
-    def store(array: jax.Array) -> jax.Array:
-        if len(rows) < len(stages.rows):
-            padded = jnp.zeros((len(stages.rows), *array.shape[1:]), array.dtype)
-            array = padded.at[np.array(rows)].set(array)
-        return array.reshape(*_leading(stages), *array.shape[1:])
 
-    return {**parameters, "layers": jax.tree.map(store, parameters["layers"])}
+def arrange_spec(spec: ArraySpec, stages: Stages) -> ArraySpec:
+    """The ArraySpec of what arrange_rows returns."""
+    leading = _leading(stages)
+    names = ("rounds", "layers")[-len(leading) :]
+    return replace(spec, shape=(*leading, *spec.shape[1:]), axes=(*names, *spec.axes[1:]))
+
+
+def arrange(parameters: Parameters, stages: Stages) -> dict[str, Any]:
+    """The decoder's parameters, its layers stored for stages."""
+    layers = jax.tree.map(lambda array: arrange_rows(array, stages), parameters["layers"])
+    return {**parameters, "layers": layers}
 
 
 def arrange_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
     """ArraySpecs of what arrange returns."""
-    leading = _leading(stages)
-    names = ("rounds", "layers")[-len(leading) :]
-
-    def store(spec: ArraySpec) -> ArraySpec:
-        return replace(spec, shape=(*leading, *spec.shape[1:]), axes=(*names, *spec.axes[1:]))
-
-    return {**specs, "layers": jax.tree.map(store, specs["layers"])}
+    return {**specs, "layers": jax.tree.map(lambda one: arrange_spec(one, stages), specs["layers"])}
 
 
 def _leading(stages: Stages) -> tuple[int, ...]:

@@ -26,7 +26,6 @@ WIDEST_TENSOR = 64
 LONG = 8192  # positions, from which splitting them is considered
 _WIDEST_CONTEXT = 16
 _MOST_ROUNDS = 8
-_REMATS: tuple[Remat, ...] = ("none", "attention", "dots", "full")
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,27 @@ class Candidate:
         }
 
 
-def candidates(program: Program, attained: float = 1.0) -> Iterator[Candidate]:
+@dataclass(frozen=True)
+class Choices:
+    """What is tried of a kind of model."""
+
+    stages: bool = True
+    context: bool = True
+    remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
+
+
+def candidates(
+    program: Program, attained: float = 1.0, choices: Choices = Choices()
+) -> Iterator[Candidate]:
     """Every strategy whose sizes divide, fitting or not.
 
     Args:
+        program: of a native model.
         attained: part of the machine's peak that products reach.
+        choices: what is tried.
     """
     devices = Target.parse(program.target).devices
-    for sizes in _meshes(program, devices):
+    for sizes in _meshes(program, devices, choices):
         mesh = MeshShape.resolve(sizes, devices)
         batch = replace(program.batch, microbatches=mesh.axes["stage"])
         for names in _rules(program, mesh):
@@ -92,10 +104,16 @@ def candidates(program: Program, attained: float = 1.0) -> Iterator[Candidate]:
                 placed = replace(here, pipeline=pipeline)
                 try:
                     weights = place_weights(placed, rules, mesh)
+<<<<<<< HEAD
                     in_step(placed, rules, mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes that do not divide, or no kernel, whatever the schedule
                 for variant in _variants(placed, mesh):
+=======
+                except ShardingError:
+                    break  # sizes that do not divide, whatever the schedule
+                for variant in _variants(placed, mesh, choices.remats):
+>>>>>>> main
                     yield _candidate(variant, mesh, rules, weights, attained)
 
 
@@ -121,14 +139,15 @@ def _candidate(
     return Candidate(program, mesh, held, spent, utilisation(program, spent.total))
 
 
-def _meshes(program: Program, devices: int) -> Iterator[dict[str, int]]:
+def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[str, int]]:
     model, batch = program.model, program.batch
-    widest = _WIDEST_CONTEXT if batch.length >= LONG else 1
+    widest = _WIDEST_CONTEXT if batch.length >= LONG and choices.context else 1
+    staged = choices.stages and not _without_stages(program)
     for tensor in divisors(devices, WIDEST_TENSOR):
         if undivided(model, tensor):
             continue
         for stage in divisors(devices // tensor, model.layers):
-            if model.layers % stage or (stage > 1 and _without_stages(program)):
+            if model.layers % stage or (stage > 1 and not staged):
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
@@ -169,7 +188,7 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
             yield (first, "fsdp", "pipeline", "expert", context, "tensor", *last, *own)
 
 
-def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
+def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
     """Microbatches and recomputation."""
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
     for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
@@ -178,7 +197,7 @@ def _variants(program: Program, mesh: MeshShape) -> Iterator[Program]:
         rows = program.batch.sequences // microbatches
         if program.loss.kind == "preference" and rows % 2:
             continue  # half of a pair
-        for remat in _REMATS:
+        for remat in remats:
             yield replace(
                 program,
                 model=replace(program.model, remat=remat),

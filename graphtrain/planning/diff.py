@@ -8,6 +8,7 @@ from typing import Literal
 
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.traffic import by_axes
+from lowering.trees import tails
 from sharding_rules.plan import Plan
 
 Kind = Literal["placement", "memory", "communication", "time"]
@@ -74,8 +75,7 @@ def _without_followers(changes: Iterable[Change]) -> Iterator[Change]:
     }
     for one in changes:
         follows = one.what.startswith("state/optimizer/") and any(
-            one.what.endswith(f"/{name}") and (one.before, one.after) == values
-            for name, values in parameters.items()
+            parameters.get(tail) == (one.before, one.after) for tail in tails(one.what)
         )
         if not follows:
             yield one

@@ -160,8 +160,7 @@ class Reasons:
         """Positions of the residual stream, for a block that works on all of them; or tokens that
         an expert takes."""
         dimension, sizes = collective.dimension or 0, collective.sizes[0]
-        model = self.program.model
-        features = (model.embed, model.mlp, model.vocab)
+        features = self._features()
         is_last = dimension == len(sizes) - 1
         if mesh_axis in self._split("residual") and mesh_axis not in self._split("seq"):
             of_features = is_last and sizes[dimension] * collective.devices in features
@@ -173,6 +172,12 @@ class Reasons:
             by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
             return None if by_kernel else self._activation(("seq",), mesh_axis)
         return self._activation(("experts",), mesh_axis)
+
+    def _features(self) -> set[int]:
+        """Widths of what a model computes, as its parameters have them."""
+        specs = (layout.spec for layout in self.parameters.plan.layouts.values())
+        sized = (pair for spec in specs for pair in zip(spec.axes, spec.shape, strict=True))
+        return {size for axis, size in sized if axis in ("embed", "mlp", "vocab")}
 
     def _is_for_rows(self, moved: Moved, mesh_axis: str) -> bool:
         """Whether tokens travel so that each device adds up its own columns of the embedding's

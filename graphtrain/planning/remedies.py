@@ -130,8 +130,7 @@ def _remat(program: Program) -> Iterator[Change]:
     now, imported = program.model.remat, is_imported(program.model)
     known = _REMAT.index(now) if now in _REMAT else 0
     for remat in _REMAT[known + 1 :]:
-        if not (imported and remat == "attention"):
-            yield (f"program.model.remat={remat}",)
+        yield (f"program.model.remat={remat}",)
     if not imported and now != "offload" and Target.parse(program.target).platform != "cpu":
         yield ("program.model.remat=offload",)
 

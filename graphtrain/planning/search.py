@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import PlanError
+from graphtrain.estimates.filler import estimable
 from graphtrain.estimates.time import HIDDEN, crosses_hosts
 from graphtrain.planning.assessment import StepTime
 from graphtrain.planning.candidates import (
     LONG,
     WIDEST_TENSOR,
     Candidate,
+    Choices,
     candidates,
     divisors,
     undivided,
@@ -43,17 +45,23 @@ def search(program: Program, keep: int = 20) -> Found:
 
     Raises:
         LoweringError: no such target.
-        PlanError: no strategy divides the model and the batch, or the model is a mixture.
+        PlanError: no strategy divides the model and the batch, the model is a mixture, or one of
+            PyTorch whose sizes no configuration says.
     """
-    if is_imported(program.model):
-        raise PlanError("graphtrain plan search estimates native models; this one is of PyTorch")
+    began, asked, imported = time.perf_counter(), program, None
+    program = estimable(program)
     if program.model.mixture is not None:
         raise PlanError("graphtrain plan search estimates dense models; this one is a mixture")
-    began = time.perf_counter()
+    choices = Choices()
+    if is_imported(asked.model):
+        from graphtrain.planning.imported import Ranked
+
+        imported = Ranked.of(asked)
+        choices = imported.choices
     fitting: list[Candidate] = []
     best_of: dict[tuple[str, str], Candidate] = {}
     considered = 0
-    for candidate in candidates(program):
+    for candidate in candidates(program, choices=choices):
         considered += 1
         if candidate.memory.fits:
             fitting.append(candidate)
@@ -68,6 +76,9 @@ def search(program: Program, keep: int = 20) -> Found:
         )
     fitting.sort(key=lambda one: one.rank)
     lost = _why_lost(program, fitting[0] if fitting else None, best_of)
+    if imported is not None:
+        lost |= imported.not_tried
+        fitting = list(imported.take(fitting, keep))
     return Found(tuple(fitting[:keep]), lost, considered, time.perf_counter() - began)
 
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in place of PyTorch's, for modules that call it."""
+"""Attention in place of PyTorch's: the native decoder's, or of whole scores under any mask."""
 
 from __future__ import annotations
 
@@ -7,8 +7,60 @@ import math
 import jax
 import jax.numpy as jnp
 
+from graphtrain.models import attention as native
+from graphtrain.models.documents import numbers
 from graphtrain.models.dot import dot
-from lowering.constrain import constrain
+from graphtrain.models.kept import begins, kept
+from graphtrain.models.scores import Scoring
+from graphtrain.models.scores import cap as bent
+from lowering.constrain import constrain, size_of, split_of
+
+
+def only_native() -> str | None:
+    """What is asked of attention here that only the native one can do; None: nothing."""
+    if numbers() is not None:
+        return 'to tell documents of a row apart (batch.documents = "apart", context or generate)'
+    if ring := split_of("attended"):
+        return f"to split the keys of a sequence over {' x '.join(ring)} (the rules context)"
+    return None if begins() is None else "to continue a sequence"
+
+
+def attend_causally(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scoring: Scoring,
+    window: int | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+) -> jax.Array:
+    """By the native decoder's attention, which makes no mask: in a ring, say, or by documents.
+
+    Args:
+        query: (batch, heads, seq, head_dim).
+        key: (batch, kv_heads, seq, head_dim).
+        value: (batch, kv_heads, seq, value_dim).
+        scoring: What becomes of products.
+        window: The distance at which a query sees a key no more.
+        remat: Of the model.
+        unroll: How many blocks are written out in a turn.
+    """
+    value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
+    if (before := kept()) is not None:
+        key, value = before.add(key, value)
+    elif window is not None and window >= query.shape[1]:
+        window = None
+    if key.shape[2] == 1:  # one head for all: each device has it
+        key, value = (jnp.repeat(x, size_of("kv_heads"), 2) for x in (key, value))
+    mixed = native.attend(query, key, value, scoring, window, remat, unroll)
+    return mixed[..., :value_dim].transpose(0, 2, 1, 3)
+
+
+def _wide(x: jax.Array, width: int) -> jax.Array:
+    """Zeros at the end of each head, as those of values beside wider queries and keys."""
+    missing = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
 def attend(
@@ -20,6 +72,7 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
     dropout_key: jax.Array | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Values mixed by a float32 softmax of scores; zeros where a query sees no key at all.
 
@@ -33,6 +86,7 @@ def attend(
         causal: whether query i sees key j only for j <= i, as PyTorch counts them.
         scale: of products; the root of head_dim divides them by default.
         dropout_key: for dropout.
+        cap: that scores are bent to stay below.
 
     Source: the definition at https://docs.pytorch.org/docs/stable/generated/
     torch.nn.functional.scaled_dot_product_attention.html
@@ -49,7 +103,7 @@ def attend(
     products = dot(
         "bhgqd,bhkd->bhgqk", query.reshape(batch, *groups, queries, head_dim), key, jnp.float32
     )
-    scores = products * (1 / math.sqrt(head_dim) if scale is None else scale)
+    scores = bent(products * (1 / math.sqrt(head_dim) if scale is None else scale), cap)
     mask = jnp.tril(jnp.ones((queries, keys), bool)) if causal else None
     if seen is not None:
         given = _grouped(seen, groups)

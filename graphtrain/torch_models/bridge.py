@@ -22,8 +22,10 @@ from torchax.tensor import Tensor
 
 from graphtrain.models.decoder import rows_of
 from graphtrain.models.dot import dot
+from graphtrain.models.kept import begins
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_models.attention import attend
+from graphtrain.models.scores import Scoring
+from graphtrain.torch_models.attention import attend, attend_causally, only_native
 from graphtrain.torch_models.causes import innermost
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.functions import apply_function
@@ -33,13 +35,24 @@ from lowering.constrain import by_hand_now, constrain
 class Environment(TorchaxEnvironment):
     """torchax's, in which a region without gradients has none, and attention is our own."""
 
-    def __init__(self, dtype: str = "float32", vocab: int | None = None) -> None:
+    def __init__(
+        self,
+        dtype: str = "float32",
+        vocab: int | None = None,
+        remat: str = "none",
+        unroll: int = 1,
+    ) -> None:
         """Args:
         dtype: of the computation; the table of tokens may be float32 all the same.
         vocab: rows of that table.
+        remat: what the backward pass computes again.
+        unroll: how many blocks are written out in a turn.
         """
         super().__init__()
-        self._dtype, self._vocab = dtype, vocab
+        self.computes_in, self._vocab = dtype, vocab
+        self._remat, self._unroll = remat, unroll
+        self.attended = 0  # times that the native attention was called
+        self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
         for operation in (
             torch.nn.functional.scaled_dot_product_attention,
@@ -70,6 +83,13 @@ class Environment(TorchaxEnvironment):
         """JAX arrays as PyTorch's tensors."""
         return jax.tree.map(lambda array: Tensor(array, self), tree)
 
+    def read(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+        """An array, or zeros in place of one that is only a shape."""
+        if isinstance(array, jax.ShapeDtypeStruct):
+            array = jnp.zeros(array.shape, array.dtype)
+            self._unread.append(array)
+        return array
+
     def real(self, tensor: torch.Tensor) -> Tensor:
         """The values of a tensor of PyTorch, as a constant of what is traced."""
         return Tensor(jnp.asarray(to_numpy(tensor)), self)
@@ -91,13 +111,18 @@ class Environment(TorchaxEnvironment):
         if max_norm is not None:
             raise ImportedModelError("an Embedding with max_norm changes its weights when called")
         table = weight.jax()
+        if any(table is one for one in self._unread):
+            # XLA's partitioner dies of a lookup inside a shard_map, needed or not (jax 0.11.2).
+            return Tensor(jnp.zeros((*input.shape, table.shape[1]), self.computes_in), self)
         if padding_idx is not None:
             row = jnp.arange(table.shape[0])[:, None] == padding_idx % table.shape[0]
             table = jnp.where(row, jax.lax.stop_gradient(table), table)
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # positions, say
-            return Tensor(jnp.take(table, tokens, axis=0), self)
-        rows = jnp.asarray(rows_of(table, tokens, self._dtype, by_hand_now()))
+            # Tokens that fill up a prompt may be past the end of a table.
+            mode = None if begins() is None else "clip"
+            return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
+        rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -136,11 +161,47 @@ class Environment(TorchaxEnvironment):
             raise ImportedModelError(
                 f"{query.shape[1]} query heads meet {key.shape[1]} key heads without enable_gqa"
             )
-        dropout_key = self.get_and_rotate_prng_key() if dropout_p else None
-        mask = None if attn_mask is None else attn_mask.jax()
+        return self.attend(
+            *(query, key, value, scale), causal=is_causal, mask=attn_mask, dropout=dropout_p
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        window: int | None = None,
+        cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """The native attention where it is plainly causal, else one of whole scores.
+
+        Raises:
+            ImportedModelError: it is not, and what is asked of it takes the native one.
+        """
         arrays = query.jax(), key.jax(), value.jax()
-        mixed = attend(*arrays, mask, dropout_p, is_causal, scale, dropout_key)
-        return Tensor(mixed, self)
+        scale = float(query.shape[-1] ** -0.5) if scale is None else scale
+        if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
+            self.attended += 1
+            scoring = Scoring(scale, cap)
+            return Tensor(
+                attend_causally(*arrays, scoring, window, self._remat, self._unroll), self
+            )
+        if what := only_native():
+            how = "dropout" if dropout else "a mask, a bias or keys"
+            raise ImportedModelError(
+                f"{what} takes attention that is plainly causal; the module's has {how} of its own"
+            )
+        seen = None if mask is None else mask.jax()
+        if window is not None:
+            distance = jnp.arange(query.shape[2])[:, None] - jnp.arange(key.shape[2])
+            seen = distance < window
+        dropout_key = self.get_and_rotate_prng_key() if dropout else None
+        return Tensor(attend(*arrays, seen, dropout, causal, scale, dropout_key, cap), self)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

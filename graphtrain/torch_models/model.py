@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
+from graphtrain.models.order import positions
+from graphtrain.torch_models.attention import only_native
 from graphtrain.torch_models.axes import Named, name_axes
+from graphtrain.torch_models.balance import Balance
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Change, Made, make
-from graphtrain.torch_models.scanning import NotAlike, blocks_scanned
+from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
-from lowering.constrain import constrain, split_of
+from lowering.constrain import by_hand_now, constrain
+from lowering.pending import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
+    from graphtrain.torch_models.staged import Parts
 
 _TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
 
@@ -51,9 +58,9 @@ def _open(model: Imported) -> OpenedModel:
     _check_parameters(made)
     assert model.vocab is not None
     axes = name_axes(made.module, model.vocab, model.axes)
-    lists = find_stacks(made.module)
+    lists, balance = find_stacks(made.module), Balance.taken_from(made.module)
     while True:
-        opened = OpenedModel(model, made, tuple(lists), axes)
+        opened = OpenedModel(model, made, tuple(lists), axes, balance)
         try:
             opened.check()
             return opened
@@ -111,6 +118,7 @@ class OpenedModel:
     made: Made
     lists: tuple[Stack | Unrolled, ...]  # of blocks
     axes: dict[str, Named]  # of every parameter, by name
+    balance: Balance | None = None  # that a mixture adds to the loss
 
     @property
     def stacks(self) -> list[Stack]:
@@ -149,6 +157,17 @@ class OpenedModel:
             specs[path] = ArraySpec(shape, axes, "float32", "parameter")
         return specs
 
+    @cached_property
+    def parts(self) -> Parts:
+        """What is before its blocks, in them and after them.
+
+        Raises:
+            ShardingError: it cannot be a pipeline; says why.
+        """
+        from graphtrain.torch_models.staged import find_parts
+
+        return find_parts(self)
+
     def check(self) -> None:
         """Trace the module once, to know that blocks are alike and that it can be traced.
 
@@ -164,7 +183,7 @@ class OpenedModel:
         key = jax.eval_shape(lambda: jax.random.key(0))
         jax.eval_shape(
             lambda arrays, tokens, key: self._logits(
-                self._computed_in(arrays), tokens, key, verify=True
+                self.computed_in(arrays), tokens, key, verify=True
             ),
             arrays,
             tokens,
@@ -205,24 +224,48 @@ class OpenedModel:
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scores of every next token, float32; without a key nothing is dropped."""
-        if ring := split_of("attended"):
-            raise ShardingError(
-                f"models of PyTorch cannot split sequences over {' x '.join(ring)}; set "
-                "mesh.context = 1"
-            )
-        arrays = self._computed_in(flatten(parameters))
-        return self._logits(arrays, tokens, dropout_key), {}
+        arrays, terms = self.computed_in(flatten(parameters)), {}
+        if self.balance is None:
+            return self._logits(arrays, tokens, dropout_key), terms
+        self._check_balanced()
+        balance = self.balance
 
-    def _computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def leaving(scan: Scan) -> jax.Array:
+            hidden = scan.run()
+            terms["balance_loss"] = balance.loss(scan.routed)
+            return hidden
+
+        through = Through(leaving=leaving, balance=balance)
+        return self.logits_of(self.run(arrays, tokens, dropout_key, through), tokens), terms
+
+    def _check_balanced(self) -> None:
+        """Refuse what would balance experts over other tokens than the module does."""
+        if len(self.lists) > 1 or not self.stacks:
+            raise ImportedModelError(
+                "output_router_logits asks for a balance loss, which takes blocks that are one "
+                "scan; graphtrain plan says what differs; or set it to false in overrides"
+            )
+        if by_hand_now():
+            raise ShardingError(
+                'batch.reduce = "last" sees the tokens of one copy of the model at a time, and '
+                'output_router_logits balances experts over all; use reduce = "each"'
+            )
+
+    def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """In the dtype of the computation, but for the tables of tokens.
 
-        The gradients of a table's rows are summed in its own dtype.
+        The gradients of a table's rows are summed in its own dtype. Blocks whose gradients are
+        pending are left for the loop over them.
         """
         specs, dtype = self.specs(), self.settings.dtype
-        return {
-            path: array if "vocab" in specs[path].axes else array.astype(dtype)
-            for path, array in parameters.items()
-        }
+
+        def computed(path: str, array: Any) -> Any:
+            if self.is_stacked(path) and isinstance(array, Pending):
+                return array
+            array = complete(array)
+            return array if "vocab" in specs[path].axes else array.astype(dtype)
+
+        return {path: computed(path, array) for path, array in parameters.items()}
 
     def _logits(
         self,
@@ -231,24 +274,59 @@ class OpenedModel:
         key: jax.Array | None,
         verify: bool = False,
     ) -> jax.Array:
+        return self.logits_of(self.run(arrays, tokens, key, verify=verify), tokens)
+
+    def run(
+        self,
+        arrays: dict[str, Any],
+        tokens: jax.Array,
+        key: jax.Array | None,
+        through: Through | None = None,
+        verify: bool = False,
+    ) -> torch.Tensor:
+        """What the module returns as scores.
+
+        Args:
+            arrays: every parameter, in the dtype of the computation; one of which nothing that is
+                wanted depends may be a shape.
+            key: for dropout; without it nothing is dropped.
+            through: what is done where the module goes through its blocks; a scan by default.
+            verify: whether to compare what blocks of a stack compute.
+        """
         module, settings = self.made.module, self.settings
-        environment = Environment(settings.dtype, settings.vocab)
+        unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
+        environment = Environment(settings.dtype, settings.vocab, settings.remat, unroll)
         self._check_length(tokens.shape[1])
         module.train(key is not None)
         plain = {
-            names[0]: arrays[path]
+            names[0]: environment.read(arrays[path])
             for path, names in self.stored().items()
             if not self.is_stacked(path)
         }
 
         def run() -> torch.Tensor:
-            with blocks_scanned(module, environment, self.lists, arrays, settings.remat, verify):
+            with blocks_scanned(
+                module, environment, self.lists, arrays, settings.remat, verify, through
+            ):
                 given = Tensor(tokens, environment)
+                places = environment.wrap(self._positions(tokens.shape[1]))
                 if self.settings.hf is not None:
-                    return scores(module(input_ids=given, use_cache=False))
-                return scores(module(given))
+                    return scores(module(input_ids=given, use_cache=False, **places))
+                return scores(module(given, **places))
 
         out: Any = call(module, environment, plain, self.made.buffers, key, run)
+        if not environment.attended and (what := only_native()):
+            instead = "call scaled_dot_product_attention with is_causal = True"
+            if settings.hf is not None:
+                instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
+            raise ImportedModelError(
+                f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
+                f"own; {instead}"
+            )
+        return out
+
+    def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
+        """Float32 logits of what the module returned for these tokens."""
         vocab = self.settings.vocab
         if tuple(out.shape) != (*tokens.shape, vocab):
             raise ImportedModelError(
@@ -256,6 +334,23 @@ class OpenedModel:
                 f"program.model.vocab = {vocab} it should be {(*tokens.shape, vocab)}"
             )
         return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _positions(self, length: int) -> dict[str, jax.Array]:
+        """What says where each token is, if that is not simply its place in the row.
+
+        Raises:
+            ImportedModelError: the module takes no positions.
+        """
+        what = only_native()
+        if what is None:
+            return {}
+        if "position_ids" not in inspect.signature(self.made.module.forward).parameters:
+            raise ImportedModelError(
+                f"{what} takes a module with an argument position_ids of its forward pass, which "
+                f"{type(self.made.module).__name__} has not"
+            )
+        found = positions(length)
+        return {"position_ids": found if found.ndim == 2 else found[None]}
 
     def _check_length(self, length: int) -> None:
         """JAX looks up a row past the end of a table without a word."""

@@ -7,7 +7,7 @@ trace without a word, as a write through a view, and would only show as a worse 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import OpenedModel, factory, open_model, scores
 from graphtrain.torch_models.shrink import shrunk
 from graphtrain.torch_models.source import ingredients
-from graphtrain.torch_models.transformers_model import use_own_experts
+from graphtrain.torch_models.transformers_model import use_own_parts
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOSS, GRADIENT = 1e-5, 1e-4  # most that they may differ, relative; float32
 _TOKENS = (2, 16)
 _SHOWN = 3  # parameters that an error names
-_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,19 @@ def ensure_parity(model: Imported, store: Path) -> None:
     Raises:
         ImportedModelError: they differ, or the model cannot be compared.
     """
+    once(model, store, "", lambda: asdict(check_parity(model)))
+
+
+def once(model: Imported, store: Path, suffix: str, check: Callable[[], dict[str, Any]]) -> None:
+    """Check a model, unless the store holds what was found."""
     digest = CacheKey.of(**ingredients(model)).digest
-    path = store / "parity" / f"{digest}.json"
+    path = store / "parity" / f"{digest}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # the other graphs wait for the first
         if not path.is_file():
-            found = check_parity(model)
+            found = check()
             unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(asdict(found)) + "\n")
+            unfinished.write_text(json.dumps(found) + "\n")
             unfinished.rename(path)
 
 
@@ -77,7 +82,7 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     without_dropout(opened.made.module)
     assert small.vocab is not None
     batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
-    loss, gradients = _traced(opened, _weights(module), batch)
+    loss, gradients = _traced(opened, weights(module), batch)
     expected_loss, expected = _eager(module, batch, hf=small.hf is not None)
     apart = _apart(opened, gradients, expected)
     worst = max(apart, key=lambda name: apart[name])
@@ -97,7 +102,7 @@ def real_module(model: Imported) -> torch.nn.Module:
                 parameter.add_(0.02 * torch.randn_like(parameter))
     without_dropout(module)
     if model.hf is not None:
-        use_own_experts(module)
+        use_own_parts(module)
     return module.train()
 
 
@@ -111,7 +116,7 @@ def without_dropout(module: torch.nn.Module) -> None:
             inner.p = 0.0
 
 
-def _weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
+def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -121,13 +126,15 @@ def _traced(
     """Loss and gradients by name in the module."""
 
     def objective(arrays: dict[str, jax.Array]) -> jax.Array:
-        out, _ = opened.forward(unflatten(arrays), jnp.asarray(batch[:, :-1]), jax.random.key(0))
+        given = jnp.asarray(batch[:, :-1])
+        out, terms = opened.forward(unflatten(arrays), given, jax.random.key(0))
         ones = jnp.ones(out.shape[:2])
-        return cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
+        loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
+        return loss + sum(terms.values())
 
     arrays = stacked(opened, weights)
     lowered = jax.jit(jax.value_and_grad(objective)).lower(arrays)
-    loss, gradients = lowered.compile(_QUICKLY)(arrays)
+    loss, gradients = lowered.compile(QUICKLY)(arrays)
     return float(loss), unstacked(opened, gradients)
 
 
@@ -158,10 +165,13 @@ def _eager(
     tokens = torch.tensor(batch, dtype=torch.long)
     with torch.device("cpu"):
         given = tokens[:, :-1]
-        out = scores(module(input_ids=given, use_cache=False) if hf else module(given)).float()
+        returned = module(input_ids=given, use_cache=False) if hf else module(given)
+        out = scores(returned).float()
         loss = torch.nn.functional.cross_entropy(
             out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
         )
+        if (balance := getattr(returned, "aux_loss", None)) is not None:
+            loss = loss + getattr(module, "router_aux_loss_coef", 0.0) * balance
         loss.backward()
     gradients = {
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -8,19 +8,23 @@ stand-in that is looked at says so, and the blocks are traced one by one instead
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_models.balance import Balance, Sums
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
 from lowering.constrain import constrain
+from lowering.pending import Pending, complete
 
 Arrays = Mapping[str, jax.Array]
 
@@ -31,6 +35,26 @@ class NotAlike(Exception):
     def __init__(self, stack: Stack, reason: str) -> None:
         super().__init__(reason)
         self.stack, self.reason = stack, reason
+
+
+class Taken(Exception):
+    """What was wanted of the module is there; the rest of its forward pass is not run."""
+
+    def __init__(self, wanted: Any) -> None:
+        super().__init__("the module's forward pass was left")
+        self.wanted = wanted
+
+
+@dataclass(frozen=True)
+class Through:
+    """What is done where the module goes through a stack: the scan over it, or a part."""
+
+    entering: Callable[[Scan], None] = lambda scan: None  # before the first block
+    # The hidden state after the last block.
+    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
+    # While a block runs that is in no stack, by name.
+    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    balance: Balance | None = None  # what routers add to the loss; None: nothing
 
 
 class _Awaited(Tensor):
@@ -54,6 +78,7 @@ def blocks_scanned(
     arrays: Mapping[str, jax.Array],
     remat: str,
     verify: bool = False,
+    through: Through | None = None,
 ) -> Iterator[None]:
     """While inside, calling the module runs a scan over every stack.
 
@@ -64,11 +89,12 @@ def blocks_scanned(
         arrays: the stacked parameters, by path.
         remat: what the backward pass computes again.
         verify: whether to compare what blocks of a stack compute.
+        through: what is done instead of a scan over a stack.
 
     Raises:
         NotAlike: while the module is called; blocks of a stack are not alike.
     """
-    changed = []
+    changed, through = [], through or Through()
     try:
         for one in lists:
             blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
@@ -77,10 +103,16 @@ def blocks_scanned(
                     {name: arrays[one.path(position, name)] for name in names}
                     for position, names in enumerate(one.parameters)
                 ]
-                scan = _Scan(one, blocks, rows, environment, remat, verify)
+                scan = Scan(one, blocks, rows, environment, remat, verify, through)
                 stand_ins = [scan.stand_in(number) for number in range(one.count)]
             else:
-                stand_ins = [_checkpointed(block, environment, remat) for block in blocks]
+                stand_ins = [
+                    _within(
+                        partial(through.around, f"{one.name}.{number}"),
+                        _checkpointed(block, environment, remat),
+                    )
+                    for number, block in enumerate(blocks)
+                ]
             for block, stand_in in zip(blocks, stand_ins, strict=True):
                 changed.append(block)
                 block.forward = stand_in
@@ -101,17 +133,21 @@ class _Call:
 
 
 @dataclass
-class _Scan:
+class Scan:
+    """A stack while the module is called."""
+
     stack: Stack
     blocks: list[torch.nn.Module]
     rows: list[dict[str, jax.Array]]  # for each position of the period, by name inside a block
     environment: Environment
     remat: str
     verify: bool
+    through: Through
     hidden: jax.Array | None = None
     calls: list[_Call] = field(default_factory=list)  # one for each position
     handed: _Awaited | None = None
     programs: list[str] = field(default_factory=list)
+    routed: list[Sums] = field(default_factory=list)  # of each router of a block, stacked
 
     def stand_in(self, number: int) -> Callable[..., Any]:
         """In place of the forward pass of a block."""
@@ -130,7 +166,9 @@ class _Scan:
             raise self._different(f"block {number} is not given what block {number - 1} returned")
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
-            self._describe(position)
+            self.describe(position)
+            if number == 0:
+                self.through.entering(self)
         elif not _same(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
@@ -138,12 +176,12 @@ class _Scan:
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
-        return self._return(self.calls[position], self._run() if last else None)
+        return self._return(self.calls[position], self.through.leaving(self) if last else None)
 
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
 
-    def _describe(self, position: int) -> None:
+    def describe(self, position: int) -> None:
         """Trace a block for what it returns."""
         call, block = self.calls[position], self.blocks[position]
 
@@ -152,7 +190,7 @@ class _Scan:
             leaves, call.structure = pytree.tree_flatten(out)
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-        call.shapes = jax.eval_shape(run, self.hidden, self._row(position), self._key())
+        call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
         """Refuse a block that computes something else, as by its number."""
@@ -162,20 +200,35 @@ class _Scan:
             out = self._block(block, call, hidden, arrays, key)
             return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-        program = str(jax.make_jaxpr(run)(self.hidden, self._row(position), self._key()))
+        program = str(jax.make_jaxpr(run)(*self._shapes(position)))
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
             raise self._different(f"block {number} computes something else than block {position}")
 
+    def _shapes(self, position: int) -> tuple[Any, Any, Any]:
+        """Of the hidden state, of a block's arrays and of its key."""
+        assert self.hidden is not None
+        hidden = jax.ShapeDtypeStruct(self.hidden.shape, self.hidden.dtype)
+        return hidden, self._row(position), self._key()
+
     def _row(self, position: int) -> Any:
         return {
-            name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
+            if isinstance(array, Pending)
+            else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
             for name, array in self.rows[position].items()
         }
 
+    def _here(self, array: Any) -> jax.Array:
+        """A block's array in the loop, where a gradient that is pending is reduced."""
+        if isinstance(array, Pending):
+            return complete(array).astype(self.environment.computes_in)
+        return array
+
     def _key(self) -> Any:
-        return jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)  # without the mesh axes it differs along
 
     def _block(
         self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array
@@ -189,25 +242,65 @@ class _Scan:
             given = Tensor(hidden, self.environment)
             return type(block).forward(block, given, *call.args, **call.kwargs)
 
-    def _run(self) -> jax.Array:
+    def run(self) -> jax.Array:
         """The hidden state after all blocks."""
         assert self.hidden is not None
+        return self.through_rows(self.hidden, self.rows, self.keys())
 
-        def body(hidden: jax.Array, rows: Any) -> tuple[jax.Array, None]:
-            arrays, keys = rows
-            for position, call in enumerate(self.calls):
-                hidden = residual(hidden)
-                out = self._block(
-                    self.blocks[position], call, hidden, arrays[position], keys[position]
-                )
-                hidden = pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
-            return residual(hidden), None
+    def keys(self) -> jax.Array:
+        """Of every block, by row and position."""
+        key = self.environment.get_and_rotate_prng_key()
+        return jax.random.split(key, (self.stack.rows, self.stack.period))
 
-        keys = jax.random.split(
-            self.environment.get_and_rotate_prng_key(), (self.stack.rows, self.stack.period)
-        )
-        hidden, _ = jax.lax.scan(_checkpoint(body, self.remat), self.hidden, (self.rows, keys))
+    def given(self) -> list[jax.Array]:
+        """The arrays that the first block is given beside the hidden state."""
+        call = self.calls[0]
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def by_name(self, arrays: Arrays) -> Arrays:
+        """Arrays of the only position of a period, by name inside a block instead of by path."""
+        (names,) = self.stack.parameters
+        return {name: arrays[self.stack.path(0, name)] for name in names}
+
+    def through_rows(
+        self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None
+    ) -> jax.Array:
+        """The hidden state after some rows of blocks.
+
+        Args:
+            hidden: before them.
+            rows: their arrays, for each position of the period by name inside a block.
+            keys: theirs, by row and position.
+            real: whether each row is one; the others leave the hidden state as it is.
+        """
+
+        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[Sums]]:
+            (arrays, keys, real), before = row, hidden
+            routed: list[Sums] = []
+            arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
+            for position in range(self.stack.period):
+                with self._recorded(self.blocks[position]) as sums:
+                    hidden = self.through_block(position, hidden, arrays[position], keys[position])
+                routed += sums
+            hidden = hidden if real is None else jnp.where(real, hidden, before)
+            return residual(hidden), routed
+
+        turn = _checkpoint(body, self.remat)
+        hidden, self.routed = jax.lax.scan(turn, hidden, (rows, keys, real))
         return hidden
+
+    def through_block(
+        self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
+    ) -> jax.Array:
+        """The hidden state after one block, of a position of the period."""
+        call = self.calls[position]
+        out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
+        return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
+
+    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[Sums]]:
+        balance = self.through.balance
+        return nullcontext([]) if balance is None else balance.recorded(block)
 
     def _hidden_leaf(self, call: _Call) -> int:
         """Which of the leaves that a block returns is the hidden state: the first alike."""
@@ -234,9 +327,23 @@ class _Scan:
         return pytree.tree_unflatten(leaves, call.structure)
 
 
+def _is_pending(leaf: Any) -> bool:
+    return isinstance(leaf, Pending)
+
+
 def residual(hidden: jax.Array) -> jax.Array:
     """The hidden state between blocks, where the rules want it."""
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
+
+
+def _within(
+    around: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def _checkpointed(
@@ -244,7 +351,7 @@ def _checkpointed(
 ) -> Callable[..., Any]:
     """The forward pass of a block by itself, computed again in the backward pass."""
     forward = type(block).forward
-    if remat == "none":
+    if remat in ("none", "attention"):
         return lambda *args, **kwargs: forward(block, *args, **kwargs)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +386,7 @@ def _checkpointed(
 
 
 def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    if remat == "none":
+    if remat in ("none", "attention"):  # attention computes its own part again
         return function
     policies = jax.checkpoint_policies
     policy = {

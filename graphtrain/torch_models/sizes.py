@@ -33,6 +33,13 @@ _WITHOUT_GATE = (
 )
 
 
+def blocks_of(model: Imported) -> int | None:
+    """Blocks of a model as its configuration has them; None for a module of the user's own."""
+    if model.hf is None:
+        return None
+    return _first(read_config(model.hf, model.overrides), _NAMES["layers"])
+
+
 def look_alike(model: Imported) -> Model | None:
     """A native model of about the same sizes; None where a module's factory hides them."""
     if model.hf is None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # What tracing executes; estimates, conversions and comparisons are not in a program.
 _SOURCES = (
-    *("attention.py", "axes.py", "blocks.py", "bridge.py", "functions.py", "making.py", "model.py"),
-    *("names.toml", "scanning.py", "transformers_model.py"),
+    *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "continuing.py"),
+    *("experts.py", "functions.py", "interface.py", "making.py", "model.py", "names.toml"),
+    *("scanning.py", "staged.py", "transformers_model.py"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphtrain.errors import WeightsError
+from graphtrain.requests import stages_of
 from graphtrain.torch_models.source import read_config
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 from lowering.target import Target
@@ -21,6 +22,7 @@ from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported, Program
+    from sharding_rules.pipeline import Stages
 
 Index = tuple[slice, ...]
 Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
@@ -39,44 +41,63 @@ class ModuleWeights:
         self.side = directory  # its configuration and tokenizer are beside the weights
         self._directory, self._folder = directory, open_folder(directory)
 
-    def parameters(self, described: Tree, fill: Fill) -> Tree:
+    def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
         """The parameters on their devices; only parts that a device holds are read.
+
+        Args:
+            described: their shapes and places.
+            fill: how a backend makes arrays of parts.
+            stages: of the pipeline that blocks are stored for.
 
         Raises:
             WeightsError: the folder lacks one, or has it in another shape.
         """
         shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
-        names = {path: self._names(path, shape) for path, shape in shapes.items()}
+        names = {path: self._names(path, shape, stages) for path, shape in shapes.items()}
 
         def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
             found = names[path]
             index = tuple(slice(*one.indices(size)) for one, size in zip(index, shape, strict=True))
             if isinstance(found, str):
                 return self._part(found, index)
-            return np.stack([self._part(name, index[1:]) for name in found[index[0]]])
+            here = found[index[: found.ndim]]
+            inner = index[found.ndim :]
+            parts = [self._part(name, inner) for name in here.ravel()]
+            return np.stack(parts).reshape(*here.shape, *parts[0].shape)
 
         return fill(described, read)
 
-    def _part(self, name: str, index: Index) -> np.ndarray:
+    def _part(self, name: str | None, index: Index) -> np.ndarray:
+        if name is None:  # fills up a stage
+            return np.zeros([one.stop - one.start for one in index], np.float32)
         if isinstance(self._folder, SafetensorsFolder):
             return self._folder.part(name, index).astype(np.float32)
         return self._folder.read(name)[index].astype(np.float32)
 
-    def _names(self, path: str, shape: tuple[int, ...]) -> str | list[str]:
-        """The tensor of an array, or those of its rows."""
+    def _names(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> str | np.ndarray:
+        """The tensor of an array, or those of its rows along its first axes."""
         dotted = path.replace("/", ".")
         there = set(self._folder.names)
+        leading = 2 if stages is not None and stages.rounds > 1 else 1
+        count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
         for name in (dotted, dotted.partition(".")[2]):  # some folders leave out the first word
             if name in there and self._folder.shape(name) == shape:
                 return name
-            for rows in _rows(name, shape[0] if shape else 0, there):
-                if all(self._folder.shape(row) == shape[1:] for row in rows):
-                    return rows
+            for rows in _rows(name, count, there):
+                if all(self._folder.shape(row) == shape[leading:] for row in rows):
+                    return _in_rows(rows, shape[:leading], stages)
         alike = [name for name in there if name.rpartition(".")[0].endswith(dotted.split(".")[-2])]
         found = f"; it has {alike[0]} of {self._folder.shape(alike[0])}" if alike else ""
         raise WeightsError(
             f"run.initial: {self._directory} does not hold {dotted} of shape {shape}{found}"
         )
+
+
+def _in_rows(names: list[str], shape: tuple[int, ...], stages: Stages | None) -> np.ndarray:
+    """Names where a run keeps them; None in a row that fills up a stage."""
+    order = range(len(names)) if stages is None else stages.rows
+    ordered = [None if row is None else names[row] for row in order]
+    return np.array(ordered, object).reshape(shape)
 
 
 def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
@@ -125,19 +146,28 @@ def export(
     model: Imported = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
     lowering.backend(host).described_devices(host)  # JAX is to look for no other device
-    opened = open_model(model)
+    opened, stages = open_model(model), stages_of(program)
     shapes = {name: tuple(one.shape) for name, one in opened.made.parameters().items()}
     writer = Writer(destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()})
     stored = opened.stored()
     for done, (path, names) in enumerate(stored.items()):
         progress(done, len(stored))
         array = restore_array(directory / "checkpoints", step, f"parameters/{path}")
-        rows = array if opened.is_stacked(path) else array[None]
+        rows = _of_blocks(array, stages) if opened.is_stacked(path) else array[None]
         for name, row in zip(names, rows, strict=True):
             writer.write(name, row)
     writer.close()
     numbers = sum(int(np.prod(shape)) for shape in shapes.values())
     return _write_config(model, destination), numbers, len(shapes)
+
+
+def _of_blocks(array: np.ndarray, stages: Stages | None) -> np.ndarray:
+    """A row for each block, of an array that may be stored for a pipeline."""
+    if stages is None:
+        return array
+    rows = [stages.rows.index(block) for block in range(sum(stages.layers))]
+    leading = 2 if stages.rounds > 1 else 1
+    return array.reshape(len(stages.rows), *array.shape[leading:])[rows]
 
 
 def _write_config(model: Imported, destination: Path) -> str:

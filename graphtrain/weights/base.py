@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from graphtrain.config import load_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import WeightsError
 from graphtrain.metrics import writing
@@ -47,6 +48,30 @@ def check_base(weights: Source, directory: Path) -> None:
                 f"{weights.directory} is not the base that {directory} was trained on: {name} "
                 "differs; bring that base back, or set run.directory to a new one"
             )
+
+
+def check_adapter(config: Config, directory: Path) -> None:
+    """Refuse to go on with other adapters than a run was begun with, or its base rounded otherwise.
+
+    No array tells: with another alpha the adapters that were saved would count for more or less.
+
+    Raises:
+        WeightsError: says which setting differs.
+    """
+    file, mine = directory / "config.toml", config.program.adapter
+    theirs = load_config(file).program.adapter if file.is_file() else None
+    if mine is None or theirs is None:
+        return
+    differ = [
+        f"{name} = {getattr(mine, name)!r} (there {getattr(theirs, name)!r})"
+        for name in ("rank", "alpha", "root_rank", "base")
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    if differ:
+        raise WeightsError(
+            f"{file}: the adapter was trained with other settings than [program.adapter], which "
+            f"has {', '.join(differ)}; set them back, or set run.directory to a new one"
+        )
 
 
 def open_base(config: Config, directory: Path) -> Source:

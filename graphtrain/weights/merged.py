@@ -1,4 +1,6 @@
-"""Merged: the weights that a run with an adapter trained, as if it had trained them whole."""
+"""Merged: the weights that a run with an adapter trained, as if it had trained them whole; Kept:
+those that it starts from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.models.blocks import rounded
 from graphtrain.models.tuned import A, B, adapted_paths, is_quantised, is_rounded, whole_paths
 from graphtrain.weights.base import open_base
-from graphtrain.weights.sources import RunCheckpoint
+from graphtrain.weights.sources import RunCheckpoint, Source
 
 
 class Merged:
@@ -61,6 +63,29 @@ class Merged:
             return kept
         product = np.tensordot(trained[f"{path}/{A}"], trained[f"{path}/{B}"], 1)
         return kept.astype(np.float32) + np.float32(self.adapter.scale) * product
+
+
+class Kept:
+    """The base as a run with an adapter computes with it, before it has trained anything."""
+
+    def __init__(self, base: Source, adapter: Adapter) -> None:
+        self._base, self._adapter = base, adapter
+        self.directory, self.side, self.model = base.directory, base.side, base.model
+        self.files = base.files
+        self._whole = set(whole_paths(base.model, adapter))
+
+    def dtype(self, path: str) -> np.dtype | None:
+        return self._base.dtype(path)
+
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        found = zip(paths, self._base.read(paths, layer), strict=True)
+        return [
+            weights if path in self._whole else as_kept(path, weights, self.model, self._adapter)
+            for path, weights in found
+        ]
+
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read([path], layer)[0][index]
 
 
 def as_kept(path: str, weights: np.ndarray, model: Model, adapter: Adapter) -> np.ndarray:

@@ -14,7 +14,7 @@ from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.families.family import mathematics
-from graphtrain.requests import rows_of_layers
+from graphtrain.requests import rows_of_layers, stages_of
 from graphtrain.torch_models.weights import ModuleWeights
 from graphtrain.weights.sources import SIDE, Source, open_source
 
@@ -63,7 +63,7 @@ def start_parameters(
 ) -> Tree:
     """The parameters of a program on its devices; only parts that a device holds are read."""
     if isinstance(weights, ModuleWeights):
-        return weights.parameters(described, fill)
+        return weights.parameters(described, fill, stages_of(program))
     return fill(described, reader(weights, program))
 
 

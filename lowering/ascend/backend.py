@@ -29,6 +29,7 @@ from lowering.jax_xla import (
 )
 from lowering.lowered import Lowered
 from lowering.one_device import backend as one_device
+from lowering.one_device.backend import OneDevice
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
@@ -48,6 +49,7 @@ __all__ = [
     "plan_graph",
     "put",
     "storable",
+    "take",
 ]
 
 
@@ -70,9 +72,21 @@ def devices(target: Target) -> list[Device]:
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device; raises as one_device.lower."""
     with regions.marked("attention"):
-        # On a CPU every collective is made of sums, in which each rank has its place.
-        rank_input = target.on_host and target.devices > 1
-        program = one_device.lower(graph, rules, mesh_shape, target, rank_input=rank_input)
+        program = one_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
+    return _translated(program, target)
+
+
+def take(whole: Lowered, target: Target) -> Lowered:
+    """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
+    return _translated(one_device.take(whole, target, rank_input=_takes_rank(target)), target)
+
+
+def _takes_rank(target: Target) -> bool:
+    """On a CPU every collective is made of sums, in which each rank has its place."""
+    return target.on_host and target.devices > 1
+
+
+def _translated(program: OneDevice, target: Target) -> Lowered:
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 

@@ -23,6 +23,7 @@ from lowering.lowered import Lowered
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
 from lowering.one_device import backend as one_device
+from lowering.one_device.backend import OneDevice
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
@@ -42,6 +43,7 @@ __all__ = [
     "plan_graph",
     "put",
     "storable",
+    "take",
 ]
 
 
@@ -58,11 +60,20 @@ def devices(target: Target) -> list[Device]:
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device, with the flags of its compiler; raises as one_device.lower."""
     program = one_device.lower(graph, rules, mesh_shape, target)
+    return _flagged(program, target, quickly=graph.runs_once)
+
+
+def take(whole: Lowered, target: Target) -> Lowered:
+    """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
+    return _flagged(one_device.take(whole, target), target)
+
+
+def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lowered:
     found = compiler.find(target)
     version = found.version if found else compiler.NEWEST
     options = {
         "hlo": hashlib.sha256(program.normalised.hlo).hexdigest(),
-        "flags": compiler.flags(target, version, quickly=graph.runs_once),
+        "flags": compiler.flags(target, version, quickly=quickly),
         "compiler": found.version if found else None,
     }
     return program.lowered(target, "neuron", options)

@@ -5,8 +5,11 @@ Devices of the CPU stand in place of the target's: what is traced and partitione
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from jax.sharding import NamedSharding
 
 from lowering import jax_xla
 from lowering.errors import LoweringError
@@ -71,9 +74,18 @@ def lower(
                 "set program.optimizer.offload = false"
             )
     whole = jax_xla.lower(graph, rules, mesh_shape, Target("cpu", (target.devices,)))
+    return take(whole, target, rank_input=rank_input)
+
+
+def take(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevice:
+    """Split the program of all devices, lowered for as many of the CPU.
+
+    Raises:
+        LoweringError: it asks for what such a device does not have.
+    """
     with overhear() as replicated:
         split = partition(whole.handle)
-    normalised = normalise(split.hlo, name=graph.name, ranks=target.devices, rank_input=rank_input)
+    normalised = normalise(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {
@@ -81,8 +93,25 @@ def lower(
         "temporaries_on_cpu": split.temporaries,
         "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
     }
-    whole = replace(whole, facts=whole.facts | {"replicated": replicated})
+    outputs = _split_outputs(whole, split.outputs)
+    whole = replace(whole, facts=whole.facts | {"replicated": replicated, "outputs": outputs})
     return OneDevice(whole, normalised, facts)
+
+
+def _split_outputs(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
+    """Outputs with how they are split, which for an imported program the partitioner decides."""
+    outputs = dict(whole.facts["outputs"])
+    for (path, fact), sharding in zip(outputs.items(), shardings, strict=True):
+        if "split" not in fact:
+            outputs[path] = fact | {"split": _split(sharding, len(fact["shape"]), path)}
+    return outputs
+
+
+def _split(sharding: Any, rank: int, path: str) -> list[list[str]]:
+    if not isinstance(sharding, NamedSharding):
+        raise LoweringError(f"{path} is split as {sharding}, along no axes of the mesh")
+    parts = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    return [[part] if isinstance(part, str) else list(part or ()) for part in parts]
 
 
 def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:

@@ -1,14 +1,26 @@
-"""Predicted peak memory against the compiler's, over models, meshes and targets.
+"""Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
+<<<<<<< HEAD
     python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--attention auto]
+=======
+    python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--buffers] [NAME ...]
+>>>>>>> main
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
+
+The minimum is what no schedule can avoid: parameters, gradients, optimizer state, and what the
+policy of recomputation keeps for the backward pass. --buffers lists, where the peak is more than
+1.15 times that, the largest buffers of the compiler's own report, which only GPUs' compilers write.
 """
 
 import argparse
 import json
+<<<<<<< HEAD
 from dataclasses import replace
+=======
+import tempfile
+>>>>>>> main
 from pathlib import Path
 
 from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
@@ -66,6 +78,9 @@ ROWS = [
     ("7B fsdp 64", "v5p:4x4x4", {"fsdp": 64}, SEQUENCE, SEVEN | FULL, (128, 4096, 1)),
     ("7B fsdp 16 tensor 4", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | FULL, (64, 4096, 1)),
     ("7B fsdp 16 tensor 4 dots", "v5p:4x4x4", SQUARE, SEQUENCE, SEVEN | DOTS, (64, 4096, 1)),
+    # Short sequences, beside which neither scores nor logits are large.
+    ("7B short full", "h100:8", {"fsdp": 8}, ("data", "fsdp"), SEVEN | FULL, (64, 512, 1)),
+    ("7B short dots", "h100:8", {"fsdp": 8}, ("data", "fsdp"), SEVEN | DOTS, (64, 512, 1)),
     # These were compiled after the estimate had been settled by the rows above.
     ("1.3B GPT hybrid", "a100:16", {"data": 2, "fsdp": 8}, SEQUENCE, GPT | DOTS, (64, 2048, 1)),
     ("1.3B GPT data x4", "a100:16", {"data": 16}, ("zero1",), GPT | FULL, (256, 2048, 4)),
@@ -73,6 +88,8 @@ ROWS = [
     ("13B tensor 8 fsdp", "h200:32", {"fsdp": 4, "tensor": 8}, SEQUENCE, THIRTEEN | DOTS, LONG),
     ("1.3B GPT fsdp", "v6e:4x4", {"fsdp": 16}, SEQUENCE, GPT | DOTS, (32, 2048, 1)),
 ]
+
+_GOAL = 1.15  # of the minimum
 
 
 def program(target, mesh, rules, model, batch, pipeline=Pipeline()) -> Program:  # noqa: B008
@@ -95,6 +112,19 @@ def compiled_peak(of: Program) -> int:
     return lowering.backend(lowered.target).compile(lowered).record["memory"]["peak"]
 
 
+def largest_buffers(of: Program, count: int = 8) -> list[str]:
+    """Lines of XLA's report of what it has planned for: size, and the arrays that share it."""
+    from graphtrain import worker
+
+    lowered = worker.lower(of, "train")
+    with tempfile.TemporaryDirectory() as directory:
+        dump = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        lowered.handle.compile(compiler_options=lowered.options | dump)
+        reports = sorted(Path(directory).glob("*memory-usage-report.txt"))
+        lines = reports[0].read_text().splitlines() if reports else []
+    return [line.strip() for line in lines if "; " in line][1 : count + 1]
+
+
 def main() -> None:
     from graphtrain.estimates.memory import memory
     from graphtrain.requests import mesh_shape
@@ -103,7 +133,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
+<<<<<<< HEAD
     parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
+=======
+    parser.add_argument("--buffers", action="store_true")
+    parser.add_argument("names", nargs="*", help="rows; by default all")
+>>>>>>> main
     arguments = parser.parse_args()
     known = {}
     if arguments.known and arguments.known.exists():
@@ -111,8 +146,11 @@ def main() -> None:
             tuple(row["key"]): row["compiler"] for row in json.loads(arguments.known.read_text())
         }
     rows, errors = [], []
-    print(f"{'model and mesh':<26}{'target':<12}{'predicted':>10}{'compiler':>10}{'error':>8}")
+    heads = f"{'predicted':>10}{'compiler':>10}{'error':>8}{'minimum':>10}{'over it':>8}"
+    print(f"{'model and mesh':<26}{'target':<12}{heads}")
     for name, target, *settings in ROWS:
+        if arguments.names and name not in arguments.names:
+            continue
         of = program(target, *settings)
         of = replace(of, model=replace(of.model, attention=arguments.attention))
         predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
@@ -120,11 +158,13 @@ def main() -> None:
         error = predicted.peak / compiler - 1
         errors.append(abs(error))
         sizes = f"{predicted.peak / 1e9:>9.2f}G{compiler / 1e9:>9.2f}G"
-        print(
-            f"{name:<26}{target:<12}{sizes}{error:>8.1%}",
-            flush=True,
-        )
-        rows.append({"key": [name, target], "predicted": predicted.peak, "compiler": compiler})
+        minimum = predicted.peak - predicted.temporaries
+        over = f"{minimum / 1e9:>9.2f}G{compiler / minimum:>8.2f}"
+        print(f"{name:<26}{target:<12}{sizes}{error:>8.1%}{over}", flush=True)
+        if arguments.buffers and compiler > _GOAL * minimum:
+            print("\n".join(f"    {line}" for line in largest_buffers(of)))
+        sizes_of = {"predicted": predicted.peak, "compiler": compiler, "minimum": minimum}
+        rows.append({"key": [name, target], **sizes_of})
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1))
     print(f"worst {max(errors):.1%}; within 10 %: {sum(e <= 0.1 for e in errors)} of {len(errors)}")

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from unoptimized import OPTIONS
 
+from graphtrain.architecture import arrange, parameter_specs
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.models.stages import arrange
 from graphtrain.requests import mesh_shape, stages_of
 from graphtrain.steps import accumulate_gradients, build_graph
 from lowering import jax_xla
@@ -114,8 +114,8 @@ def stored(of: Program, tree: Tree) -> Tree:
     stages = stages_of(of)
     if stages is None or not isinstance(tree, dict):
         return tree
-    if "layers" in tree:
-        return jax.device_get(arrange(tree, stages))
+    if tree.keys() == parameter_specs(of.model).keys():
+        return jax.device_get(arrange(of.model, tree, stages))
     return {name: stored(of, part) for name, part in tree.items()}
 
 

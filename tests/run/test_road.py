@@ -38,7 +38,9 @@ def test_what_was_compiled_trains(place):
     assert load_config(place.path / "run/config.toml") == load_config(place.path / "config.toml")
     assert list((place.path / "run/tensorboard").iterdir())
     record = place.journal()[0]
-    names = {"learning_rate", "tokens_per_second", "mfu", "memory_bytes", "step_seconds"}
+    names = {"learning_rate", "tokens_per_second", "mfu", "memory_bytes", "step_seconds"} | {
+        "data_wait_seconds"
+    }
     assert names <= set(record)
 
 

@@ -1,11 +1,14 @@
 """What the validation loss refuses."""
 
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from graphtrain.config.schema import Batch, Loss, Model, Program
 from graphtrain.errors import DataError
-from graphtrain.evaluate import validation_loss
+from graphtrain.evaluate import check_validation, perplexity, validation_loss
 from lowering.target import Target
 
 
@@ -13,3 +16,34 @@ def test_a_validation_set_in_which_nothing_counts_is_refused():
     evaluate = SimpleNamespace(inputs=lambda name: {})
     with pytest.raises(DataError, match="nothing in it counts"):
         validation_loss(evaluate, (), [], Target.parse("cpu:1"))
+
+
+def weights(*rows):
+    return {"weights": np.array(rows, np.float32)}
+
+
+def program(**settings):
+    model = Model(layers=1, embed=8, heads=2, mlp=8, vocab=16)
+    batch = Batch(sequences=2, length=2)
+    return Program(target="cpu:1", model=model, batch=batch, **settings)
+
+
+def test_a_validation_set_is_checked_up_to_the_first_batch_that_counts():
+    def batches():
+        yield weights([0, 0], [0, 0])
+        yield weights([0, 0], [0, 1])
+        raise AssertionError("read too far")
+
+    check_validation(batches(), program())
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss"), [([[0, 0], [0, 0]], Loss()), ([[0, 1], [0, 0]], Loss(kind="preference"))]
+)
+def test_one_in_which_nothing_counts_is_refused_before_training(rows, loss):
+    with pytest.raises(DataError, match="nothing in it counts"):
+        check_validation([weights(*rows)], program(loss=loss))
+
+
+def test_the_perplexity_of_a_loss_too_large_for_a_float_is_infinite():
+    assert perplexity(math.log(3)) == pytest.approx(3) and perplexity(800.0) == math.inf

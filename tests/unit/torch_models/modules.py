@@ -144,6 +144,25 @@ class LeftPadded(Model):
         return mixed.transpose(1, 2).flatten(-2)
 
 
+class Attending(Model):
+    """Causal attention beside a table of positions, and maybe neighbours added up before it."""
+
+    def __init__(self, neighbours: bool = False) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(32, EMBED)
+        self.neighbours = neighbours
+
+    def forward(self, tokens, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.tokens(tokens) + self.positions(position_ids)
+        if self.neighbours:
+            x = x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        heads = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.head(x + mixed.transpose(1, 2).flatten(-2))
+
+
 class Blocks(nn.Module):
     """Blocks that may depend on their number, or be used each in its own way."""
 
@@ -171,3 +190,42 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.up(x).tanh() / (self.layer_idx + 1 if self.numbered else 1)
+
+
+class Given(nn.Module):
+    """Blocks that are given something beside the hidden state, and a head that may be odd."""
+
+    def __init__(self, use: str = "tokens", drop: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, EMBED)
+        self.table = nn.Parameter(torch.ones(EMBED))
+        self.blocks = nn.ModuleList(GivenBlock(drop) for _ in range(4))
+        self.more = nn.ModuleList(nn.Linear(EMBED, EMBED) for _ in range(2 * (use == "two")))
+        self.head = nn.Linear(EMBED, VOCAB)
+        self.use, self.drop = use, nn.Dropout(drop)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.tokens(tokens) * self.table)
+        beside = (tokens > 3).to(x.dtype).unsqueeze(-1)
+        if self.use == "weights":
+            beside = beside * self.table
+        for block in self.blocks:
+            x = block(x, beside)
+        for block in self.more:
+            x = block(x)
+        if self.use == "after":
+            x = x * beside
+        if self.use == "mixed":
+            x = x.cumsum(1)
+        if self.use == "dropped":
+            x = functional.dropout(x, 0.1, self.training)
+        return self.head(x)
+
+
+class GivenBlock(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(EMBED, EMBED), nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.up(x).tanh()) * beside

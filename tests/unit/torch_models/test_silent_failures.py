@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphtrain.config.schema import Imported
+from graphtrain.torch_models.apart import check_apart
 from graphtrain.torch_models.attention import attend
 from graphtrain.torch_models.blocks import Stack
 from graphtrain.torch_models.errors import ImportedModelError
@@ -24,11 +25,17 @@ def model(name: str, **overrides) -> Imported:
 
 
 @pytest.mark.parametrize(
-    "name", ["NoGrad", "Detached", "OwnGradient", "Arange", "InPlace", "LeftPadded"]
+    "name", ["NoGrad", "Detached", "OwnGradient", "Arange", "InPlace", "LeftPadded", "Attending"]
 )
 def test_done_right_it_has_the_gradients_of_pytorch(name):
     found = check_parity(model(name), (2, 6))
     assert found.loss <= 1e-5 and found.gradient <= 1e-4 and found.compared == {}
+
+
+def test_positions_that_meet_elsewhere_than_in_attention_do_not_pass_for_apart():
+    assert check_apart(model("Attending")) <= 1e-4
+    with pytest.raises(ImportedModelError, match="see each other elsewhere than in attention"):
+        check_apart(model("Attending", neighbours=True))
 
 
 def test_a_write_through_a_view_is_a_mismatch_with_its_cause():

@@ -10,12 +10,16 @@ import torch
 import transformers
 
 from graphtrain.beginning import Beginning
-from graphtrain.config.schema import Batch, Config, Data, Mesh, Pipeline, Program, Run
+from graphtrain.config import render
+from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Pipeline, Program, Run
 from graphtrain.errors import TrainingError, WeightsError
+from graphtrain.generate import _weights
+from graphtrain.models.blocks import rounded
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.stages import arrange
 from graphtrain.requests import stages_of
 from graphtrain.steps import parameter_specs_of
+from graphtrain.weights.base import check_adapter
 from graphtrain.weights.convert import from_hugging_face
 from graphtrain.weights.sources import Converted, open_source
 from graphtrain.weights.start import open_initial, start_parameters
@@ -97,3 +101,37 @@ def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(conv
     assert beginning is not None
     with pytest.raises(TrainingError, match=r"file/run cannot be written .* free space"):
         beginning.keep(tmp_path / "file/run")
+
+
+def adapted(directory: Path, **settings) -> Config:
+    """Of one device, with an adapter."""
+    plain = config(directory)
+    adapter = Adapter(**({"rank": 2, "alpha": 4.0, "base": "nf4"} | settings))
+    program = Program(
+        target="cpu:1", model=plain.program.model, batch=plain.program.batch, adapter=adapter
+    )
+    return Config(program=program, run=plain.run)
+
+
+def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(converted):
+    begun = adapted(converted, whole=("layers/mlp/down",))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    described = unflatten(
+        {
+            path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=place)
+            for path, spec in flatten(parameter_specs(begun.program.model)).items()
+        }
+    )
+    found = flatten(_weights(begun, begun.program, described, None))
+    (up, down) = Converted(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
+    np.testing.assert_array_equal(found["layers/mlp/up"][1], rounded(up, "nf4"))
+    np.testing.assert_array_equal(found["layers/mlp/down"][1], down)  # trained whole
+
+
+@pytest.mark.parametrize("changed", [{"alpha": 8.0}, {"rank": 4}, {"base": "int8"}])
+def test_a_run_does_not_go_on_with_another_adapter(converted, tmp_path, changed):
+    (tmp_path / "config.toml").write_text(render(adapted(converted)))
+    check_adapter(adapted(converted, dropout=0.1), tmp_path)
+    (name,) = changed
+    with pytest.raises(WeightsError, match=rf"which has {name} = .*\(there"):
+        check_adapter(adapted(converted, **changed), tmp_path)

@@ -1,0 +1,154 @@
+"""graphtrain extract: the graphs of a torch-xla script into the cache, without running it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphtrain.cli.compile import limits_options, print_problems, print_report, progress
+from graphtrain.cli.options import cache_option, json_option, pull_requests, write_file
+
+if TYPE_CHECKING:
+    from graphtrain.tasks import Report
+    from graphtrain.torch_xla.graphs import Extraction
+
+
+@click.command("extract", context_settings={"allow_interspersed_args": False})
+@click.argument("script", required=False, type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, metavar="[ARGS]...")
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Compile what was extracted into DIRECTORY before, here or on another machine.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    default="extracted",
+    show_default=True,
+    help="Where the graphs go, as HASH.hlo.pb, with graphs.json.",
+)
+@click.option(
+    "--python",
+    envvar="GRAPHTRAIN_TORCH_XLA_PYTHON",
+    show_envvar=True,
+    default=sys.executable,
+    show_default="this one",
+    metavar="FILE",
+    help="The interpreter that has torch-xla.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Steps of the script, after which it is ended.",
+)
+@click.option(
+    "--reads",
+    type=click.Choice(["refused", "zeros"]),
+    default="refused",
+    show_default=True,
+    help="What the script gets where it reads a value, as by loss.item().",
+)
+@click.option(
+    "--target",
+    metavar="NAME",
+    help="The machine to compile for, as h100:8; a CPU with the script's number of devices.",
+)
+@click.option("--no-compile", is_flag=True, help="Only extract; compile later, with --from.")
+@cache_option
+@limits_options
+@json_option
+def command(
+    script: Path | None,
+    arguments: Sequence[str],
+    source: Path | None,
+    output: Path,
+    no_compile: bool,
+    target: str | None,
+    cache: Path,
+    report: Path | None,
+    as_json: bool,
+    **about: Any,
+) -> None:
+    """Compile every graph of a torch-xla training SCRIPT into the cache, without training.
+
+    The script runs unmodified with ARGS; where it would have a graph compiled and run, the graph is
+    stored under torch-xla's own hash instead. Options stand before SCRIPT. Exits with 2 if the
+    script or a graph failed.
+    """
+    from graphtrain.torch_xla import graphs
+
+    if (script is None) == (source is None):
+        raise click.UsageError("give a SCRIPT to extract from, or --from DIRECTORY")
+    if script is not None:
+        found = _extract(script, arguments, output, about)
+    else:
+        assert source is not None
+        found = graphs.read(source)
+    if no_compile:
+        _print_graphs(found, target, None, as_json, report)
+        click.echo(f"compile them with: graphtrain extract --from {source or output}", err=True)
+        return
+    result = _compile(found, target, cache, about)
+    print_problems(result)
+    _print_graphs(found, target, result, as_json, report)
+    if result.count("failed"):
+        sys.exit(2)
+
+
+def _extract(
+    script: Path, arguments: Sequence[str], output: Path, about: dict[str, Any]
+) -> "Extraction":
+    from graphtrain.torch_xla.extracting import extract
+
+    return extract(
+        script, arguments, output, about["python"], steps=about["steps"], reads=about["reads"]
+    )
+
+
+def _compile(
+    found: "Extraction", target: str | None, cache: Path, about: dict[str, Any]
+) -> "Report":
+    from graphtrain.cache import Cache
+    from graphtrain.compile import compile_tasks
+    from graphtrain.tasks import Limits
+    from graphtrain.torch_xla import compiling
+
+    store = Cache(cache)
+    tasks = compiling.tasks_of(compiling.of(found, target).values())
+    pull_requests(store, [task.request for task in tasks])
+    limits = Limits(about["jobs"], about["memory"], about["timeout"], about["retries"])
+    with progress() as observe:
+        return compile_tasks(
+            tasks, store, limits, retry_failed=about["retry_failed"], observe=observe
+        )
+
+
+def _print_graphs(
+    found: "Extraction",
+    target: str | None,
+    result: "Report | None",
+    as_json: bool,
+    file: Path | None,
+) -> None:
+    """A row for each graph, and what became of it."""
+    from graphtrain.torch_xla.reporting import as_dictionary, table
+
+    told = as_dictionary(found, target, result)
+    if file is not None:
+        write_file(file, json.dumps(told, indent=2) + "\n")
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    for line in table(told):
+        click.echo(line)
+    if result is not None:
+        print_report(result)

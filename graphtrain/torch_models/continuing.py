@@ -1,0 +1,158 @@
+"""An imported model where it continues a sequence: keys and values of its blocks are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.models.kept import Wanted, beginning, keeping, wanting
+from graphtrain.torch_models.blocks import Stack
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.model import OpenedModel
+from graphtrain.torch_models.scanning import Scan, Through
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec
+
+_TOKENS = (1, 4)  # of the trace that finds out what is kept
+
+
+def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
+    """Keys and values of every block, of so many sequences of so many tokens.
+
+    Blocks of a stack have a leading axis, and each position of its period has its own arrays.
+
+    Raises:
+        ImportedModelError: not all that is to be kept is of one attention in each block.
+    """
+    specs = {}
+    for name, (kv_heads, head_dim) in _heads(opened).items():
+        shape: tuple[int, ...] = (sequences, longest, kv_heads, head_dim)
+        by_head = "kv_heads" if kv_heads > 1 else None
+        axes: tuple[str | None, ...] = ("batch", None, by_head, "head_dim")
+        if (rows := _rows(opened, name)) is not None:
+            shape, axes = (rows, *shape), ("layers", *axes)
+        spec = ArraySpec(shape, axes, opened.settings.dtype, "activation")
+        specs |= {f"{_path(name)}/{one}": spec for one in ("key", "value")}
+    return unflatten(specs)
+
+
+def extend(
+    opened: OpenedModel, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
+) -> tuple[jax.Array, Tree]:
+    """Scores of every next token, and what is kept then.
+
+    Args:
+        opened: The model.
+        parameters: Weights.
+        kept: Keys and values of the tokens before, as kept_specs has them.
+        tokens: (batch, seq), those that follow.
+        begin: The position of the first.
+    """
+    before, after = flatten(kept), {}
+
+    def of(name: str) -> dict[str, jax.Array]:
+        return {one: before[f"{_path(name)}/{one}"] for one in ("key", "value")}
+
+    def put(name: str, arrays: dict[str, jax.Array]) -> None:
+        after.update({f"{_path(name)}/{one}": array for one, array in arrays.items()})
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        with keeping(**of(name)) as here:
+            yield
+        put(name, {"key": here.key, "value": here.value})
+
+    def leaving(scan: Scan) -> jax.Array:
+        names = _positions(scan.stack)
+
+        def row(hidden: jax.Array, each: Any) -> tuple[jax.Array, Any]:
+            arrays, keys, kept = each
+            found = []
+            for position in range(len(names)):
+                with keeping(**kept[position]) as here:
+                    hidden = scan.through_block(position, hidden, arrays[position], keys[position])
+                found.append({"key": here.key, "value": here.value})
+            return hidden, found
+
+        assert scan.hidden is not None
+        rows = scan.rows, scan.keys(), [of(name) for name in names]
+        hidden, found = jax.lax.scan(row, scan.hidden, rows)
+        for name, arrays in zip(names, found, strict=True):
+            put(name, arrays)
+        return hidden
+
+    whole = _without_remat(opened)
+    arrays = whole.computed_in(flatten(parameters))
+    with beginning(begin):
+        out = whole.run(arrays, tokens, None, Through(leaving=leaving, around=around))
+        return whole.logits_of(out, tokens), unflatten(after)
+
+
+def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
+    """Key heads and their width, by block, or by position of a stack's period."""
+    found: dict[str, list[tuple[int, int]]] = {}
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        with wanting() as here:
+            yield
+        found[name] = here.heads
+
+    def leaving(scan: Scan) -> Any:
+        for position, name in enumerate(_positions(scan.stack)):
+            with around(name):
+                scan.describe(position)
+        return scan.hidden
+
+    def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> Wanted:
+        whole, through = _without_remat(opened), Through(leaving=leaving, around=around)
+        with wanting() as outside:
+            whole.run(whole.computed_in(arrays), tokens, None, through)
+        return outside
+
+    specs = {
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
+    }
+    outside: list[Wanted] = []
+    jax.eval_shape(
+        lambda arrays, tokens: outside.append(run(arrays, tokens)),
+        specs,
+        jax.ShapeDtypeStruct(_TOKENS, jnp.int32),
+    )
+    described = sum(len(found[name]) for one in opened.stacks for name in _positions(one))
+    if len(outside[0].heads) > described:
+        raise ImportedModelError(
+            "to continue a sequence takes attention that is all in blocks of a ModuleList"
+        )
+    for name, heads in found.items():
+        if len(heads) != 1:
+            raise ImportedModelError(
+                f"to continue a sequence takes one attention of graphtrain in each block; {name} "
+                f"has {len(heads)}"
+            )
+    return {name: heads[0] for name, heads in found.items()}
+
+
+def _positions(stack: Stack) -> list[str]:
+    """Names of what is kept of a stack, one for each position of its period."""
+    return [f"{stack.name}.{position}" for position in range(stack.period)]
+
+
+def _rows(opened: OpenedModel, name: str) -> int | None:
+    """How many blocks an array of that name is of; None for a block that is by itself."""
+    by_name = {one: stack.rows for stack in opened.stacks for one in _positions(stack)}
+    return by_name.get(name)
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _without_remat(opened: OpenedModel) -> OpenedModel:
+    """There is no backward pass to compute anything again."""
+    return replace(opened, settings=replace(opened.settings, remat="none"))

@@ -1,0 +1,115 @@
+"""Attention of transformers' models, of which their masks say what a query sees.
+
+transformers asks the chosen implementation for a mask and for attention. Asked for a mask that is
+causal, with or without a window, this says so in place of making one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    causal_mask_function,
+    packed_sequence_compatibility_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from graphtrain.torch_models.errors import ImportedModelError
+
+OWN = "graphtrain"
+
+
+@dataclass(frozen=True)
+class Causal:
+    """In place of a mask: a query sees its own position and those before."""
+
+    window: int | None = None  # the distance at which it sees a key no more
+
+
+def register() -> None:
+    """Let transformers know the implementation."""
+    AttentionInterface.register(OWN, _attention)
+    AttentionMaskInterface.register(OWN, _mask)
+
+
+def asks(kind: Any, config: Any) -> bool:
+    """Whether a class of models asks for attention and leaves nothing of it to itself."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return kind._can_set_attn_implementation() and (kind._supports_sdpa or capped)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **others: Any,
+) -> Causal | torch.Tensor | None:
+    plain = causal_mask_function
+    if local_size is not None:
+        plain = sliding_window_causal_mask_function(local_size)
+    # Positions that do not count up look to transformers like several sequences in one. Who gives
+    # such positions tells the native attention which they are.
+    packed = packed_sequence_compatibility_function(plain, *_ANYTHING)
+    if attention_mask is None and (_alike(mask_function, plain) or _alike(mask_function, packed)):
+        return Causal(local_size)
+    return sdpa_mask(
+        *(batch_size, q_length, kv_length),
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        **others,
+    )
+
+
+_ANYTHING: Any = (..., ...)
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    """Whether two functions are of the same code, around values alike."""
+    if wanted is ...:
+        return True
+    if isinstance(wanted, tuple):
+        return len(found) == len(wanted) and all(map(_alike, found, wanted))
+    if not hasattr(wanted, "__code__"):
+        return found == wanted
+    return getattr(found, "__code__", None) is wanted.__code__ and all(
+        _alike(one.cell_contents, other.cell_contents)
+        for one, other in zip(found.__closure__ or (), wanted.__closure__ or (), strict=True)
+    )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Causal | Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    for name in ("s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise ImportedModelError(f"{type(module).__name__} adds {name} to its scores")
+    plain = isinstance(attention_mask, Causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mixed = query._env.attend(
+        *(query, key, value, scaling),
+        causal=plain or (attention_mask is None and is_causal and query.shape[2] > 1),
+        mask=None if plain else attention_mask,
+        window=attention_mask.window if plain else None,
+        cap=softcap,
+        dropout=dropout,
+    )
+    return mixed.transpose(1, 2), None

@@ -1,0 +1,275 @@
+"""An imported model as a pipeline: its blocks in stages, and what it computes before and after.
+
+The module's own forward pass is called for each part, and left when the part is there. So a stage
+finds out what its blocks are given beside the hidden state (masks, rotary tables) as the module
+does, from the tokens; what comes before the blocks is called for it once more, and the compiler
+drops all of it that no block is given. Weights have no gradient on that way, and may not be on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphtrain.models.stages import Keys, Score, arrange_rows, arrange_spec
+from graphtrain.torch_models.blocks import Stack, Unrolled
+from graphtrain.torch_models.model import OpenedModel
+from graphtrain.torch_models.scanning import Scan, Taken, Through, residual
+from lowering.constrain import draw, placement
+from lowering.pipeline import Pipeline
+from lowering.ring import read_column
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.errors import ShardingError
+from sharding_rules.pipeline import Stages
+
+_TOKENS = (2, 4)  # of the traces that find out what depends on what
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Paths of the weights before the blocks, in them, and after them; a tied one is twice there.
+
+    Those that are in no part have no gradient.
+    """
+
+    first: frozenset[str]
+    stages: frozenset[str]
+    last: frozenset[str]
+    by_tokens: bool  # what blocks are given beside the hidden state depends on the tokens
+
+    def divide(self, parameters: Tree) -> Tree:
+        """Parameters as a Pipeline takes them."""
+        arrays = flatten(parameters)
+        paths = {"first": self.first, "stages": self.stages, "last": self.last}
+        return {part: {path: arrays[path] for path in paths[part]} for part in paths}
+
+    def join(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Gradients of the parameters that divide was given."""
+
+        def total(path: str, array: jax.Array) -> jax.Array:
+            parts = [part[path] for part in gradients.values() if path in part]
+            return sum(parts[1:], parts[0]) if parts else jnp.zeros_like(array)
+
+        return unflatten({path: total(path, array) for path, array in flatten(parameters).items()})
+
+
+def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
+    """Parameters, or their specs, with the blocks stored for stages."""
+    parts, (stack,) = opened.parts, opened.stacks
+    if stack.count != sum(stages.layers):
+        raise ShardingError(
+            f"{stack.name} has {stack.count} blocks, and stages are to hold {sum(stages.layers)}; "
+            "set pipeline.layers to what each stage holds"
+        )
+
+    def store(path: str, one: Any) -> Any:
+        if path not in parts.stages:
+            return one
+        return (arrange_spec if isinstance(one, ArraySpec) else arrange_rows)(one, stages)
+
+    return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
+
+
+def find_parts(opened: OpenedModel) -> Parts:
+    """Trace a model for what is on either side of its blocks.
+
+    Raises:
+        ShardingError: it cannot be a pipeline; says why.
+    """
+    stack = _only_stack(opened)
+    if opened.balance is not None:
+        raise _refused("output_router_logits balances experts over all blocks at once")
+    arrays = {
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
+    }
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    of_module = arrays, jax.ShapeDtypeStruct(_TOKENS, jnp.int32), key
+    before = _depends(lambda *of: _enter(opened, *of, lambda scan: scan.hidden), *of_module)
+    beside = _depends(lambda *of: _enter(opened, *of, lambda scan: scan.given()), *of_module)
+    x = before.results[0]
+    if len(x.shape) != 3:
+        raise _refused(f"its blocks are given a hidden state of shape {x.shape}, not (2, 4, width)")
+    if beside.weights or beside.key:
+        what = ", ".join(sorted(beside.weights)) or "what dropout draws"
+        raise _refused(f"every block of {stack.name} is given something that depends on {what}")
+
+    def after(arrays: Arrays, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        return _leave(opened, arrays, jnp.zeros(x.shape, x.dtype), tokens, key)
+
+    last = _depends(after, *of_module)
+    if last.tokens or last.key:
+        what = "the tokens" if last.tokens else "what dropout draws"
+        raise _refused(f"what follows {stack.name} depends on {what}")
+    _check_by_position(opened, sorted(last.weights), x)
+    stages = frozenset(path for path in arrays if opened.is_stacked(path))
+    return Parts(before.weights, stages, last.weights, beside.tokens)
+
+
+def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
+    """Refuse what 1F1B would score wrongly: each stage scores some of the positions.
+
+    A causal language model of transformers has a norm and a head after its blocks.
+    """
+    if opened.settings.hf is not None:
+        return
+    specs, draw = opened.specs(), np.random.default_rng(0).standard_normal
+    weights = {name: jnp.asarray(draw(specs[name].shape, np.float32)) for name in names}
+    tokens, x = jnp.zeros(_TOKENS, jnp.int32), jnp.asarray(draw(x.shape, np.float32), x.dtype)
+    whole = _leave(opened, weights, x, tokens)
+    pieces = [_leave(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
+    if not all(jnp.allclose(whole[:, at::2], pieces[at], 1e-2, 1e-2) for at in (0, 1)):
+        raise _refused("what follows its blocks mixes positions")
+
+
+def _only_stack(opened: OpenedModel) -> Stack:
+    """The stack of blocks that stages divide."""
+    if not opened.lists:
+        raise _refused("no torch.nn.ModuleList holds its blocks")
+    for one in opened.lists:
+        if isinstance(one, Unrolled):
+            raise _refused(f"{one.name} is traced block by block, since {one.reason}")
+    if len(opened.lists) > 1:
+        names = " and ".join(one.name for one in opened.lists)
+        raise _refused(f"its blocks are in several lists, {names}, and a stage passes through one")
+    (stack,) = opened.stacks
+    if stack.period > 1:
+        raise _refused(
+            f"blocks of {stack.name} are alike only every {stack.period}, and the rows of a stage "
+            "are one block each"
+        )
+    return stack
+
+
+def _refused(reason: str) -> ShardingError:
+    return ShardingError(
+        f"this model cannot be a pipeline: {reason}; set mesh.stage = 1 and split it over fsdp or "
+        "tensor"
+    )
+
+
+@dataclass(frozen=True)
+class _Depends:
+    """What results of a function depend on."""
+
+    weights: frozenset[str]
+    tokens: bool
+    key: bool
+    results: list[Any]  # their shapes and dtypes
+
+
+def _depends(function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any) -> _Depends:
+    """Trace a function of all weights, of tokens and of a key; an equation is taken whole."""
+    program, results = jax.make_jaxpr(function, return_shape=True)(arrays, tokens, key)
+    needed = {id(variable) for variable in program.jaxpr.outvars}
+    for equation in reversed(program.jaxpr.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed |= {id(variable) for variable in equation.invars}
+    *weights, of_tokens, of_key = (id(each) in needed for each in program.jaxpr.invars)
+    names = [name for name, is_needed in zip(sorted(arrays), weights, strict=True) if is_needed]
+    return _Depends(frozenset(names), of_tokens, of_key, jax.tree.leaves(results))
+
+
+def _enter(
+    opened: OpenedModel,
+    arrays: Arrays,
+    tokens: jax.Array,
+    key: jax.Array | None,
+    wanted: Callable[[Scan], Any],
+) -> Any:
+    """Call the module up to its first block, and return what is wanted there."""
+
+    def entering(scan: Scan) -> None:
+        raise Taken(wanted(scan))
+
+    try:
+        opened.run(_whole(opened, arrays), tokens, key, Through(entering=entering))
+    except Taken as taken:
+        return taken.wanted
+    raise AssertionError("the module returned before its first block")
+
+
+def _leave(
+    opened: OpenedModel,
+    arrays: Arrays,
+    x: jax.Array,
+    tokens: jax.Array,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The logits of x, which the last block is taken to have returned."""
+    through = Through(leaving=lambda scan: x)
+    return opened.logits_of(opened.run(_whole(opened, arrays), tokens, key, through), tokens)
+
+
+def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
+    """All weights in the dtype of the computation; those that a part does not read are a shape."""
+    specs = opened.specs()
+    shapes = {
+        path: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype if "vocab" in spec.axes else opened.settings.dtype
+        )
+        for path, spec in specs.items()
+    }
+    return shapes | opened.computed_in(given)
+
+
+def imported_pipeline(
+    opened: OpenedModel, stages: Stages, score: Score, keys: Keys | None, tokens: jax.Array
+) -> Pipeline:
+    """The model's parts on one microbatch; without data, each block drops what it does elsewhere.
+
+    Args:
+        opened: Which can be a pipeline.
+        stages: The division of its blocks.
+        score: Of logits.
+        keys: For dropout; without them nothing is dropped.
+        tokens: Of all microbatches, (microbatches, sequences, positions).
+    """
+    parts = opened.parts
+
+    def key_of(number: jax.Array) -> jax.Array | None:
+        return None if keys is None else _own_key(keys(number))
+
+    def first(weights: Tree, microbatch: Tree, number: jax.Array) -> jax.Array:
+        entered = microbatch["tokens"], key_of(number)
+        return residual(_enter(opened, weights, *entered, lambda scan: scan.hidden))
+
+    def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
+        begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
+        here = begin + jnp.arange(stages.depth)
+        real = here < begin + jnp.array(stages.layers)[chunk] if stages.waste else None
+
+        def through(scan: Scan) -> jax.Array:
+            keys = scan.keys()[jnp.minimum(here, scan.stack.count - 1)]
+            return scan.through_rows(x, [scan.by_name(opened.computed_in(rows))], keys, real)
+
+        shape = x.shape[:2]
+        seen = jnp.zeros(shape, jnp.int32)
+        if parts.by_tokens:
+            seen = draw(lambda _: read_column(tokens, number), shape, "batch", "seq")
+        return _enter(opened, {}, seen, key_of(number), through), {}
+
+    def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
+        none, unused = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
+        out = _leave(opened, weights, x, none, None if keys is None else unused)
+        return score(out, microbatch)
+
+    recompute = opened.settings.remat != "none"
+    return Pipeline(first, stage, last, rounds=stages.rounds, recompute=recompute)
+
+
+def _own_key(key: jax.Array) -> jax.Array:
+    """A key of its own for each copy of the model that works by hand on its sequences."""
+    found = placement()
+    if found is None or found.by_hand is None:
+        return key
+    of_batch = found.by_hand.activations.get("batch", ())
+    copies = tuple(name for name in found.manual if name in of_batch)
+    return jax.random.fold_in(key, jax.lax.axis_index(copies)) if copies else key

@@ -1,0 +1,1 @@
+"""Training scripts for PyTorch/XLA: what they trace, compiled by graphtrain without a run."""

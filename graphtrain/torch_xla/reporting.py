@@ -1,0 +1,64 @@
+"""What `graphtrain extract` says of the graphs that it has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from graphtrain.cache.sizes import readable
+from graphtrain.tasks import Report
+from graphtrain.torch_xla import compiling
+from graphtrain.torch_xla.graphs import Extraction
+
+_COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "seconds")
+
+
+def as_dictionary(found: Extraction, target: str | None, result: Report | None) -> dict[str, Any]:
+    """The extraction as JSON, with what became of each graph where they were compiled."""
+    extracted = compiling.of(found, target)
+    outcomes: dict[str, Any] = {} if result is None else result.as_json()
+    by_label = {each["label"]: each for each in outcomes.pop("graphs", ())}
+    return {
+        "script": found.script,
+        "versions": dict(found.versions),
+        "devices": found.devices,
+        "steps": found.steps,
+        "warnings": list(found.warnings),
+        "stopped": found.problem or None,
+        **outcomes,
+        "graphs": [
+            compiling.about(graph, extracted[graph.hash])
+            | by_label.get(extracted[graph.hash].name, {})
+            for graph in found.graphs
+        ],
+    }
+
+
+def table(told: dict[str, Any]) -> Iterator[str]:
+    """The lines of a table of the graphs."""
+    rows = [_COLUMNS, *(_row(graph) for graph in told["graphs"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _row(graph: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        graph["hash"],
+        ranges(graph["steps"]),
+        f"{graph['instructions']:,}",
+        readable(graph["bytes"]),
+        str(graph["parameters"]),
+        graph.get("status", "extracted"),
+        f"{graph['seconds']:.1f}" if "seconds" in graph else "",
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """As in "0, 2-5"; each number once."""
+    chosen = sorted(set(numbers))
+    begins = [chosen[0], *(b for a, b in pairwise(chosen) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(chosen) if b != a + 1), chosen[-1]]
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(begins, ends, strict=True))

@@ -1,0 +1,180 @@
+"""A step that another program has traced: a module of HLO in place of a Graph.
+
+What made it, as PyTorch/XLA, annotates arrays for GSPMD, and numbers its inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+
+import lowering
+from lowering import jax_xla
+from lowering.errors import LoweringError
+from lowering.lowered import Lowered
+from lowering.modules import HloModule, Input
+from lowering.target import Target
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import Layout, Plan
+
+# No public names read HLO or its shardings, or merge modules (jax 0.11).
+from jax._src.interpreters.mlir import merge_mlir_modules  # isort: skip
+from jax._src.lib import _jax  # isort: skip # pyright: ignore
+from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
+from jax._src.sharding_impls import parse_flatten_op_sharding  # isort: skip
+
+xla_client: Any = _client
+jaxlib: Any = _jax
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A module of HLO, and the devices that its annotations speak of."""
+
+    name: str
+    module: HloModule
+    meshes: tuple[MeshShape, ...]  # along any of which it may be split, likeliest first
+
+
+class _OtherMesh(Exception):
+    """An array is not split along the axes of a mesh."""
+
+
+def lower(imported: Imported, target: Target) -> Lowered:
+    """The module for a target, with the shardings that it came with.
+
+    Afterwards this process lowers for GSPMD, and numbers have 64 bits where the module says so.
+
+    Raises:
+        LoweringError: it is for another number of devices, or splits an array along none of its
+            meshes, or asks for what the target does not have.
+    """
+    devices = imported.meshes[0].devices
+    if devices != target.devices:
+        raise LoweringError(
+            f"{imported.name} is a program of {devices} devices, and {target} has "
+            f"{target.devices}; give --target a machine of {devices}"
+        )
+    backend = lowering.backend(target)
+    if backend is jax_xla:
+        return _whole(imported, target)
+    return backend.take(_whole(imported, Target("cpu", (devices,))), target)
+
+
+def _whole(imported: Imported, target: Target) -> Lowered:
+    """The program of all devices."""
+    placed_on = jax_xla.described_devices(target)
+    # Annotations for GSPMD and those for Shardy do not go into one program.
+    jax.config.update("jax_use_shardy_partitioner", False)
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # the lines would be ours
+    plan, outputs = _plan(imported), _named("output", imported.module.outputs)
+    mesh, layouts = jax_xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
+    described = [
+        jax.ShapeDtypeStruct(
+            layout.spec.shape,
+            layout.spec.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*layout.split)),
+        )
+        for layout in layouts
+    ]
+    jitted = jax.jit(
+        _step(imported.module, outputs), keep_unused=True, donate_argnums=imported.module.donated
+    )
+    handle = jitted.lower(*described)
+    facts = _facts(imported, plan, outputs)
+    options = jax_xla.options(target)
+    return Lowered(imported.name, handle.as_text(), plan, target, facts, options, handle)
+
+
+def _plan(imported: Imported) -> Plan:
+    """Where every input lives, along the first mesh that can say it."""
+    problem: Exception | None = None
+    for mesh in imported.meshes:
+        try:
+            layouts = [_layout(each, mesh) for each in imported.module.inputs]
+            return Plan(mesh, _named("input", layouts))
+        except _OtherMesh as error:
+            problem = error
+    raise LoweringError(f"{imported.name}: {problem}; split all arrays along one mesh of devices")
+
+
+def _layout(array: Input, mesh: MeshShape) -> Layout:
+    rank = len(array.spec.shape)
+    if not array.sharding:
+        return Layout(array.spec, ((),) * rank)
+    proto = xla_client.OpSharding()
+    proto.ParseFromString(array.sharding)
+    devices = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
+    try:
+        found = parse_flatten_op_sharding(proto, devices)[0]
+    except (ValueError, KeyError, NotImplementedError, AssertionError, StopIteration):
+        split = xla_client.HloSharding.from_proto(proto)
+        raise _OtherMesh(
+            f"an input of shape {array.spec.shape} is split as {split}, which is not along axes of "
+            f"the mesh {mesh}"
+        ) from None
+    names = [(part,) if isinstance(part, str) else tuple(part or ()) for part in found]
+    return Layout(array.spec, (*names, *((),) * (rank - len(names))))
+
+
+def _named(what: str, values: Sequence[Any]) -> dict[str, Any]:
+    """By name and number; sorted as strings they stay in order."""
+    width = len(str(len(values) - 1))
+    return {f"{what}{index:0{width}}": value for index, value in enumerate(values)}
+
+
+def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., dict[str, Any]]:
+    """A function of arrays that JAX traces into a call of the module."""
+    computation = xla_client.XlaComputation(module.binary)
+    stablehlo = jaxlib.mlir.xla_computation_to_mlir_module(computation)
+    call = Primitive("imported")
+    call.multiple_results = True
+    avals = [ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()]
+    call.def_abstract_eval(lambda *inputs: avals)
+
+    def lowered(context: Any, *inputs: Any) -> Any:
+        whole = context.module_context
+        called = ir.Module.parse(stablehlo, whole.context)
+        main: Any = ir.SymbolTable(called.operation)["main"]
+        types = main.type.results  # known before it is merged away
+        name = merge_mlir_modules(whole.module, "imported", called, dst_symtab=whole.symbol_table)
+        symbol = ir.FlatSymbolRefAttr.get(name)
+        return func.CallOp(types, symbol, list(inputs)).results
+
+    mlir.register_lowering(call, lowered)
+
+    def step(*inputs: jax.Array) -> dict[str, jax.Array]:
+        return dict(zip(outputs, call.bind(*inputs), strict=True))
+
+    return step
+
+
+def _facts(imported: Imported, plan: Plan, outputs: Mapping[str, ArraySpec]) -> dict[str, Any]:
+    def about(spec: ArraySpec) -> dict[str, Any]:
+        return {"shape": list(spec.shape), "dtype": spec.dtype, "memory": spec.memory}
+
+    names = list(plan.layouts)
+    return {
+        "graph": imported.name,
+        "mesh": dict(plan.mesh.axes),
+        "arguments": names,
+        "inputs": {
+            path: about(layout.spec) | {"split": [list(axes) for axes in layout.split]}
+            for path, layout in plan.layouts.items()
+        },
+        # How they are split, the compiler decides.
+        "outputs": {path: about(spec) for path, spec in outputs.items()},
+        "donated": [names[number] for number in imported.module.donated],
+        "annotations": [],
+    }

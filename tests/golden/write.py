@@ -1,0 +1,31 @@
+"""Write the expected counts of this version of JAX anew; read the difference before you commit it.
+
+python tests/golden/write.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from counts import CONFIGS, count, difference, render
+
+from lowering import jax_xla
+from lowering.target import Target
+
+
+def main() -> None:
+    jax_xla.devices(Target.parse("cpu:8"))  # before another target asks for fewer
+    for config in CONFIGS:
+        if config.missing:
+            print(f"{config}: not written, for want of {config.missing}", file=sys.stderr)
+            continue
+        counted = count(config)
+        config.file.parent.mkdir(exist_ok=True)
+        changed = difference(config, counted) if config.file.exists() else "new"
+        config.file.write_text(render(counted))
+        print(f"{config}: {changed or 'the same'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

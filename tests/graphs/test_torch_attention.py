@@ -1,0 +1,138 @@
+"""Models of transformers attend as the native decoder does: by documents, and split by position."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import alone, batch, loaded, placed_inputs, program
+from test_parallel import assert_close
+from test_torch_models import state_of
+from torch_families import imported
+from unoptimized import OPTIONS
+
+from graphtrain.architecture import extend, kept_specs
+from graphtrain.config.schema import Batch, Mesh
+from graphtrain.models.documents import apart
+from graphtrain.torch_models.bridge import to_numpy
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.model import open_model
+from graphtrain.torch_models.parity import real_module, stacked
+from lowering.trees import flatten, unflatten
+
+RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
+APART = Batch(sequences=8, length=16, documents="apart")
+
+
+CUBE = Mesh(data=2, context=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"), [("gemma2", RING), ("gpt2", (*ULYSSES, "sequence"))], ids=["ring", "ulysses"]
+)
+def test_split_by_position_loss_and_gradients_are_those_of_one_device(tmp_path, kind, rules):
+    """gemma2 has windows and a cap, gpt2 a table of positions."""
+    model = imported(tmp_path, kind)
+    again = replace(model, remat="attention")
+    split = program(model=again, target="cpu:8", mesh=CUBE, rules=rules)
+    state, inputs = state_of(split, real_module(model)), batch(split)
+    found = []
+    for of in (split, alone(replace(split, model=model))):
+        step = loaded(of, "gradients")
+        placed = placed_inputs(step, "state", state), placed_inputs(step, "batch", inputs)
+        found.append(flatten(jax.device_get(step(*placed))))
+    assert_close(*found)
+
+
+def test_no_mask_is_made_and_scores_may_be_computed_again(tmp_path):
+    tokens = jnp.zeros((2, 16), jnp.int32)
+
+    def traced(remat):
+        opened = open_model(imported(tmp_path, "mistral", remat=remat))
+        arrays = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in opened.specs().items()}
+        return jax.make_jaxpr(lambda p: opened.forward(unflatten(p), tokens, None)[0])(arrays)
+
+    plain, again = traced("none"), traced("attention")
+    shapes = [out.aval.shape for equation in plain.jaxpr.eqns for out in equation.outvars]
+    assert (2, 16, 64) in shapes and not [one for one in shapes if one[-2:] == (16, 16)]
+    assert "prevent_cse" not in str(plain) and "prevent_cse" in str(again)
+
+
+SIZES = [5, 1, 7, 3]
+TOKENS = np.random.default_rng(1).integers(0, 64, sum(SIZES)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
+    model = imported(tmp_path, kind)
+    opened = open_model(model)
+    weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
+    parameters = unflatten(stacked(opened, weights))
+
+    def packed(parameters):
+        with apart(jnp.repeat(jnp.arange(4), np.array(SIZES))[None]):
+            return opened.forward(parameters, jnp.asarray(TOKENS[None]), None)[0][0]
+
+    def separate(parameters):
+        begins = np.cumsum([0, *SIZES])[:-1]
+        rows = np.stack([np.roll(TOKENS, -begin) for begin in begins])
+        each = opened.forward(parameters, jnp.asarray(rows), None)[0]
+        return jnp.concatenate([row[:size] for row, size in zip(each, SIZES, strict=True)])
+
+    both = jax.jit(lambda p: [packed(p), separate(p)])
+    got, want = both.lower(parameters).compile(OPTIONS)(parameters)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.abs(want).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bloom", '"apart".* a module with an argument position_ids .* BloomForCausalLM'),
+        ("falcon", '"apart".* takes attention that is plainly causal; .* has a mask'),
+        (
+            "gpt_neo",
+            '"apart", .* takes attention of graphtrain, and GPTNeoForCausalLM computes its',
+        ),
+    ],
+)
+def test_attention_of_its_own_keeps_no_documents_apart_and_says_so(tmp_path, kind, words):
+    of = program(model=imported(tmp_path, kind), batch=APART)
+    with pytest.raises(ImportedModelError, match=words):
+        loaded(of, "evaluate")
+
+
+def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
+    """Of blocks scanned in pairs, some with a window that the tokens leave behind."""
+    model = imported(tmp_path, "gemma2")
+    opened = open_model(model)
+    weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
+    parameters, tokens = unflatten(stacked(opened, weights)), jnp.asarray(TOKENS[None])
+    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept_specs(model, 1, 16))
+
+    def continued(parameters, kept):
+        first, kept = extend(model, parameters, kept, tokens[:, :8], jnp.int32(0))
+
+        def one(kept, place):
+            token = jax.lax.dynamic_slice_in_dim(tokens, place, 1, 1)
+            scores, kept = extend(model, parameters, kept, token, place)
+            return kept, scores[:, 0]
+
+        _, others = jax.lax.scan(one, kept, jnp.arange(8, 16))
+        return jnp.concatenate([first[0], others[:, 0]])
+
+    run = jax.jit(lambda p, k: (continued(p, k), opened.forward(p, tokens, None)[0][0]))
+    got, want = run.lower(parameters, kept).compile(OPTIONS)(parameters, kept)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
+    (spec, *_) = flatten(kept_specs(imported(tmp_path, "llama", dtype="bfloat16"), 3, 64)).values()
+    assert spec.shape == (2, 3, 64, 2, 8) and spec.dtype == "bfloat16"
+    assert spec.axes == ("layers", "batch", None, "kv_heads", "head_dim")
+
+
+def test_what_cannot_be_continued_says_so(tmp_path):
+    with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
+        kept_specs(imported(tmp_path, "gptj"), 1, 16)

@@ -1,0 +1,70 @@
+"""Mixtures of transformers: tokens go to their experts alone, and every expert is used."""
+
+import dataclasses
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+from programs import alone, loaded, program
+from test_parallel import assert_close, loss_and_gradients
+from torch_families import imported
+
+from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.requests import mesh_shape
+from graphtrain.steps import build_graph
+from graphtrain.torch_models import experts
+from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.parity import check_parity
+from lowering import jax_xla
+from lowering.target import Target
+from sharding_rules.errors import ShardingError
+from sharding_rules.rules import Rules
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def mixture(folder, kind="mixtral", **settings) -> Imported:
+    return imported(folder, kind, overrides=BALANCED, **settings)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe"])
+def test_the_balance_loss_is_that_of_transformers(kind, tmp_path):
+    found = check_parity(mixture(tmp_path, kind))
+    assert found.loss < 1e-6 and found.gradient < 1e-5
+
+
+def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_path):
+    of = program(
+        target="cpu:8",
+        mesh=Mesh(data=2, expert=2, tensor=2),
+        model=mixture(tmp_path),
+        batch=Batch(sequences=8, length=8),
+    )
+    want = loss_and_gradients(alone(of))
+    with mock.patch.object(experts, "by_runs", lambda: True):  # as on a TPU
+        assert_close(loss_and_gradients(of), want)
+
+
+def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
+    model = mixture(tmp_path)
+    last = Batch(sequences=8, length=8, reduce="last")
+    of = program(target="cpu:8", mesh=Mesh(data=8), rules=("data",), model=model, batch=last)
+    with pytest.raises(ShardingError, match="output_router_logits balances experts over all; use"):
+        loaded(of, "train")
+    size = Batch(sequences=8, length=8, microbatches=2)
+    of = program(target="cpu:8", mesh=Mesh(data=4, stage=2), model=model, batch=size)
+    with pytest.raises(ShardingError, match="balances experts over all blocks at once"):
+        build_graph(dataclasses.replace(of, pipeline=Pipeline(schedule="gpipe")), "train")
+    with pytest.raises(ImportedModelError, match="which modules route is not known"):
+        check_parity(mixture(tmp_path, "llama"))
+
+
+@pytest.mark.skipif(not find_spec("libtpu"), reason="no libtpu")
+def test_on_a_tpu_tokens_are_multiplied_by_their_experts_alone(tmp_path):
+    size = Batch(sequences=8, length=16)
+    model = imported(tmp_path, "mixtral", dtype="bfloat16")
+    of = program(target="v5e:2x2", mesh=Mesh(expert=2, data=2), model=model, batch=size)
+    target, built = Target.parse(of.target), build_graph(of, "evaluate")
+    lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    assert lowered.text.count('"chlo.ragged_dot"') == 3
+    assert "all_gather" in lowered.text and "reduce_scatter" in lowered.text

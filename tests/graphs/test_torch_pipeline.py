@@ -1,0 +1,190 @@
+"""Models of transformers in stages give the numbers of one device, by every schedule."""
+
+import dataclasses
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import alone, program, stored
+from test_parallel import assert_close, loss_and_gradients
+from torch_families import imported
+
+import lowering
+from graphtrain.checkpoint import Checkpoints, arrangement_of, restore_parameters
+from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.errors import TrainingError
+from graphtrain.planning.assess import plan_program
+from graphtrain.planning.search import search
+from graphtrain.requests import stages_of
+from graphtrain.steps import build_graph
+from graphtrain.torch_models import experts
+from graphtrain.torch_models.model import open_model
+from graphtrain.torch_models.parity import real_module, stacked
+from graphtrain.torch_models.weights import ModuleWeights, export
+from lowering.target import Target
+from lowering.trees import flatten, unflatten
+from sharding_rules.errors import ShardingError
+
+GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
+CUBE = Mesh(data=2, stage=2, tensor=2)
+BATCH = Batch(sequences=16, length=8, microbatches=4)
+CASES = {
+    "llama, gpipe, uneven": ("llama", Pipeline(schedule="gpipe", layers=(1, 3)), CUBE),
+    "llama, circular": ("llama", Pipeline(rounds=2), CUBE),
+    "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=2, stage=2, tensor=2)),
+    "gpt2, gpipe": ("gpt2", GPIPE, Mesh(stage=4, data=2)),
+    "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
+    "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
+    "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
+}
+DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "gemma2": {}, "mixtral": {}}
+MODULES = Path(__file__).parents[1] / "unit/torch_models/modules.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def in_stages(folder, kind, pipeline, mesh, **settings):
+    model = imported(folder, kind, overrides=DEEP[kind], **settings)
+    return program(target="cpu:8", mesh=mesh, pipeline=pipeline, batch=BATCH, model=model)
+
+
+def one_device(of):
+    """Without a pipeline's settings, so that all cases share it."""
+    return dataclasses.replace(alone(of), pipeline=Pipeline())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_those_of_one_device(case, folder):
+    of = in_stages(folder, *CASES[case])
+    want = unflatten(loss_and_gradients(one_device(of)))
+    with mock.patch.object(experts, "by_runs", lambda: True):  # as on a TPU
+        assert_close(loss_and_gradients(of), flatten(stored(of, want)))
+
+
+def of_module(pipeline, mesh, **overrides):
+    given = Imported(
+        torch=f"{MODULES}:Given", vocab=16, dtype="float32", remat="none", overrides=overrides
+    )
+    return program(target="cpu:8", mesh=mesh, pipeline=pipeline, batch=BATCH, model=given)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mesh", "drop"),
+    [
+        (Pipeline(schedule="1f1b", layers=(1, 3)), Mesh(data=4, stage=2), 0.0),
+        (Pipeline(rounds=2, layers=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
+    ],
+)
+def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeline, mesh, drop):
+    of = of_module(pipeline, mesh, drop=drop)
+    want = unflatten(loss_and_gradients(one_device(of)))
+    assert_close(loss_and_gradients(of), flatten(stored(of, want)))
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("weights", "every block of blocks is given something that depends on table"),
+        ("two", "its blocks are in several lists, blocks and more"),
+        ("after", "what follows blocks depends on the tokens"),
+        ("dropped", "what follows blocks depends on what dropout draws"),
+        ("mixed", "what follows its blocks mixes positions"),
+    ],
+)
+def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
+    of = of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2), use=use)
+    with pytest.raises(ShardingError, match=words):
+        build_graph(of, "train")
+
+
+def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
+    with pytest.raises(ShardingError, match="alike only every 2"):
+        build_graph(in_stages(folder, "gemma2", Pipeline(), Mesh(data=4, stage=2)), "train")
+    numbered = Imported(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
+    of = dataclasses.replace(
+        of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2)), model=numbered
+    )
+    with pytest.raises(ShardingError, match="traced block by block, since block 1 computes"):
+        build_graph(of, "train")
+    with pytest.raises(ShardingError, match=r"has 4 blocks, and stages are to hold 5"):
+        build_graph(of_module(Pipeline(layers=(2, 3)), Mesh(data=4, stage=2)), "train")
+    with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
+        of_module(Pipeline(), Mesh(data=4, stage=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules", "mesh"),
+    [
+        ("llama", ("zero2", "fsdp", "tensor"), Mesh(data=2, fsdp=2, tensor=2)),
+        ("gpt2", ("data",), Mesh(data=8)),
+    ],
+)
+def test_gradients_reduced_last_are_those_of_one_device(kind, rules, mesh, folder):
+    last = dataclasses.replace(BATCH, sequences=32, reduce="last")
+    of = dataclasses.replace(in_stages(folder, kind, Pipeline(), mesh), rules=rules, batch=last)
+    alone_each = dataclasses.replace(one_device(of), batch=dataclasses.replace(last, reduce="each"))
+    assert_close(loss_and_gradients(of), loss_and_gradients(alone_each))
+
+
+def described(tree):
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree
+    )
+
+
+def assert_same(got, want):
+    for path, array in flatten(want).items():
+        np.testing.assert_array_equal(flatten(got)[path], array, err_msg=path)
+
+
+def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tmp_path):
+    uneven = in_stages(folder, *CASES["gpt2, circular, uneven"])
+    rounds = dataclasses.replace(uneven, pipeline=Pipeline(rounds=2))
+    module = real_module(uneven.model)
+    weights = {name: one.detach().numpy() for name, one in module.named_parameters()}
+    whole = unflatten(stacked(open_model(uneven.model), weights))
+    kept = {
+        of: jax.tree.map(jnp.asarray, stored(of, whole))
+        for of in (uneven, rounds, one_device(uneven))
+    }
+    saving = Checkpoints(tmp_path, 1, arrangement_of(uneven))
+    saving.save(1, {"parameters": kept[uneven]}, {})
+    saving.close()
+
+    for of, want in kept.items():
+        restored = restore_parameters(tmp_path, 1, described(want), arrangement_of(of))
+        assert_same(restored, want)
+    turned = dataclasses.replace(uneven, pipeline=Pipeline(layers=(1, 3)))
+    with pytest.raises(TrainingError, match="in another order"):
+        restore_parameters(tmp_path, 1, described(kept[uneven]), arrangement_of(turned))
+
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    tmp_path.joinpath("1").rename(tmp_path / "run/checkpoints/1")
+    export(uneven, tmp_path / "run", 1, tmp_path / "back", lambda done, count: None)
+    for of, want in kept.items():
+        fill = lowering.backend(Target.parse("cpu:8")).fill
+        read = ModuleWeights(tmp_path / "back").parameters(described(want), fill, stages_of(of))
+        assert_same(read, want)
+
+
+def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
+    wide = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": 4098}  # not a multiple of 4
+    model = imported(folder, "gpt2", overrides=wide)
+    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(sequences=16, length=32))
+    found = search(of, keep=50)
+    assert all(one.program.model.overrides == wide for one in found.ranked)
+    assert {one.mesh.axes["stage"] for one in found.ranked} > {2}
+    assert {one.mesh.axes["tensor"] for one in found.ranked} <= {1, 2}
+    assert {one.program.model.remat for one in found.ranked} <= {"none", "dots", "full"}
+    assert found.lost["tensor 4"] == "does not divide vocab = 4098"
+    best = next(one for one in found.ranked if one.mesh.axes["stage"] == 2)
+    assert plan_program(best.program).mesh == best.mesh
+
+    alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
+    assert "alike only every 2" in search(alternating, keep=1).lost["stage"]

@@ -1,0 +1,34 @@
+"""Whose a run's directory is."""
+
+import pytest
+
+from graphtrain.errors import TrainingError
+from graphtrain.ownership import owned
+
+
+def refuse(directory, written=()):
+    with pytest.raises(ZeroDivisionError), owned(directory):
+        for name in written:
+            (directory / name).touch()
+        raise ZeroDivisionError
+
+
+def test_a_refused_run_leaves_no_directory_that_it_made(tmp_path):
+    refuse(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_something_in_it_or_from_before_stays(tmp_path):
+    (tmp_path / "before").mkdir()
+    refuse(tmp_path / "before")
+    refuse(tmp_path / "run", ["metrics.jsonl"])
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "run"}
+
+
+def test_only_one_owns_it_and_the_next_can_afterwards(tmp_path):
+    with owned(tmp_path / "run"):
+        (tmp_path / "run/config.toml").touch()
+        with pytest.raises(TrainingError, match="another process"), owned(tmp_path / "run"):
+            pass
+    with owned(tmp_path / "run"):
+        pass
