@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import HowAttended, Model
 from graphtrain.models import weights
 from graphtrain.models.flash import flash_attention
 from graphtrain.models.fused import fused_attention, is_fused
@@ -69,40 +69,11 @@ class Attention(nnx.Module):
             key, value = before.add(key, value)
         model = self.model
         scoring, window = Scoring.of(model), self._window(full)
-        mixed = attend(query, key, value, scoring, window, model.remat, model.unroll)
+        mixed = attend(
+            query, key, value, scoring, window, model.remat, model.unroll, model.attention
+        )
         return project(self, "output", "bshd,hde->bse", mixed)
 
-<<<<<<< HEAD
-    def _attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, full: jax.Array | None
-    ) -> jax.Array:
-        """As a ring where the rules split keys by position, else each device by itself."""
-        scoring, window, whole = Scoring.of(self.model), self._window(full), begins() is None
-        # A sequence that goes on has other masks than kernels have.
-        target = traced_target() if whole and not is_fused(scoring) else None
-        if target and takes_kernel(self.model.attention, self._asked(query), target):
-            return flash_attention(query, key, value, scoring, target.platform, self.model.window)
-        if ring := split_of("attended"):
-            return ring_attention(query, key, value, scoring, ring, window)
-        if is_fused(scoring) and whole:
-            return fused_attention(query, key, value, scoring, window)
-        attend = partial(attention, scoring=scoring, begin=begins())
-        if self.model.remat == "attention":  # the scores, the largest array of all, are not kept
-            attend = jax.checkpoint(attend, prevent_cse=self.model.unroll > 1)
-        return attend(query, key, value, window=window)
-
-    def _asked(self, query: jax.Array) -> Asked:
-        split = bool(split_of("attending") or split_of("attended"))
-        each_copy = bool(jax.typeof(query).mat.varying)
-        return Asked.of(self.model, query.shape[1], split_positions=split, each_copy=each_copy)
-
-    def _window(self, full: jax.Array | None) -> jax.Array | None:
-        """The distance at which a query sees a key no more."""
-        if self.model.window is None:
-            return None
-        window = jnp.int32(self.model.window)
-        return window if full is None else jnp.where(full, jnp.iinfo(jnp.int32).max, window)
-=======
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
         """The distance at which a query sees a key no more; an array where layers differ."""
         if self.model.window is None or full is None:
@@ -118,6 +89,7 @@ def attend(
     window: int | jax.Array | None = None,
     remat: str = "none",
     unroll: int = 1,
+    how: HowAttended = "auto",
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal attention, by the way that the rules and the target have; split as projections are.
 
@@ -129,10 +101,33 @@ def attend(
         window: The distance at which a query sees a key no more; without it, it sees all.
         remat: With "attention" the backward pass computes scores again.
         unroll: How many layers are written out in a turn.
+        how: Whether by a kernel of the target.
+
+    Raises:
+        LoweringError: it has to be by a kernel, and there is none; with the reason.
     """
     arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
+    # A sequence that goes on has other masks than kernels have.
+    target = traced_target() if begins() is None and not is_fused(scoring) else None
+    if target and takes_kernel(how, _asked(arrays[0], scoring, window), target):
+        near = None if window is None else int(window)
+        return _outside(flash_attention(*arrays, scoring, target.platform, near), QUERY)
     far = None if window is None else jnp.asarray(window, jnp.int32)
     return _outside(_mix(*arrays, scoring, far, remat, unroll), QUERY)
+
+
+def _asked(query: jax.Array, scoring: Scoring, window: int | jax.Array | None) -> Asked:
+    return Asked(
+        dtype=query.dtype.name,
+        length=query.shape[1],
+        head_dim=query.shape[-1],
+        window=window is not None,
+        window_varies=isinstance(window, jax.Array),
+        cap=scoring.cap is not None,
+        slopes=scoring.slopes is not None,
+        split_positions=bool(split_of("attending") or split_of("attended")),
+        each_copy=bool(jax.typeof(query).mat.varying),
+    )
 
 
 def _mix(
@@ -153,7 +148,6 @@ def _mix(
     if remat == "attention":  # the scores, the largest array of all, are not kept
         own = jax.checkpoint(own, prevent_cse=unroll > 1)
     return own(query, key, value, window=window)
->>>>>>> main
 
 
 # Array axes of positions inside attention, of heads, and of heads that the split of heads leaves

@@ -104,16 +104,10 @@ def candidates(
                 placed = replace(here, pipeline=pipeline)
                 try:
                     weights = place_weights(placed, rules, mesh)
-<<<<<<< HEAD
                     in_step(placed, rules, mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes that do not divide, or no kernel, whatever the schedule
-                for variant in _variants(placed, mesh):
-=======
-                except ShardingError:
-                    break  # sizes that do not divide, whatever the schedule
                 for variant in _variants(placed, mesh, choices.remats):
->>>>>>> main
                     yield _candidate(variant, mesh, rules, weights, attained)
 
 

@@ -1,10 +1,7 @@
 """Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
-<<<<<<< HEAD
-    python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--attention auto]
-=======
-    python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--buffers] [NAME ...]
->>>>>>> main
+    python tests/benchmarks/memory.py [NAME ...] [--json FILE] [--known FILE] [--buffers]
+        [--attention auto]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
@@ -16,11 +13,8 @@ policy of recomputation keeps for the backward pass. --buffers lists, where the 
 
 import argparse
 import json
-<<<<<<< HEAD
-from dataclasses import replace
-=======
 import tempfile
->>>>>>> main
+from dataclasses import replace
 from pathlib import Path
 
 from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
@@ -133,12 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
-<<<<<<< HEAD
     parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
-=======
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("names", nargs="*", help="rows; by default all")
->>>>>>> main
     arguments = parser.parse_args()
     known = {}
     if arguments.known and arguments.known.exists():
