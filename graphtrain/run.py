@@ -23,7 +23,7 @@ from graphtrain.estimates.filler import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
-from graphtrain.models.counts import step_flops_per_token
+from graphtrain.models.counts import useful_flops_per_token
 from graphtrain.models.tuned import keeps_weights
 from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
@@ -210,15 +210,15 @@ class _Loop:
     _pending: tuple[int, Tree, float, float] | None = None  # step, metrics, rate, waited
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
-    _flops: float | None = field(init=False)  # useful ones of a token, where they are known
+    _flops: dict[str, float] = field(init=False)  # useful ones of a token, by metric
 
     def __post_init__(self) -> None:
         program = self.config.program
         self._target = Target.parse(program.target)
         if hides_sizes(program):
-            self._flops = self.programs["train"].record.get("flops_per_token")
+            self._flops = self.programs["train"].record.get("flops_per_token", {})
         else:
-            self._flops = step_flops_per_token(estimable(program))
+            self._flops = useful_flops_per_token(estimable(program))
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run
@@ -279,17 +279,18 @@ class _Loop:
                 "step_seconds": round(seconds, 6),
                 "data_wait_seconds": round(waited, 6),
                 "tokens_per_second": round(tokens_per_second, 2),
-                "mfu": self._utilization(tokens_per_second),
+                **self._utilization(tokens_per_second),
                 "memory_bytes": lowering.backend(self._target).memory_in_use(),
             }
         )
 
-    def _utilization(self, tokens_per_second: float) -> float | None:
-        program = self.config.program
-        peak = self._target.peak_flops(program.model.dtype)
-        if self._flops is None or not peak:
-            return None
-        return round(self._flops * tokens_per_second / peak, 6)
+    def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
+        """Model FLOP utilisation; None where the model's operations or the peak are not known."""
+        peak, known = self._target.peak_flops(self.config.program.model.dtype), self._flops
+        return {
+            name: round(known[name] * tokens_per_second / peak, 6) if peak and known else None
+            for name in ("mfu", "mfu_causal")
+        }
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # so that the last one counts

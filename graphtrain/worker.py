@@ -142,15 +142,15 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
     return model, strict
 
 
-def _flops_per_token(program: Program) -> float | None:
+def _flops_per_token(program: Program) -> dict[str, float]:
     from graphtrain.errors import PlanError
     from graphtrain.estimates.filler import estimable
-    from graphtrain.models.counts import step_flops_per_token
+    from graphtrain.models.counts import useful_flops_per_token
 
     try:
-        return step_flops_per_token(estimable(program))
+        return useful_flops_per_token(estimable(program))
     except PlanError:
-        return None
+        return {}
 
 
 def _end_with_parent(scratch: Path) -> None:

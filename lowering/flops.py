@@ -16,6 +16,17 @@ _DIMENSIONS = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _COST = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+# JAX's kernels of attention: matrix products in each, and which of its queries' dimensions is
+# positions. Both passes of a backward compute the scores again.
+_KERNELS = {
+    "mha_forward": (2, 1),
+    "mha_backward": (7, 1),
+    "splash_mha_fwd": (2, 2),
+    "splash_mha_dq": (3, 2),
+    "splash_mha_dkv": (4, 2),
+}
+# A TPU's compiler names the instruction after its kernel; of a card's, the operation tells.
+_KERNEL = re.compile(rf'(?:^|op_name="[^"]*/)({"|".join(_KERNELS)})[a-z_]*(?:\.|/pallas_call")')
 _STEPS = {"stride": "1", "pad": "0", "lhs_dilate": "1", "rhs_dilate": "1"}
 _INTEGER = re.compile(r"\d+")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -36,6 +47,8 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
 def _custom_call(computation: Computation, instruction: Instruction) -> float:
     if cost := _COST.search(instruction.rest):  # of a Pallas kernel, by its author
         return float(cost[1])
+    if kernel := _KERNEL.search(f"{instruction.name}. {instruction.rest}"):
+        return _kernel(computation, instruction, *_KERNELS[kernel[1]])
     target = instruction.attribute("custom_call_target") or ""
     if "__cublas" in target:
         return _dot(computation, instruction, _GEMM)
@@ -53,6 +66,15 @@ def _dot(computation: Computation, instruction: Instruction, pattern: re.Pattern
     _, result = arrays(instruction.shape)[0]
     summed = (left[int(dimension)] for dimension in _INTEGER.findall(contracting[1]))
     return 2.0 * math.prod(result) * math.prod(summed)
+
+
+def _kernel(
+    computation: Computation, instruction: Instruction, products: int, positions: int
+) -> float:
+    """Attention by blocks, in whole rows although masked blocks are skipped."""
+    sizes = (arrays(shape)[0][1] for shape in computation.operand_shapes(instruction))
+    query = next((size for size in sizes if len(size) == 4), None)
+    return 0.0 if query is None else 2.0 * products * math.prod(query) * query[positions]
 
 
 def _attention(computation: Computation, instruction: Instruction) -> float:

@@ -22,9 +22,10 @@ from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
-from lowering.on_cpu import KEEP_BARRIERS, compiled_for
+from lowering.on_cpu import KEEP_BARRIERS
 from lowering.overheard import overhear
 from lowering.target import Target
+from lowering.tracing import tracing_for
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
@@ -120,13 +121,13 @@ def lower(
     target: Target,
     placed_on: list[Device] | None = None,
     *,
-    compiler: str = "xla",
+    traced_for: Target | None = None,
 ) -> Lowered:
     """Trace a graph and attach its shardings.
 
     Args:
         placed_on: devices in place of those that describe the target.
-        compiler: what the program is for; for another than "xla", nothing suits it to the target.
+        traced_for: what the program is for, if its devices only stand for others.
 
     Raises:
         ShardingError: an array cannot be placed.
@@ -154,8 +155,7 @@ def lower(
         out_shardings=outputs,
         donate_argnums=tuple(names.index(name) for name in graph.donated),
     )
-    suited_to = target.platform if compiler == "xla" else compiler
-    with placed(mesh, rules) as placement, compiled_for(suited_to):
+    with placed(mesh, rules) as placement, tracing_for(traced_for or target):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
     text, chosen = handle.as_text(), options(target, runs_once=graph.runs_once)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}

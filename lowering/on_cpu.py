@@ -5,29 +5,22 @@ the angles of rotary positions once a head. An optimization barrier says what to
 keep. `jax_xla` has XLA:CPU leave them in, which by default takes them out before it fuses.
 """
 
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
-from lowering.scoped import scoped
+from lowering.tracing import traced_target
 
-_on_cpu: ContextVar[bool] = ContextVar("on_cpu", default=False)
 # By XLA's name of the pass that takes barriers out (jaxlib 0.10, 0.11).
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 Arrays = TypeVar("Arrays")
 
 
-def compiled_for(platform: str) -> AbstractContextManager[Any]:
-    """What is traced inside will be compiled for this platform, by XLA."""
-    return scoped(_on_cpu, platform == "cpu")
-
-
 def on_cpu() -> bool:
     """Whether what is traced is for a CPU; not so where nobody said."""
-    return _on_cpu.get()
+    target = traced_target()
+    return target is not None and target.platform == "cpu"
 
 
 def computed_once(arrays: Arrays) -> Arrays:

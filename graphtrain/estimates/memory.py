@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from graphtrain.config.schema import Program
 from graphtrain.estimates.weights import Weight, place_weights
 from graphtrain.models.counts import is_gated
+from graphtrain.models.kernels import in_step
 from graphtrain.planning.assessment import Memory
 from lowering.target import Target
 from sharding_rules.mesh import MeshShape
@@ -67,10 +68,16 @@ def memory(
     if weights is None:
         weights = place_weights(program, rules, mesh)
     sizes = Sizes.of(program, rules, mesh)
+    flash = in_step(program, rules, mesh)
+    kept = _kept(program, sizes, mesh, flash)
     gradients = _gradients(program, weights, mesh)
-    kept = _kept(program, sizes, mesh)
-    at_work = max(_layer_at_work(program, sizes, target), _logits_at_work(sizes))
-    temporaries = at_work + _gathered(weights, mesh) + _waiting(sizes, weights, target)
+    beside = _gathered(weights, mesh) + _waiting(sizes, weights, target)
+    temporaries = _layer_at_work(program, sizes, target, flash) + beside
+    if flash and mesh.axes.get("stage", 1) == 1:
+        fullest = (gradients, temporaries), _at_logits(program, weights, mesh, sizes, target)
+        gradients, temporaries = max(fullest, key=sum)
+    else:
+        temporaries = max(temporaries, _logits_at_work(sizes) + beside)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
@@ -93,9 +100,14 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
     """The arrays, and kinds of them, that take most of a device at the peak, largest first."""
     weights = place_weights(program, rules, mesh)
     sizes, target = Sizes.of(program, rules, mesh), Target.parse(program.target)
+    flash = in_step(program, rules, mesh)
+    kept, at_work = (
+        _kept(program, sizes, mesh, flash),
+        _layer_at_work(program, sizes, target, flash),
+    )
     found = {
-        f"what {sizes.layers:g} layers keep for the backward pass": _kept(program, sizes, mesh),
-        "a layer's scores or hidden values, with gradients": _layer_at_work(program, sizes, target),
+        f"what {sizes.layers:g} layers keep for the backward pass": kept,
+        "a layer's scores or hidden values, with gradients": at_work,
         "logits and their gradient": _logits_at_work(sizes),
         "gathered weights of two layers": _gathered(weights, mesh),
         "gradients of all weights": _gradients(program, weights, mesh),
@@ -109,13 +121,13 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
     return {name: round(found[name]) for name in ranked[:count]}
 
 
-def _kept(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
+def _kept(program: Program, sizes: Sizes, mesh: MeshShape, flash: bool) -> float:
     """What the forward pass leaves for the backward pass.
 
     A stage of a pipeline keeps the input of every tick (1F1B: of two for each stage) and computes
     the rest of one chunk again; with remat "none" all chunks are kept whole.
     """
-    layer, stages = _kept_of_a_layer(program, sizes), mesh.axes.get("stage", 1)
+    layer, stages = _kept_of_a_layer(program, sizes, flash), mesh.axes.get("stage", 1)
     if stages == 1:
         return sizes.layers * layer
     schedule, rounds = program.pipeline.schedule, program.pipeline.rounds
@@ -146,7 +158,7 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
     return 4 * (sums + newest)
 
 
-def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
+def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
     """Bytes that the forward pass of a layer leaves for its backward pass."""
     model = program.model
     assert model.head_dim
@@ -155,6 +167,9 @@ def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
     hidden = inside * sizes.mlp * sizes.item * (2 if is_gated(model) else 1)
     heads = inside * (sizes.heads + 2 * sizes.kv_heads) * model.head_dim * sizes.item
     products = heads + hidden + 2 * stream
+    if flash:
+        mixed = inside * sizes.heads * (model.head_dim * sizes.item + 4)
+        return _kept_beside_kernel(program, stream, hidden, heads, mixed)
     scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
     if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
         scores = 0
@@ -169,7 +184,41 @@ def _kept_of_a_layer(program: Program, sizes: Sizes) -> float:
     }[model.remat]
 
 
-def _layer_at_work(program: Program, sizes: Sizes, target: Target) -> float:
+def _kept_beside_kernel(
+    program: Program, stream: float, hidden: float, heads: float, mixed: float
+) -> float:
+    """Where a kernel is attention, which leaves what it mixed with a log-sum for each row.
+
+    XLA keeps neither the MLP's last product, which only the next layer's input is made of, nor,
+    where nothing is computed again, less than six values of the stream in float32 and each hidden
+    one three times (read from a compiled program for h100:8).
+    """
+    streams = (4 if program.model.post_norm else 2) * stream
+    normed = heads * program.model.query_key_norm
+    everything = 6 * 2 * stream + 3 * hidden + streams + heads + normed + mixed
+    return {
+        "full": stream,
+        "offload": stream,
+        "dots": streams + heads + hidden + mixed,
+        "attention": everything,
+        "none": everything,
+    }[program.model.remat]
+
+
+def _at_logits(
+    program: Program, weights: Sequence[Weight], mesh: MeshShape, sizes: Sizes, target: Target
+) -> tuple[float, float]:
+    """Gradients and temporaries when the backward pass begins: sums of earlier microbatches, and on
+    a card gradients of weights outside of the layers; logits with their gradient in bfloat16."""
+    outside = [each for each in weights if not each.in_layers and target.platform == "cuda"]
+    gradients = _gradients(program, outside, mesh)
+    if program.batch.microbatches > 1:
+        sums = sum(each.pieces("optimizer", mesh) for each in weights if not each.frozen)
+        gradients = max(gradients, 4 * sums)
+    return gradients, (4 + 2) * sizes.sequences * sizes.inside * sizes.vocab
+
+
+def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) -> float:
     """Scores and the gradient of their softmax in float32, and what products take of them in
     bfloat16: on a TPU the shares, beside the mask in bytes; on a GPU also the gradient, in the
     order that its library wants. Or the MLP's width."""
@@ -177,7 +226,7 @@ def _layer_at_work(program: Program, sizes: Sizes, target: Target) -> float:
     scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended
     each = 2 * 4 + (2 + 1 if target.platform == "tpu" else 2 * 2)
     wide = inside * sizes.mlp * sizes.item * (4 if is_gated(program.model) else 2)
-    return max(each * scores, wide)
+    return wide if flash else max(each * scores, wide)
 
 
 def _logits_at_work(sizes: Sizes) -> float:

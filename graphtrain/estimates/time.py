@@ -33,6 +33,7 @@ def step_time(
     collectives: Iterable[Collective],
     bubble: float = 0.0,
     attained: float = 1.0,
+    flash: bool = False,
 ) -> StepTime:
     """Roofline of a step.
 
@@ -40,9 +41,10 @@ def step_time(
         collectives: read from a compiled program, or predicted.
         bubble: share of the ticks of a pipeline in which a stage waits.
         attained: part of the machine's peak that products reach; 1.0 is the roofline.
+        flash: whether attention is a kernel, which skips the half of its scores that is masked.
     """
     target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, target) / attained
+    compute = _seconds_of_compute(program, target, flash) / attained
     communication = _communication(collectives, mesh, target)
     hideable = sum(
         seconds for axes, seconds in communication.items() if set(axes.split("+")) <= HIDDEN
@@ -57,34 +59,41 @@ def step_time(
     )
 
 
-def utilisation(program: Program, seconds: float) -> float:
+def utilisation(program: Program, seconds: float, *, causal: bool = False) -> float:
     """Model FLOP utilisation; what is computed a second time is not useful work.
+
+    Args:
+        causal: count the half of attention's scores that a causal mask leaves, not all.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
     peak = Target.parse(program.target).peak_flops(program.model.dtype)
     batch = program.batch
-    useful = step_flops_per_token(estimable(program)) * batch.tokens
+    useful = step_flops_per_token(estimable(program), causal=causal) * batch.tokens
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 
-def _seconds_of_compute(program: Program, target: Target) -> float:
+def _seconds_of_compute(program: Program, target: Target, flash: bool) -> float:
     peak = target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    done = step_flops_per_token(program) + _again(program)
+    done = step_flops_per_token(program, causal=flash) + _again(program, flash)
     return done * program.batch.tokens / peak
 
 
-def _again(program: Program) -> float:
+def _again(program: Program, flash: bool) -> float:
     """Operations per token that the backward pass computes a second time.
 
-    Stages of a pipeline are computed again from their input, and then by their own policy.
+    Stages of a pipeline are computed again from their input, and then by their own policy. A kernel
+    multiplies seven times backward, not four: scores and the gradient of shares twice.
     """
     model, length = program.model, program.batch.length
     attention = attention_flops_per_token(model, length) / 3
     forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
     by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)
+    if flash:
+        forward, in_kernel = forward - attention / 2, 3 / 2 * attention / 2
+        by_policy = in_kernel + (forward if model.remat == "full" else 0.0)
     in_stages = program.mesh.stage != 1
     if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
         return forward + (by_policy if model.remat != "full" else 0.0)

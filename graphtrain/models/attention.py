@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import HowAttended, Model
 from graphtrain.models import weights
 from graphtrain.models.blocked import blocked_attention
+from graphtrain.models.flash import flash_attention
 from graphtrain.models.fused import fused_attention, is_fused
 from graphtrain.models.kept import begins, kept
+from graphtrain.models.kernels import Asked, takes_kernel
 from graphtrain.models.mixing import attention
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import positions
@@ -24,6 +26,7 @@ from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
 from lowering.constrain import constrain, size_of, split_of
 from lowering.on_cpu import on_cpu
+from lowering.tracing import traced_target
 
 if TYPE_CHECKING:
     from jax import Array
@@ -68,7 +71,9 @@ class Attention(nnx.Module):
             key, value = before.add(key, value)
         model = self.model
         scoring, window = Scoring.of(model), self._window(full)
-        mixed = attend(query, key, value, scoring, window, model.remat, model.unroll)
+        mixed = attend(
+            query, key, value, scoring, window, model.remat, model.unroll, model.attention
+        )
         return project(self, "output", "bshd,hde->bse", mixed)
 
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
@@ -86,6 +91,7 @@ def attend(
     window: int | jax.Array | None = None,
     remat: str = "none",
     unroll: int = 1,
+    how: HowAttended = "auto",
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal attention, by the way that the rules and the target have; split as projections are.
 
@@ -97,10 +103,33 @@ def attend(
         window: The distance at which a query sees a key no more; without it, it sees all.
         remat: With "attention" the backward pass computes scores again.
         unroll: How many layers are written out in a turn.
+        how: Whether by a kernel of the target.
+
+    Raises:
+        LoweringError: it has to be by a kernel, and there is none; with the reason.
     """
     arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
+    # A sequence that goes on has other masks than kernels have.
+    target = traced_target() if begins() is None and not is_fused(scoring) else None
+    if target and takes_kernel(how, _asked(arrays[0], scoring, window), target):
+        near = None if window is None else int(window)
+        return _outside(flash_attention(*arrays, scoring, target.platform, near), QUERY)
     far = None if window is None else jnp.asarray(window, jnp.int32)
     return _outside(_mix(*arrays, scoring, far, remat, unroll), QUERY)
+
+
+def _asked(query: jax.Array, scoring: Scoring, window: int | jax.Array | None) -> Asked:
+    return Asked(
+        dtype=query.dtype.name,
+        length=query.shape[1],
+        head_dim=query.shape[-1],
+        window=window is not None,
+        window_varies=isinstance(window, jax.Array),
+        cap=scoring.cap is not None,
+        slopes=scoring.slopes is not None,
+        split_positions=bool(split_of("attending") or split_of("attended")),
+        each_copy=bool(jax.typeof(query).mat.varying),
+    )
 
 
 def _mix(

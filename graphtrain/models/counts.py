@@ -20,8 +20,11 @@ def flops_per_token(model: Model, length: int) -> float:
     return 6 * products + attention_flops_per_token(model, length)
 
 
-def step_flops_per_token(program: Program) -> float:
+def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
     """Of a program's training step, without recomputation.
+
+    Args:
+        causal: count the half of attention's scores that a causal mask leaves, not all.
 
     Frozen weights work once forward and once backward; what DPO refers to, once more forward. The
     products of adapters, thin as they are, are left out.
@@ -31,8 +34,18 @@ def step_flops_per_token(program: Program) -> float:
         flops_per_token(model, length),
         attention_flops_per_token(model, length),
     )
+    if causal:
+        whole, attention = whole - attention / 2, attention / 2
     flops = whole if program.adapter is None else whole - (whole - attention) / 3
     return flops + whole / 3 if program.loss.kind == "preference" else flops
+
+
+def useful_flops_per_token(program: Program) -> dict[str, float]:
+    """Of a training step, by the name of the utilisation that they give."""
+    return {
+        name: step_flops_per_token(program, causal=causal)
+        for name, causal in (("mfu", False), ("mfu_causal", True))
+    }
 
 
 def attention_flops_per_token(model: Model, length: int) -> float:

@@ -18,6 +18,7 @@ from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory as estimated_memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
+from graphtrain.models.kernels import in_step
 from graphtrain.planning.assessment import Assessment, Memory
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Limits, Observer, Outcome, tasks_of
@@ -158,7 +159,9 @@ def _assessment(
     source: Any,
 ) -> Assessment:
     bubble = bubble_of(program, plan.mesh)
-    time = step_time(with_filler(program), plan.mesh, memory, collectives, bubble)
+    filled = with_filler(program)
+    flash = in_step(filled, Rules.load(program.rules), plan.mesh)
+    time = step_time(filled, plan.mesh, memory, collectives, bubble, flash=flash)
     return Assessment(
         target=program.target,
         plan=plan,
@@ -167,4 +170,5 @@ def _assessment(
         collectives_source=source,
         time=time,
         mfu=utilisation(program, time.total),
+        mfu_causal=utilisation(program, time.total, causal=True),
     )

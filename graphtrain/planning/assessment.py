@@ -64,5 +64,6 @@ class Assessment:
     collectives_source: Source
     time: StepTime
     mfu: float  # model FLOP utilisation that the time implies; recomputation is not useful work
+    mfu_causal: float  # the same, with causal attention counted in half
     compile_seconds: float | None = None
     remark: str = ""  # why the compiler was not asked, or what it could not say

@@ -13,8 +13,10 @@ from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.models.kernels import in_step
 from graphtrain.models.tuned import keeps_weights
 from graphtrain.planning.assessment import Memory, StepTime
+from lowering.errors import LoweringError
 from lowering.target import Target
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
@@ -102,8 +104,9 @@ def candidates(
                 placed = replace(here, pipeline=pipeline)
                 try:
                     weights = place_weights(placed, rules, mesh)
-                except ShardingError:
-                    break  # sizes that do not divide, whatever the schedule
+                    in_step(placed, rules, mesh)
+                except (ShardingError, LoweringError):
+                    break  # sizes that do not divide, or no kernel, whatever the schedule
                 for variant in _variants(placed, mesh, choices.remats):
                     yield _candidate(variant, mesh, rules, weights, attained)
 
@@ -124,7 +127,9 @@ def _candidate(
     if not held.fits:
         return Candidate(program, mesh, held)
     collectives = traffic(program, rules, mesh, weights)
-    spent = step_time(program, mesh, held, collectives, bubble_of(program, mesh), attained)
+    flash = in_step(program, rules, mesh)
+    bubble = bubble_of(program, mesh)
+    spent = step_time(program, mesh, held, collectives, bubble, attained, flash)
     return Candidate(program, mesh, held, spent, utilisation(program, spent.total))
 
 

@@ -13,6 +13,7 @@ from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time
 from graphtrain.estimates.traffic import bubble_of
+from graphtrain.models.kernels import in_step
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
 from graphtrain.requests import mesh_shape, request_keys
@@ -60,8 +61,9 @@ def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs
     mesh, size = mesh_shape(program), record["stablehlo_bytes"]
     collectives = [Collective.from_record(one) for one in record["collectives"]]
     filled = with_filler(program)
-    held = memory(filled, Rules.load(program.rules), mesh)
-    time = step_time(filled, mesh, held, collectives, bubble_of(program, mesh))
+    rules = Rules.load(program.rules)
+    held, flash = memory(filled, rules, mesh), in_step(filled, rules, mesh)
+    time = step_time(filled, mesh, held, collectives, bubble_of(program, mesh), flash=flash)
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(ledger.read(path), program.target, size),
         step_seconds=time.total,

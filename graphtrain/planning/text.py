@@ -263,6 +263,7 @@ def time_table(assessment: "Assessment") -> "Table":
     table.add_row("pipeline bubble", seconds(time.bubble), "estimate")
     table.add_row("step", seconds(time.total), "estimate")
     table.add_row("model FLOP utilisation", f"{assessment.mfu:.1%}", "estimate")
+    table.add_row("with causal attention in half", f"{assessment.mfu_causal:.1%}", "estimate")
     return table
 
 
@@ -288,6 +289,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
             "bubble": time.bubble,
         },
         "mfu": assessment.mfu,
+        "mfu_causal": assessment.mfu_causal,
         "fits": memory.fits,
         "compile_seconds": assessment.compile_seconds,
         "remark": assessment.remark,
@@ -296,6 +298,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
             "collectives": assessment.collectives_source,
             "step_seconds": "estimate",
             "mfu": "estimate",
+            "mfu_causal": "estimate",
             "arrays": "rules",
         },
         "arrays": plan_as_json(plan),

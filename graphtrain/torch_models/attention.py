@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from graphtrain.config.schema import HowAttended
 from graphtrain.models import attention as native
 from graphtrain.models.documents import numbers
 from graphtrain.models.dot import dot
@@ -33,6 +34,7 @@ def attend_causally(
     window: int | None = None,
     remat: str = "none",
     unroll: int = 1,
+    how: HowAttended = "auto",
 ) -> jax.Array:
     """By the native decoder's attention, which makes no mask: in a ring, say, or by documents.
 
@@ -44,6 +46,7 @@ def attend_causally(
         window: The distance at which a query sees a key no more.
         remat: Of the model.
         unroll: How many blocks are written out in a turn.
+        how: Whether by a kernel of the target.
     """
     value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
@@ -53,7 +56,7 @@ def attend_causally(
         window = None
     if key.shape[2] == 1:  # one head for all: each device has it
         key, value = (jnp.repeat(x, size_of("kv_heads"), 2) for x in (key, value))
-    mixed = native.attend(query, key, value, scoring, window, remat, unroll)
+    mixed = native.attend(query, key, value, scoring, window, remat, unroll, how)
     return mixed[..., :value_dim].transpose(0, 2, 1, 3)
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
+from graphtrain.config.schema import HowAttended
 from graphtrain.models.decoder import rows_of
 from graphtrain.models.dot import dot
 from graphtrain.models.kept import begins
@@ -42,16 +43,19 @@ class Environment(TorchaxEnvironment):
         vocab: int | None = None,
         remat: str = "none",
         unroll: int = 1,
+        how: HowAttended = "auto",
     ) -> None:
         """Args:
         dtype: of the computation; the table of tokens may be float32 all the same.
         vocab: rows of that table.
         remat: what the backward pass computes again.
         unroll: how many blocks are written out in a turn.
+        how: whether attention is by a kernel of the target.
         """
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
+        self._how: HowAttended = how
         self.attended = 0  # times that the native attention was called
         self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
@@ -189,9 +193,10 @@ class Environment(TorchaxEnvironment):
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
             self.attended += 1
             scoring = Scoring(scale, cap)
-            return Tensor(
-                attend_causally(*arrays, scoring, window, self._remat, self._unroll), self
+            mixed = attend_causally(
+                *arrays, scoring, window, self._remat, self._unroll, how=self._how
             )
+            return Tensor(mixed, self)
         if what := only_native():
             how = "dropout" if dropout else "a mask, a bias or keys"
             raise ImportedModelError(

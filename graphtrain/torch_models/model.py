@@ -331,7 +331,9 @@ class OpenedModel:
         """
         module, settings = self.made.module, self.settings
         unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
-        environment = Environment(settings.dtype, settings.vocab, settings.remat, unroll)
+        environment = Environment(
+            settings.dtype, settings.vocab, settings.remat, unroll, settings.attention
+        )
         self._check_length(tokens.shape[1])
         module.train(key is not None)
         plain = {
@@ -348,7 +350,7 @@ class OpenedModel:
                 return self._scores(Tensor(tokens, environment), places)
 
         out: Any = call(module, environment, plain, self.made.buffers, key, run)
-        if not environment.attended and (what := only_native()):
+        if not environment.attended and (what := self._takes_native()):
             instead = "call scaled_dot_product_attention with is_causal = True"
             if settings.hf is not None:
                 instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
@@ -366,7 +368,7 @@ class OpenedModel:
     def _strict_logits(
         self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        if what := only_native():
+        if what := self._takes_native():
             raise ImportedModelError(
                 f"{what} takes attention of graphtrain, and the strict front end (because "
                 f"{self.strict}) has PyTorch's"
@@ -381,6 +383,11 @@ class OpenedModel:
         }
         out = graph.logits(by_name, tokens, jax.random.key(0) if key is None else key)
         return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
+
+    def _takes_native(self) -> str | None:
+        """What only the native attention can do, if something asks for it."""
+        forced = self.settings.attention == "flash"
+        return only_native() or ('program.model.attention = "flash"' if forced else None)
 
     def call(self, tokens: torch.Tensor) -> torch.Tensor:
         """The module's logits.

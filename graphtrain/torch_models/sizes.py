@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import HowAttended, Mixture, Model
 from graphtrain.torch_models.source import read_config
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _NAMES = {
     "mlp": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
     "experts": ("num_local_experts", "num_experts"),
 }
+_ATTENDING_THEMSELVES = ("bloom", "falcon", "gptj", "gpt_neo")  # docs/torch.md, Attention
 _WITHOUT_GATE = (
     "bloom",
     "falcon",
@@ -68,7 +69,14 @@ def look_alike(model: Imported) -> Model | None:
         mixture=Mixture(experts=experts, per_token=per_token) if experts else None,
         dtype=model.dtype,
         remat=model.remat,
+        attention=_attention(model, config["model_type"]),
     )
+
+
+def _attention(model: Imported, kind: str) -> HowAttended:
+    """Scores, where attention stays that of the module."""
+    own = kind in _ATTENDING_THEMSELVES or model.front_end == "strict"
+    return "scores" if own else model.attention
 
 
 def _of_module(model: Imported) -> Model | None:

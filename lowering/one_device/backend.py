@@ -74,7 +74,7 @@ def lower(
                 "set program.optimizer.offload = false"
             )
     on_cpu = Target("cpu", (target.devices,))
-    whole = jax_xla.lower(graph, rules, mesh_shape, on_cpu, compiler=target.platform)
+    whole = jax_xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
     return take(whole, target, rank_input=rank_input)
 
 

@@ -1,6 +1,7 @@
 """Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
-    python tests/benchmarks/memory.py [--json FILE] [--known FILE] [--buffers] [NAME ...]
+    python tests/benchmarks/memory.py [NAME ...] [--json FILE] [--known FILE] [--buffers]
+        [--attention auto]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
@@ -13,6 +14,7 @@ policy of recomputation keeps for the backward pass. --buffers lists, where the 
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
@@ -125,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
+    parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("names", nargs="*", help="rows; by default all")
     arguments = parser.parse_args()
@@ -140,6 +143,7 @@ def main() -> None:
         if arguments.names and name not in arguments.names:
             continue
         of = program(target, *settings)
+        of = replace(of, model=replace(of.model, attention=arguments.attention))
         predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
         compiler = known.get((name, target)) or compiled_peak(of)
         error = predicted.peak / compiler - 1

@@ -13,7 +13,9 @@ from graphtrain.models.gating import activated
 from graphtrain.models.mixing import attention
 from graphtrain.models.scores import Scoring
 from graphtrain.optimizer import _clip
-from lowering.on_cpu import KEEP_BARRIERS, compiled_for, computed_once
+from lowering.on_cpu import KEEP_BARRIERS, computed_once
+from lowering.target import Target
+from lowering.tracing import tracing_for
 
 LENGTH = 19  # no multiple of a block
 
@@ -66,11 +68,11 @@ def test_activations_in_float32_are_activations(products):
     wide = [normal(seed, 2, 3, 8, dtype="bfloat16") for seed in range(products)]
     gradient = normal(3, 2, 3, 8, dtype="bfloat16")
 
-    def run(platform):
-        with compiled_for(platform):
+    def run(target):
+        with tracing_for(Target.parse(target)):
             return with_gradients(lambda *x: activated(jax.nn.silu, list(x)), wide, gradient)
 
-    for want, got in zip(run("tpu"), run("cpu"), strict=True):
+    for want, got in zip(run("v5e:1x1"), run("cpu:1"), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
 
 
@@ -78,15 +80,15 @@ def test_cross_entropy_looks_its_targets_up():
     logits, weights = 9 * normal(0, 2, 5, 32), normal(1, 2, 5)
     targets = jax.random.randint(jax.random.key(2), (2, 5), 0, 32).at[0, 0].set(32)
 
-    def run(platform):
+    def run(target):
         def value(logits):
             loss, squares = cross_entropy(logits, targets, weights)
             return loss + 0.1 * squares
 
-        with compiled_for(platform):
+        with tracing_for(Target.parse(target)):
             return with_gradients(value, [logits], jnp.float32(2.0))
 
-    for want, got in zip(run("tpu"), run("cpu"), strict=True):
+    for want, got in zip(run("v5e:1x1"), run("cpu:1"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -100,6 +102,6 @@ def test_gradients_longer_than_the_limit_are_shortened_to_it(size):
 
 
 def test_a_compiler_for_cpus_heeds_barriers():
-    with compiled_for("cpu"):
+    with tracing_for(Target.parse("cpu:1")):
         program = jax.jit(lambda x: computed_once(jnp.cos(x)) * 2).lower(jnp.ones(8))
     assert "opt-barrier" in program.compile(compiler_options=KEEP_BARRIERS).as_text()

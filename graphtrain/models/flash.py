@@ -1,0 +1,185 @@
+"""Causal attention by a kernel of the target, on each device by itself.
+
+Scores exist for one block of queries and keys at a time, on the chip. Kept for the backward pass
+are what came out and the log-sum of each row of scores, wherever products with weights are kept; it
+computes the scores again. `models.kernels` says what there is a kernel for.
+
+Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from graphtrain.models.documents import numbers
+from graphtrain.models.kernels import BLOCK
+from graphtrain.models.projection import PROJECTION
+from graphtrain.models.scores import Scoring
+from lowering.constrain import placement, size_of, split_of
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+_LARGEST_BLOCK = 512  # positions, on a TPU; MaxText's default, not tuned here
+# Of the backward pass on a card, queries and keys alike; not tuned here.
+_BACKWARD_BLOCK = 64
+
+# Of one device's queries, keys, values and numbers of documents, if any.
+Kernel = Callable[..., jax.Array]
+
+
+def flash_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    scoring: Scoring,
+    platform: str,
+    window: int | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """What `attention` computes, by the kernel of a platform.
+
+    No compiler divides a kernel, so each device calls it for the sequences and heads it has.
+    """
+    found = placement()
+    assert found is not None, "a kernel needs a mesh"
+    kernel = {"tpu": tpu_kernel, "cuda": gpu_kernel}[platform](scoring, window)
+    heads = (*split_of("heads"), *split_of("attention_heads"))
+    if size_of("kv_heads") * size_of("attention_kv_heads") != found.shape.size(heads):
+        key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
+    split = PartitionSpec(split_of("batch") or None, None, heads or None)
+    documents = numbers()
+    further = () if documents is None else (documents,)
+    local = jax.shard_map(
+        kernel,
+        mesh=found.current_mesh,
+        in_specs=(
+            split,
+            split,
+            split,
+            *(PartitionSpec(split_of("batch") or None) for _ in further),
+        ),
+        out_specs=split,
+        axis_names=set(found.shape.axes) - set(found.manual),
+        check_vma=False,
+    )
+    return local(query, key, value, *further)
+
+
+def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
+    """JAX's splash attention, which skips the blocks that a mask hides whole."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None
+    ) -> jax.Array:
+        length, heads = query.shape[1:3]
+        square = length, length
+        mask = masks.CausalMask(square)
+        if window is not None:
+            mask = masks.LocalMask(square, (window - 1, 0), 0)
+        block = next(size for size in range(_LARGEST_BLOCK, 0, -BLOCK) if length % size == 0)
+        of_one: Any = splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=splash.BlockSizes(
+                block_q=block,
+                block_kv=block,
+                block_q_dkv=block,
+                block_kv_dkv=block,
+                block_q_dq=block,
+                block_kv_dq=block,
+            ),
+            attn_logits_soft_cap=scoring.cap,
+            head_shards=1,
+            q_seq_shards=1,
+            residual_checkpoint_name=PROJECTION,
+            interpret=interpret,
+        )
+        scaled = (query.astype(jnp.float32) * scoring.scale).astype(query.dtype)
+        arrays = [x.swapaxes(1, 2) for x in (scaled, key, value)]
+        if documents is None:
+            return jax.vmap(of_one)(*arrays).swapaxes(1, 2)
+        segments = splash.SegmentIds(documents, documents)
+        return jax.vmap(of_one)(*arrays, segments).swapaxes(1, 2)
+
+    return attend
+
+
+def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
+    """JAX's attention in Triton, which takes a card's compute capability and no card.
+
+    It has as many keys as queries: key heads are repeated for it, and not kept so.
+    """
+    assert window is None and scoring.cap is None
+    library = _triton()
+    sizes = library.BlockSizes(
+        block_q=BLOCK,
+        block_k=BLOCK,
+        block_q_dkv=_BACKWARD_BLOCK,
+        block_kv_dkv=_BACKWARD_BLOCK,
+        block_q_dq=_BACKWARD_BLOCK,
+        block_kv_dq=_BACKWARD_BLOCK,
+    )
+
+    @jax.custom_vjp
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return forward(*arrays)[0]
+
+    def forward(
+        query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        mixed, log_sum = library.mha(
+            *_repeated(query, key, value),
+            documents,
+            sm_scale=scoring.scale,
+            causal=True,
+            block_sizes=sizes,
+            interpret=interpret,
+            return_residuals=True,
+        )
+        mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
+        return mixed, (query, key, value, documents, mixed, log_sum)
+
+    def backward(kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        query, key, value, documents, mixed, log_sum = kept
+        whole = (*_repeated(query, key, value), documents, mixed, log_sum)
+        rest = "triton", None, 2, None, interpret, False, False
+        found = library.mha.bwd(scoring.scale, True, sizes, *rest, whole, gradient)
+        own = found[0], _summed(found[1], key), _summed(found[2], value)
+        return own if documents is None else (*own, None)
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def _repeated(
+    query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """With a key and a value head for each of queries."""
+    repeat = partial(jnp.repeat, repeats=query.shape[2] // key.shape[2], axis=2)
+    return query, repeat(key), repeat(value)
+
+
+def _summed(gradient: jax.Array, of: jax.Array) -> jax.Array:
+    """The gradient of a head that was repeated."""
+    parts = gradient.reshape(*of.shape[:3], -1, of.shape[3])
+    return parts.sum(3, dtype=jnp.float32).astype(of.dtype)
+
+
+@cache
+def _triton() -> Any:
+    """The module; jax 0.11 says that tokamax will have it one day."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+
+    return attention

@@ -1,0 +1,88 @@
+"""Attention by a kernel, in training steps for machines that are not here, and on a mesh."""
+
+import dataclasses
+import importlib.util
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from programs import LLAMA, batch, loaded, program, state_of
+
+from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.estimates.time import utilisation
+from graphtrain.models import attention, flash
+from graphtrain.models.counts import attention_flops_per_token, step_flops_per_token
+from graphtrain.requests import mesh_shape
+from lowering import jax_xla
+from lowering.collectives import read
+from lowering.target import Target
+
+NARROW = Model(layers=2, embed=192, heads=4, kv_heads=2, head_dim=64, mlp=384, vocab=320)
+CUBE = Mesh(data=2, fsdp=2, tensor=2)
+TARGETS = {  # compiler, and what it calls a kernel of ours
+    "h100:8": ("jax_plugins.xla_cuda13", "__gpu$xla.gpu.triton"),
+    "v5e:2x4": ("libtpu", "tpu_custom_call"),
+}
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.slow  # a TPU's compiler takes 30 processor seconds, a card's 5
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_has_the_kernels_once_and_no_scores(target):
+    compiler, kernel = TARGETS[target]
+    if not installed(compiler):
+        pytest.skip(f"needs {compiler}")
+    of = Program(target=target, mesh=CUBE, model=NARROW, batch=Batch(sequences=16, length=512))
+    text = _compiled(of)
+    # One forward, although the backward pass computes other things again, and two backward.
+    assert text.count(f'custom_call_target="{kernel}"') == 3
+    assert not re.search(r"\[(?:\d+,)*512,(?:\d+,)?512\]", text)
+
+    # Scores are computed three times, and with them what a gradient needs: nine products, not six.
+    counted = read(text, mesh_shape(of)).flops
+    further = attention_flops_per_token(of.model, 512) / 2
+    assert counted == pytest.approx(
+        (step_flops_per_token(of) + further) * of.batch.tokens / 8, rel=0.02
+    )
+
+
+def _compiled(of: Program) -> str:
+    from graphtrain import worker
+
+    lowered = worker.lower(of, "train")
+    return lowered.handle.compile(compiler_options=lowered.options).as_text()
+
+
+def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatch):
+    model = dataclasses.replace(LLAMA, head_dim=16, remat="dots")
+    sizes = Batch(sequences=8, length=128, documents="apart")
+    of = program(target="cpu:8", mesh=CUBE, model=model, batch=sizes)
+    want = _gradients(of)
+    monkeypatch.setattr(flash, "gpu_kernel", partial(flash.gpu_kernel, interpret=True))
+    monkeypatch.setattr(attention, "traced_target", lambda: Target.parse("h100:8"))
+    monkeypatch.setattr(attention, "takes_kernel", lambda *asked: True)
+    got = _gradients(dataclasses.replace(of, model=dataclasses.replace(model, attention="flash")))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _gradients(of: Program):
+    step = loaded(of, "gradients")
+    given = {"state": state_of(of), "batch": batch(of)}
+    placed = (jax_xla.put(given[name], step.inputs(name)) for name in given)
+    return jax.device_get(step(*placed))
+
+
+def test_utilisation_is_less_where_causal_attention_counts_in_half():
+    of = Program(target="h100:8", model=NARROW, batch=Batch(sequences=16, length=512))
+    whole, half = utilisation(of, 1.0), utilisation(of, 1.0, causal=True)
+    attended = attention_flops_per_token(NARROW, 512) / step_flops_per_token(of)
+    assert half == pytest.approx(whole * (1 - attended / 2))

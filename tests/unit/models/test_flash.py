@@ -1,0 +1,95 @@
+"""The kernels of TPUs and cards, interpreted on a CPU, against attention in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphtrain.config.schema import Model
+from graphtrain.models import flash
+from graphtrain.models.flash import gpu_kernel, tpu_kernel
+from graphtrain.models.kernels import Asked, obstacle, takes_kernel
+from graphtrain.models.scores import Scoring
+from lowering.errors import LoweringError
+from lowering.target import Target
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 1, 64
+DOCUMENTS = np.repeat([[0, 1, 2], [0, 0, 1]], [100, 56, 100], axis=1).astype(np.int32)
+LLAMA = Model(layers=2, embed=256, heads=4, mlp=512, vocab=256)
+ASKED = Asked.of(LLAMA, 1024)
+CASES = {"tpu": (tpu_kernel, Scoring(0.2, cap=2.0), 70), "gpu": (gpu_kernel, Scoring(0.2), None)}
+
+
+def arrays() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    sizes = HEADS, KV_HEADS, KV_HEADS
+    return [random.normal(size=(2, LENGTH, size, HEAD_DIM)) for size in sizes]
+
+
+def exact(
+    query: jax.Array, key: jax.Array, value: jax.Array, scoring: Scoring, window: int | None
+) -> jax.Array:
+    """Every score at once, in the arrays' dtype."""
+    key, value = (jnp.repeat(x, HEADS // KV_HEADS, 2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scoring.scale
+    if scoring.cap:
+        scores = scoring.cap * jnp.tanh(scores / scoring.cap)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    seen = (distance >= 0) & (distance < (window or LENGTH))
+    seen = seen & (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :])
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
+    monkeypatch.setattr(flash, "_LARGEST_BLOCK", LENGTH // 2)  # more than one
+    make, scoring, window = CASES[case]
+    kernel = make(scoring, window, interpret=True)
+    given = [jnp.asarray(x, jnp.float32) for x in arrays()]
+    got, back = jax.vjp(lambda *three: kernel(*three, DOCUMENTS), *given)
+    incoming = np.cos(np.arange(got.size).reshape(got.shape))
+    gradients = back(jnp.asarray(incoming, jnp.float32))
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays()]
+        want, back = jax.vjp(lambda *three: exact(*three, scoring, window), *wide)
+        for one, other in zip((got, *gradients), (want, *back(jnp.asarray(incoming))), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "length", "how", "reason"),
+    [
+        ("cpu:8", {}, 1024, {}, "cpu:8 has no kernel"),
+        ("h100:8", {"dtype": "float32"}, 1024, {}, "dtype is float32"),
+        ("h100:8", {"window": 100}, 1024, {}, "h100:8 has no window"),
+        ("h100:8", {"score_cap": 30.0}, 1024, {}, "h100:8 has no cap"),
+        ("v5e:2x4", {"window": 100, "full_every": 2}, 1024, {}, "full_every"),
+        ("v5e:2x4", {"positions": "alibi"}, 1024, {}, "ALiBi"),
+        ("v5e:2x4", {"head_dim": 80}, 1024, {}, "of 64 up to 256, and head_dim is 80"),
+        ("h100:8", {"head_dim": 256}, 1024, {}, "of 16 up to 128, and head_dim is 256"),
+        ("h100:8", {}, 1000, {}, "multiple of 128 positions, not 1000"),
+        ("v5p:2x2x1", {}, 1024, {"split_positions": True}, "ring"),
+        ("v5p:2x2x1", {}, 1024, {"each_copy": True}, 'reduce = "last"'),
+    ],
+)
+def test_what_no_kernel_computes_has_a_reason_and_is_computed_by_scores(
+    target, model, length, how, reason
+):
+    there = Target.parse(target)
+    asked = Asked.of(replace(LLAMA, **model), length, **how)
+    assert reason in obstacle(asked, there)
+    assert not takes_kernel("auto", asked, there)
+    with pytest.raises(LoweringError, match=r'attention = "flash": .* set it to "auto"'):
+        takes_kernel("flash", asked, there)
+
+
+@pytest.mark.parametrize("target", ["h100:8", "a100:8", "v5e:2x4", "v5p:2x2x1"])
+def test_a_plain_decoder_has_a_kernel_unless_it_asks_for_scores(target):
+    there = Target.parse(target)
+    assert takes_kernel("auto", ASKED, there)
+    assert takes_kernel("flash", ASKED, there)
+    assert not takes_kernel("scores", ASKED, there)
