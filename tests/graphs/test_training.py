@@ -12,6 +12,8 @@ from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 from graphtrain.config.schema import Loss, Optimizer
 from graphtrain.models.decoder import logits
 from lowering import jax_xla
+from lowering.target import Target
+from lowering.tracing import tracing_for
 from lowering.trees import flatten, unflatten
 
 
@@ -56,14 +58,15 @@ def test_steps_equal_optax_adamw():
     train = loaded(of, "train", optimized=True)
     state = loaded(of, "init", optimized=True)(np.uint32(0))["state"]
     batches = [batch(of, seed) for seed in range(4)]
-    want = reference_steps(of, jax.device_get(state), batches, 0.01)
+    # With attention as the target has it: Adam divides a gradient by its own size, and so shows in
+    # which order the sums of one were taken that is nearly nothing.
+    with tracing_for(Target.parse(of.target)):
+        want = reference_steps(of, jax.device_get(state), batches, 0.01)
     for inputs in batches:
         state = train(state, placed_inputs(train, "batch", inputs), np.float32(0.01))["state"]
     got = flatten(jax.device_get(state["parameters"]))
     for path, array in want.items():
-        # Adam divides a gradient by its own size: of one that is nearly nothing, the order of sums
-        # is seen. 5e-6 is 1/2000 of an update; 2 of 3072 elements are off by 3.4e-6.
-        np.testing.assert_allclose(got[path], array, rtol=1e-4, atol=5e-6, err_msg=path)
+        np.testing.assert_allclose(got[path], array, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
 def test_layers_written_out_compute_the_same_and_recompute_as_much():
