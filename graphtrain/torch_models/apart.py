@@ -41,7 +41,7 @@ def ensure_apart(model: Imported, store: Path) -> None:
     Raises:
         ImportedModelError: as check_apart.
     """
-    once(model, store, "-apart", lambda: {"logits": check_apart(model)})
+    once(model, store, "-apart", lambda: {"logits": check_apart(model)}, {"logits"})
 
 
 def check_apart(model: Imported) -> float:

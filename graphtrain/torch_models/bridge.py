@@ -27,7 +27,7 @@ from graphtrain.models.kept import begins
 from graphtrain.models.projection import PROJECTION
 from graphtrain.models.scores import Scoring
 from graphtrain.torch_models.attention import attend, attend_causally, only_native
-from graphtrain.torch_models.causes import here, innermost
+from graphtrain.torch_models.causes import here, innermost, raised
 from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_models.functions import apply_function
 from graphtrain.torch_models.joint import changes_buffer
@@ -307,9 +307,9 @@ def explained(module: torch.nn.Module) -> Iterator[None]:
             f"{name} cannot be traced: it selects by a mask, of which the values are not known, at "
             f"{_place(error)}"
         ) from error
-    except AssertionError as error:
-        if "mixed math" not in str(error):
-            raise
+    except Exception as error:
+        if not isinstance(error, AssertionError) or "mixed math" not in str(error):
+            raise raised(f"{name} cannot be traced: it", error) from error
         raise ImportedModelError(
             f"{name} cannot be traced: at {_place(error)} it uses a tensor that is neither a "
             "parameter nor a buffer; register it with register_buffer"

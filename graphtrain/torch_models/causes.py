@@ -14,6 +14,10 @@ import torchax
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+import lowering
+from graphtrain.torch_models.errors import ImportedModelError
+
+_OURS = ("graphtrain.", "lowering.", "sharding_rules.")
 _FOLLOWED = ("__getitem__",)  # views that torchax writes through
 
 
@@ -84,9 +88,23 @@ def here() -> str:
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> str:
     """The last line that is neither ours nor of what traces, as "model.py:12"."""
-    packages = (jax, torch, torchax)
-    foreign = [str(Path(one.__file__ or "").parent) + os.sep for one in packages]
-    foreign.append(str(Path(__file__).parent) + os.sep)
-    own = [one for one in frames if not one.filename.startswith(tuple(foreign))]
-    last = (own or frames)[-1]
+    last = (_of_author(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def raised(who: str, error: Exception) -> Exception:
+    """What an author's code raised, with its line; an error of our own as it is."""
+    if type(error).__module__.startswith(_OURS):
+        return error
+    frames = _of_author(traceback.extract_tb(error.__traceback__))
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    said = str(error).partition("\nFor simplicity, JAX")[0] or "without a message"
+    return ImportedModelError(f"{who} raises {type(error).__name__}{at}: {said}")
+
+
+def _of_author(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    packages = (jax, torch, torchax, lowering)
+    foreign = [str(Path(one.__file__ or "").parent) + os.sep for one in packages]
+    foreign.append(str(Path(__file__).parents[1]) + os.sep)
+    foreign += ["<frozen", os.path.dirname(os.__file__) + os.sep + "importlib"]
+    return [one for one in frames if not one.filename.startswith(tuple(foreign))]

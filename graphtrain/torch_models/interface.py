@@ -142,10 +142,12 @@ def _in_pytorch(
         seen = distance >= 0
         if isinstance(mask, Causal) and mask.window is not None:
             seen = seen & (distance < mask.window)
-    if seen is not None and seen.dtype == torch.bool:
-        seen = torch.zeros_like(seen, dtype=scores.dtype).masked_fill(
-            ~seen, torch.finfo(scores.dtype).min
-        )
-    scores = scores if seen is None else scores + seen
-    shares = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
-    return torch.nn.functional.dropout(shares, dropout) @ value
+    if seen is not None and seen.dtype != torch.bool:
+        scores = scores + seen
+        seen = scores > -torch.inf
+    if seen is not None:
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    shares = torch.softmax(scores, -1, dtype=torch.float32)
+    if seen is not None:  # a query that sees nothing mixes nothing
+        shares = shares.masked_fill(~seen, 0)
+    return torch.nn.functional.dropout(shares.to(value.dtype), dropout) @ value

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
-from graphtrain.torch_models.causes import Watch, innermost
+from graphtrain.torch_models.causes import Watch, innermost, raised
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.making import Made
 
@@ -161,6 +161,8 @@ def _traced(module: torch.nn.Module) -> Iterator[None]:
         raise ImportedModelError(
             f"{name} cannot be traced: at {_place(error)} PyTorch says: {error}"
         ) from error
+    except Exception as error:
+        raise raised(f"{name} cannot be traced: it", error) from error
 
 
 def _place(error: BaseException) -> str:

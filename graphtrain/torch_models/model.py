@@ -22,6 +22,7 @@ from graphtrain.torch_models.axes import Named, name_axes
 from graphtrain.torch_models.balance import Balance
 from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_models.bridge import Environment, Tensor, call
+from graphtrain.torch_models.causes import raised
 from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_models.joint import trace_joint, written_through_views
 from graphtrain.torch_models.making import Change, Made, make
@@ -112,10 +113,22 @@ def factory(model: Imported) -> Callable[[], torch.nn.Module]:
         return lambda: from_config(config)
     assert model.torch is not None
     name, function = split_name(model.torch)
-    made = getattr(_module(name), function, None)
+    who = f'torch = "{model.torch}": '
+    try:
+        made = getattr(_module(name), function, None)
+    except Exception as error:
+        raise raised(f"{who}{name}, imported,", error) from error
     if not callable(made):
-        raise ImportedModelError(f'torch = "{model.torch}": {name} has no function {function}')
-    return lambda: made(**model.overrides)  # pyright: ignore[reportReturnType]  (make checks it)
+        raise ImportedModelError(f"{who}{name} has no function {function}")
+
+    def call() -> torch.nn.Module:
+        try:
+            return made(**model.overrides)  # pyright: ignore[reportReturnType]  (make checks it)
+        except Exception as error:
+            given = f" (overrides = {dict(model.overrides)})" if model.overrides else ""
+            raise raised(f"{who}{function}{given}", error) from error
+
+    return call
 
 
 def _module(name: str) -> Any:
@@ -130,11 +143,17 @@ def _module(name: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[stem]  # as import does
+        raise
     return module
 
 
 def _check_parameters(made: Made) -> None:
+    if not made.parameters():
+        raise ImportedModelError(f"{type(made.module).__name__} has no parameters to train")
     for name, parameter in made.parameters().items():
         if not parameter.requires_grad or not parameter.is_floating_point():
             raise ImportedModelError(
@@ -371,7 +390,7 @@ class OpenedModel:
         if what := self._takes_native():
             raise ImportedModelError(
                 f"{what} takes attention of graphtrain, and the strict front end (because "
-                f"{self.strict}) has PyTorch's"
+                f"{self.strict}) has PyTorch's; leave one of them out"
             )
         self._check_length(tokens.shape[1])
         settings, training = self.settings, key is not None

@@ -7,8 +7,8 @@ trace without a word, as a write through a view, and would only show as a worse 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from filelock import FileLock
 from graphtrain.key import CacheKey
 from graphtrain.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
-from graphtrain.torch_models.causes import likely_causes
+from graphtrain.torch_models.causes import likely_causes, raised
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.joint import autocast_on_host
 from graphtrain.torch_models.model import OpenedModel, factory, open_anew, scores
@@ -51,34 +51,59 @@ class Parity:
     strict: str = ""  # why the strict front end; empty: it is traced by JAX
 
 
+_PARITY = frozenset(field.name for field in fields(Parity))
+
+
 def ensure_parity(model: Imported, store: Path) -> Parity:
     """Compare a model with PyTorch, unless the store holds that it has been.
 
     Raises:
         ImportedModelError: they differ, or the model cannot be compared.
     """
-    return Parity(**once(model, store, "", lambda: asdict(check_parity(model))))
+    return Parity(**once(model, store, "", lambda: asdict(check_parity(model)), _PARITY))
 
 
 def once(
-    model: Imported, store: Path, suffix: str, check: Callable[[], dict[str, Any]]
+    model: Imported,
+    store: Path,
+    suffix: str,
+    check: Callable[[], dict[str, Any]],
+    names: Set[str],
 ) -> dict[str, Any]:
-    """What was found when a model was checked, which it is here unless the store holds that."""
+    """What was found when a model was checked, which it is here unless the store holds that.
+
+    Args:
+        model: of which the record is.
+        store: that has it.
+        suffix: of its name.
+        check: finds it.
+        names: of what it finds. A record of others, or that cannot be read, is made anew.
+    """
     path = _record(model, store, suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # the other graphs wait for the first
-        if not path.is_file():
-            found = check()
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(found) + "\n")
-            unfinished.rename(path)
-    return json.loads(path.read_text())
+        if (known := _read(path, names)) is not None:
+            return known
+        found = check()
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(found) + "\n")
+        unfinished.rename(path)
+    return found
 
 
 def known_parity(model: Imported, store: Path) -> Parity | None:
     """What was found, if the model has been compared."""
-    path = _record(model, store)
-    return Parity(**json.loads(path.read_text())) if path.is_file() else None
+    found = _read(_record(model, store), _PARITY)
+    return None if found is None else Parity(**found)
+
+
+def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
+    """A record; None where there is none, or none of these names, as another version's."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() == names else None
 
 
 def _record(model: Imported, store: Path, suffix: str = "") -> Path:
@@ -97,6 +122,7 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     small = replace(small, dtype="float32")
     assert small.vocab is not None
     batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
+    batch[0, 0] = small.vocab - 1  # JAX looks up a row past the end of a table without a word
     eager = _eager(real_module(small), batch, hf=small.hf is not None)
     opened = open_anew(small)
     found = _compare(opened, eager)
@@ -222,20 +248,30 @@ def unstacked(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.nd
 def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
     tokens = torch.tensor(batch, dtype=torch.long)
     with torch.device("cpu"), autocast_on_host() as autocasts:
-        given = tokens[:, :-1]
-        returned = module(input_ids=given, use_cache=False) if hf else module(given)
-        out = scores(returned).float()
-        loss = torch.nn.functional.cross_entropy(
-            out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
-        )
-        if (balance := getattr(returned, "aux_loss", None)) is not None:
-            loss = loss + getattr(module, "router_aux_loss_coef", 0.0) * balance
-        loss.backward()
+        try:
+            loss = _eager_loss(module, tokens, hf=hf)
+            loss.backward()
+        except Exception as error:
+            # An index error, say, of tokens that the module's table has no row for.
+            who = f"{type(module).__name__}, given tokens up to {int(tokens.max())} by PyTorch,"
+            raise raised(who, error) from error
     gradients = {
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in module.named_parameters()
     }
     return _Eager(module, batch, float(loss.detach()), gradients, bool(autocasts))
+
+
+def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> torch.Tensor:
+    given = tokens[:, :-1]
+    returned = module(input_ids=given, use_cache=False) if hf else module(given)
+    out = scores(returned).float()
+    loss = torch.nn.functional.cross_entropy(
+        out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
+    )
+    if (balance := getattr(returned, "aux_loss", None)) is not None:
+        loss = loss + getattr(module, "router_aux_loss_coef", 0.0) * balance
+    return loss
 
 
 def _apart(

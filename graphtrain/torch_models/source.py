@@ -72,7 +72,7 @@ def ingredients(model: Imported) -> dict[str, Any]:
     else:
         assert model.torch is not None
         name, function = split_name(model.torch)
-        settings["torch"] = {"factory": function, "sources": dict(_sources_of(name))}
+        settings["torch"] = {"factory": function, "sources": sorted(_sources_of(name))}
     own = {name: _digest(Path(__file__).with_name(name)) for name in _SOURCES}
     return settings | {"versions": installed(), "sources": own}
 
@@ -120,7 +120,10 @@ def with_here() -> None:
 
 
 def _sources_of(name: str) -> Iterator[tuple[str, str]]:
-    """Digests of a module's file and of what it imports that is not installed."""
+    """Digests of a module's file and of what it imports that is not installed.
+
+    Of one name there may be several, as of __init__.py.
+    """
     waiting, seen = [find(name)], set()
     while waiting:
         path = waiting.pop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     Raises:
         ImportedModelError: transformers has no such causal language model, or refuses the config.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     from transformers.utils import logging
 
     from graphtrain.torch_models import interface
@@ -27,10 +29,13 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         raise ImportedModelError(
             "config.json has a quantization_config; train from a folder that is not quantized"
         )
-    try:
+    if kind not in CONFIG_MAPPING:
+        raise ImportedModelError(
+            f"transformers {__version__} knows no model_type {kind!r}; a model whose code comes "
+            'with its folder can be given by torch = "module:factory"'
+        )
+    with _refusals(kind):
         made = AutoConfig.for_model(kind, **settings)
-    except (ValueError, TypeError) as error:
-        raise ImportedModelError(f"transformers refuses the config of a {kind}: {error}") from error
     if type(made) not in AutoModelForCausalLM._model_mapping:
         raise ImportedModelError(
             f"transformers has no causal language model of model_type {kind!r}"
@@ -44,7 +49,20 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     if interface.asks(AutoModelForCausalLM._model_mapping[type(made)], made):
         interface.register()
         options["attn_implementation"] = interface.OWN
-    return AutoModelForCausalLM.from_config(made, **options)
+    with _refusals(kind):
+        return AutoModelForCausalLM.from_config(made, **options)
+
+
+@contextmanager
+def _refusals(kind: str) -> Iterator[None]:
+    """What transformers says of a config, of which many kinds of errors tell."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ImportedModelError(
+            f"transformers refuses the config of a {kind}: {type(error).__name__}: {said}"
+        ) from error
 
 
 def use_own_parts(module: Any) -> None:

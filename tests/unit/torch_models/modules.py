@@ -166,6 +166,24 @@ class Broken(Model):
         return x @ x.new_ones(EMBED + 1, EMBED)
 
 
+class Raising(Model):
+    def __init__(self, early: bool = False):
+        if early:
+            raise KeyError("width")
+        super().__init__()
+
+    def between(self, x):
+        raise KeyError("depth")
+
+
+class Short(Model):
+    """A table of fewer rows than the head has."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB - 1, EMBED)
+
+
 class LeftPadded(Model):
     """Attention in which some queries see no key."""
 

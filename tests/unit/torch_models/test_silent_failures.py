@@ -1,5 +1,6 @@
 """What traces of PyTorch are known to lose without a word: done right here, or refused."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from graphtrain.torch_models.apart import check_apart
 from graphtrain.torch_models.attention import attend
 from graphtrain.torch_models.blocks import Stack
 from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_models.interface import Causal, _in_pytorch
 from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import check_parity
+from graphtrain.torch_models.parity import check_parity, once
+from graphtrain.torch_models.source import ingredients
 from graphtrain.torch_models.versions import check_versions
 from lowering.trees import flatten
 
@@ -111,6 +114,94 @@ def test_a_front_end_that_is_asked_for_refuses_what_it_cannot_do(name, front_end
         open_model(model(name, front_end))
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("Raising", "auto"), r"Raising, given tokens up to 15.* KeyError at .*py:\d+: 'depth'"),
+        (("Short", "auto"), r"Short, given tokens up to 15.* IndexError at .*modules\.py:\d+"),
+        (("NoSuch", "auto"), r"modules\.py has no function NoSuch"),
+    ],
+)
+def test_what_pytorch_itself_refuses_is_told_with_its_line(given, words):
+    with pytest.raises(ImportedModelError, match=words):
+        check_parity(model(*given), (2, 6))
+
+
+@pytest.mark.parametrize(
+    ("front_end", "overrides", "words"),
+    [
+        (
+            "auto",
+            {"early": True},
+            r"Raising \(overrides.*\) raises KeyError at .*py:\d+: 'width'",
+        ),
+        ("auto", {"late": True}, r"raises TypeError: .*unexpected keyword argument 'late'"),
+        (
+            "trace",
+            {},
+            r"Raising cannot be traced: it raises KeyError at .*py:\d+: 'depth'",
+        ),
+        (
+            "strict",
+            {},
+            r"Raising cannot be traced: it raises KeyError at .*py:\d+: 'depth'",
+        ),
+    ],
+)
+def test_what_an_authors_code_raises_is_told_with_its_line(front_end, overrides, words):
+    with pytest.raises(ImportedModelError, match=words):
+        open_model(model("Raising", front_end, **overrides))
+
+
+def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
+    (tmp_path / "half.py").write_text("import torch\nimport no_such_part\n")
+    for _ in range(2):  # half of it is not kept
+        with pytest.raises(ImportedModelError, match=r"at .*half\.py:2: No module named"):
+            open_model(Imported(torch=f"{tmp_path}/half.py:build", vocab=16))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "no-such"}, "knows no model_type 'no-such'"),
+        ({"model_type": "t5"}, "no causal language model of model_type 't5'"),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "not a multiple"),
+        ({"model_type": "llama", "hidden_size": "big"}, "expected int, got str"),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_told_in_a_line(tmp_path, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ImportedModelError, match=words) as caught:
+        open_model(Imported(hf=str(tmp_path), vocab=16))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_that_is_damaged_or_of_another_version_is_made_anew(tmp_path):
+    def found(number: int) -> dict:
+        return once(model("Blocks"), tmp_path, "", lambda: {"a": number, "b": 0}, {"a", "b"})
+
+    assert found(1) == found(2) == {"a": 1, "b": 0}
+    (record,) = tmp_path.glob("parity/*.json")
+    for number, damage in enumerate(('{"a": 1', '{"a": 1}', '{"a": 1, "b": 0, "c": 0}', "[1]"), 3):
+        record.write_text(damage)
+        assert found(number) == {"a": number, "b": 0}
+
+
+def test_the_key_knows_files_of_one_name_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "own").mkdir()
+    for name in ("own/__init__.py", "parts/__init__.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "built.py").write_text("import own\nimport parts\n")
+    built, digests = Imported(torch="built.py:build", vocab=16), []
+    for name in ("own/__init__.py", "parts/__init__.py"):
+        digests.append(ingredients(built)["torch"])
+        (tmp_path / name).write_text("WIDTH = 8\n")
+    digests.append(ingredients(built)["torch"])
+    assert digests[0] != digests[1] != digests[2] != digests[0]
+
+
 def test_after_a_comparison_a_model_drops_as_before():
     check_parity(model("DroppedByModule"), (2, 6))
     opened = open_model(model("DroppedByModule"))
@@ -150,6 +241,28 @@ def test_queries_that_see_nothing_get_zeros_and_no_gradient():
         out, back = jax.vjp(lambda *x, m=mask: attend(*x, m), query, key, value)
         assert not np.any(out[:, :, 0])
         assert all(np.isfinite(gradient).all() for gradient in back(np.ones_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_strict_attention_of_transformers_is_the_traced_one(dtype):
+    random = np.random.default_rng(2)
+    query = random.normal(size=(2, 4, 6, 8)).astype(np.float32)
+    key, value = random.normal(size=(2, 2, 2, 6, 8)).astype(np.float32)
+    seen = np.tri(6, 6, -1, bool)  # the first sees nothing, as after left padding
+    near = np.tri(6, 6, 0, bool) & ~np.tri(6, 6, -2, bool)
+    for given, mask in (
+        (torch.tensor(seen), seen),
+        (torch.tensor(np.where(seen, 0, -np.inf).astype(np.float32)).to(dtype), seen),
+        (Causal(2), near),
+        (None, np.tri(6, 6, 0, bool)),
+    ):
+        arrays = [torch.tensor(x).to(dtype).requires_grad_() for x in (query, key, value)]
+        got = _in_pytorch(*arrays, given, causal=True, dropout=0.0, scale=0.3, cap=2.0)
+        got.sum().backward()
+        assert all(bool(torch.isfinite(x.grad).all()) for x in arrays)
+        want = attend(query, key, value, mask, scale=0.3, cap=2.0)
+        close = 1e-5 if dtype == torch.float32 else 3e-2
+        np.testing.assert_allclose(got.detach().float().numpy(), want, atol=close)
 
 
 def test_attention_is_pytorchs_with_groups_masks_and_scales():
