@@ -33,6 +33,17 @@ from graphtrain.torch_models.functions import apply_function
 from graphtrain.torch_models.joint import changes_buffer
 from lowering.constrain import by_hand_now, constrain
 
+# Operations of several tensors, each of which may have no dimensions.
+_PROMOTING = (
+    *("add", "sub", "rsub", "mul", "div", "truediv", "true_divide", "pow", "maximum", "minimum"),
+    *("where", "masked_fill"),
+)
+
+
+def _name(func: Any) -> str:
+    """Of torch.mul, Tensor.__rmul__ and aten.mul.Tensor the same."""
+    return getattr(func, "__name__", "").partition(".")[0].strip("_")
+
 
 class Environment(TorchaxEnvironment):
     """torchax's, in which a region without gradients has none, and attention is our own."""
@@ -71,6 +82,8 @@ class Environment(TorchaxEnvironment):
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """One operation. torchax does not look at PyTorch's grad mode."""
         result = super().dispatch(func, types, args, kwargs)
+        if _name(func) in _PROMOTING:
+            result = self._promoted(args, result)
         if torch.is_grad_enabled():
             return result
         given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
@@ -83,6 +96,29 @@ class Environment(TorchaxEnvironment):
             return Tensor(jax.lax.stop_gradient(array), self)
 
         return pytree.tree_map_only(Tensor, without_gradient, result)
+
+    def _promoted(self, args: Any, result: Any) -> Any:
+        """In the dtype of what has dimensions, as PyTorch has it.
+
+        JAX makes float32 of bfloat16 times a float32 without dimensions, and of all after it.
+        """
+        given = [one.jax() for one in args if isinstance(one, Tensor)]
+        floats = [array.dtype for array in given if jnp.issubdtype(array.dtype, jnp.floating)]
+        wide = [array.dtype for array in given if array.ndim and array.dtype in floats]
+        if not wide or not isinstance(result, Tensor) or len({*floats}) == 1:
+            return result
+        array, dtype = result.jax(), jnp.result_type(*wide)
+        floating = jnp.issubdtype(array.dtype, jnp.floating)
+        return Tensor(array.astype(dtype), self) if floating else result
+
+    @contextmanager
+    def by_scores(self) -> Iterator[None]:
+        """While inside, no kernel is asked for: of what is traced only shapes are wanted."""
+        how, self._how = self._how, "scores"
+        try:
+            yield
+        finally:
+            self._how = how
 
     def wrap(self, tree: Any) -> Any:
         """JAX arrays as PyTorch's tensors."""

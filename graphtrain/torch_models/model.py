@@ -375,7 +375,7 @@ class OpenedModel:
                 instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
             raise ImportedModelError(
                 f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
-                f"own; {instead}"
+                f"own, or drops some of it; {instead}"
             )
         return out
 

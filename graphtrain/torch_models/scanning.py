@@ -190,7 +190,9 @@ class Scan:
             leaves, call.structure = pytree.tree_flatten(out)
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-        call.shapes = jax.eval_shape(run, *self._shapes(position))
+        # A pipeline scores a part of the positions at a time, too few for a kernel.
+        with self.environment.by_scores():
+            call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
         """Refuse a block that computes something else, as by its number."""

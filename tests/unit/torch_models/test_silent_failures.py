@@ -13,11 +13,13 @@ from graphtrain.config.schema import Imported
 from graphtrain.torch_models.apart import check_apart
 from graphtrain.torch_models.attention import attend
 from graphtrain.torch_models.blocks import Stack
+from graphtrain.torch_models.bridge import Environment, Tensor
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.interface import Causal, _in_pytorch
 from graphtrain.torch_models.model import open_model
 from graphtrain.torch_models.parity import check_parity, once
 from graphtrain.torch_models.source import ingredients
+from graphtrain.torch_models.strict import StrictEnvironment
 from graphtrain.torch_models.versions import check_versions
 from lowering.trees import flatten
 
@@ -280,6 +282,18 @@ def test_attention_is_pytorchs_with_groups_masks_and_scales():
         )
         got = attend(query, key, value, mask, causal=causal, scale=scale)
         np.testing.assert_allclose(got, want.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("environment", [Environment(), StrictEnvironment("bfloat16", 16)])
+def test_a_number_without_dimensions_does_not_make_wider_ones_of_all(environment):
+    """As embed_scale of Gemma, which had all its blocks in float32."""
+    x, wide = jax.numpy.ones((2, 3), "bfloat16"), jax.numpy.float32(1.5)
+    x, wide = Tensor(x, environment), Tensor(wide, environment)
+    with environment:
+        for got in (x * wide, wide - x, x / wide, torch.where(x > wide, x, wide)):
+            assert got.dtype == torch.bfloat16
+        assert torch.ops.aten.mul.Tensor(wide, x).dtype == torch.bfloat16
+        assert (x * x.float()).dtype == (x.int() * wide).dtype == torch.float32
 
 
 def test_blocks_that_are_alike_are_one_scan():
