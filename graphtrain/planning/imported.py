@@ -32,7 +32,7 @@ class Ranked:
 
         assert isinstance(program.model, Imported)
         opened = open_model(program.model)
-        not_tried = {"context": "not tried: models of PyTorch cannot split sequences"}
+        not_tried = {"context": "not tried for models of PyTorch; see docs/torch.md, Attention"}
         try:
             assert opened.parts
         except ShardingError as error:

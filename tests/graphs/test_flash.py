@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 from programs import LLAMA, batch, loaded, program, state_of
+from torch_families import imported
 
+from graphtrain import worker
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.estimates.time import utilisation
 from graphtrain.models import attention, flash
@@ -54,9 +56,24 @@ def test_a_step_has_the_kernels_once_and_no_scores(target):
     )
 
 
-def _compiled(of: Program) -> str:
-    from graphtrain import worker
+@pytest.mark.slow
+def test_stages_of_an_imported_model_have_kernels_though_its_head_takes_parts_of_a_sequence(
+    tmp_path,
+):
+    if not installed(TARGETS["h100:8"][0]):
+        pytest.skip("needs jax_plugins.xla_cuda13")
+    sizes = {"hidden_size": 64, "max_position_embeddings": 128}
+    model = imported(tmp_path, "llama", overrides=sizes, dtype="bfloat16", attention="flash")
+    of = Program(
+        target="h100:8",
+        mesh=Mesh(fsdp=2, stage=2, tensor=2),
+        model=model,
+        batch=Batch(sequences=16, length=128, microbatches=2),
+    )
+    assert TARGETS["h100:8"][1] in worker.lower(of, "train").text
 
+
+def _compiled(of: Program) -> str:
     lowered = worker.lower(of, "train")
     return lowered.handle.compile(compiler_options=lowered.options).as_text()
 
