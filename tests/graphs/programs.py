@@ -62,15 +62,20 @@ def program(**settings: Any) -> Program:
 
 
 @functools.cache
-def loaded(of: Program, graph: str, optimized: bool = False) -> Executable:
+def loaded(
+    of: Program, graph: str, optimized: bool = False, traced_for: Target | None = None
+) -> Executable:
     """Lower, compile and load one graph, by the road that every program takes.
 
     Args:
         optimized: with the options of `graphtrain compile`; else in less time.
+        traced_for: a target whose program it is to be; what suits a CPU rounds otherwise.
     """
     built = gradients_graph(of) if graph == "gradients" else build_graph(of, graph)
     target = Target.parse(of.target)
-    lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    lowered = jax_xla.lower(
+        built, Rules.load(of.rules), mesh_shape(of), target, traced_for=traced_for
+    )
     if not optimized:
         lowered = unoptimized(lowered)
     return jax_xla.load(jax_xla.compile(lowered), target)

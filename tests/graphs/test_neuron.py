@@ -163,10 +163,11 @@ def test_processes_agree_on_every_byte():
 )
 def test_the_simulator_computes_what_xla_computes(settings):
     of = program(**settings)
-    simulated = lower(program(**settings | {"target": "neuron-sim:8"}), "train")
+    target = "neuron-sim:8"
+    simulated = lower(program(**settings | {"target": target}), "train")
     devices = jax_xla.devices(Target.parse("cpu:8"))
     executable = simulation.compile_module(simulated.handle.hlo, devices, OPTIONS)
-    want = loaded(of, "train")
+    want = loaded(of, "train", traced_for=Target.parse(target))
     got = simulation.Program(executable, simulated.facts, want.mesh)
     states = [placed_inputs(want, "state", state_of(of)) for _ in range(2)]
     for step in range(3):
