@@ -106,6 +106,14 @@ def forward(
     return decoder.forward(model, parameters, tokens, dropout_key=dropout_key)
 
 
+def before_head(
+    model: Model, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """What the head reads, its weights, and what the layers add; of a native model."""
+    assert not is_imported(model), "a module of PyTorch keeps its head to itself"
+    return decoder.before_head(model, parameters, tokens, dropout_key=dropout_key)
+
+
 def logits(model: Model, parameters: Tree, tokens: jax.Array) -> jax.Array:
     """Scores of every next token, with nothing dropped."""
     return forward(model, parameters, tokens)[0]

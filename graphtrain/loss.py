@@ -60,12 +60,23 @@ def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     if on_cpu() and not split_of("vocab"):
         return _looked_up(logits, targets)
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    return log_z, target_scores(logits, targets)
+
+
+def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Of targets (...) among logits (..., vocab); 0 for one outside of the vocabulary."""
+    if on_cpu() and not split_of("vocab"):
+        inside = (targets >= 0) & (targets < logits.shape[-1])
+        looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
+        return jnp.where(inside, looked_up, 0.0)
     # A comparison with iota instead of a gather: each device keeps to its part of the vocabulary.
-    return log_z, jnp.where(_hits(logits, targets), logits, 0.0).sum(-1)
+    return jnp.where(hits(logits, targets), logits, 0.0).sum(-1)
 
 
-def _hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+def hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Which of the logits (..., vocab) are those of targets (...)."""
+    last = logits.ndim - 1
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, last) == targets[..., None]
 
 
 @jax.custom_vjp
@@ -84,10 +95,7 @@ def _looked_up_forward(
     highest = logits.max(-1)
     powers = computed_once(jnp.exp(logits - highest[..., None]))
     total = powers.sum(-1)
-    # As the comparison has it, a target outside of the vocabulary scores 0.
-    inside = (targets >= 0) & (targets < logits.shape[-1])
-    looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
-    scores = jnp.log(total) + highest, jnp.where(inside, looked_up, 0.0)
+    scores = jnp.log(total) + highest, target_scores(logits, targets)
     return scores, (powers, total, targets)
 
 
@@ -97,7 +105,7 @@ def _looked_up_backward(
     powers, total, targets = kept
     of_log_z, of_score = gradients
     of_powers = computed_once(of_log_z / total)[..., None]
-    hit = jnp.where(_hits(powers, targets), of_score[..., None], 0.0)
+    hit = jnp.where(hits(powers, targets), of_score[..., None], 0.0)
     return powers * of_powers + hit, None
 
 

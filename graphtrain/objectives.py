@@ -1,17 +1,20 @@
 """What training minimises: cross-entropy, or DPO's loss of pairs of answers, of one microbatch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from graphtrain.architecture import drops, forward, logits
+from graphtrain.architecture import before_head, drops, forward
+from graphtrain.chunked import Scored, chunked_cross_entropy
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, key_here, own_here
 from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine, reference
 from graphtrain.models.documents import apart
+from graphtrain.models.layers import Auxiliary
 from lowering.target import Target
 from lowering.trees import Tree
 
@@ -25,27 +28,62 @@ def cross_entropy_objective(
     program: Program, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
     """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
-    run, targets = _model(program, state, frozen), jnp.maximum(batch["weights"].sum(), 1.0)
+    targets = jnp.maximum(batch["weights"].sum(), 1.0)
+    run = _model(program, state, frozen, partial(token_losses, total=targets))
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
-        out, added = run(parameters, microbatch, index)
-        loss, squares = cross_entropy(out, microbatch["targets"], microbatch["weights"])
-        value = (loss + program.loss.z_loss * squares) / targets + added
-        return value, {"loss": loss / targets}
+        (value, loss), added = run(parameters, microbatch, index)
+        return value + added, {"loss": loss}
 
     return objective
+
+
+def token_losses(
+    program: Program,
+    weights: Tree,
+    batch: Tree,
+    dropout_key: jax.Array | None = None,
+    *,
+    total: jax.Array | float = 1.0,
+) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
+    """Sums over a batch, divided by total, of what is minimised and of -log p(target).
+
+    Beside them what the layers add to the loss.
+    """
+    model, tokens, (targets, counts) = program.model, batch["tokens"], _asked(batch)
+    z_loss, chunk = program.loss.z_loss, program.loss.chunk
+    if chunk is None:
+        out, auxiliary = forward(model, weights, tokens, dropout_key=dropout_key)
+        loss, squares = cross_entropy(out, targets, counts)
+        return ((loss + z_loss * squares) / total, loss / total), auxiliary
+    hidden, head, auxiliary = before_head(model, weights, tokens, dropout_key=dropout_key)
+    scored = Scored(chunk, model.tied_head, model.logit_cap, z_loss)
+    # Divided before: gradients are made on the way, and would be read and written once more.
+    return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
+
+
+def scores(
+    program: Program, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, Auxiliary]:
+    """log p of every row's answer, and what the layers add to the loss."""
+    out, auxiliary = forward(program.model, weights, batch["tokens"], dropout_key=dropout_key)
+    return log_probabilities(out, *_asked(batch)), auxiliary
+
+
+def _asked(batch: Tree) -> tuple[jax.Array, jax.Array]:
+    return batch["targets"], batch["weights"]
 
 
 def preference_objective(
     program: Program, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
     """DPO's, of one microbatch, whose rows 2i and 2i + 1 are the better and the worse answer."""
-    run, pairs = _model(program, state, frozen), jnp.maximum(count_pairs(batch["weights"]), 1.0)
+    run = _model(program, state, frozen, scores)
+    pairs = jnp.maximum(count_pairs(batch["weights"]), 1.0)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
         before = reference_scores(program, frozen, microbatch)
-        out, added = run(parameters, microbatch, index)
-        after = log_probabilities(out, microbatch["targets"], microbatch["weights"])
+        after, added = run(parameters, microbatch, index)
         metrics = preference(after - before, is_pair(microbatch["weights"]), program.loss)
         metrics = {name: total / pairs for name, total in metrics.items()}
         return metrics["loss"] + added, metrics
@@ -53,8 +91,10 @@ def preference_objective(
     return objective
 
 
-def _model(program: Program, state: Tree, frozen: Tree | None) -> Callable[..., Any]:
-    """Logits of a microbatch with the parameters that are trained, and what layers add."""
+def _model(
+    program: Program, state: Tree, frozen: Tree | None, compute: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What is computed of a microbatch with what is trained, and what layers add to the loss."""
     key, adapter = step_key(program, state), program.adapter
     in_adapter = adapter is not None and bool(adapter.dropout)
     in_model = drops(program.model)
@@ -64,10 +104,8 @@ def _model(program: Program, state: Tree, frozen: Tree | None) -> Callable[..., 
         weights = combine(program, parameters, own_here(frozen), dropout)
         of_model = dropout if in_model else None
         with apart(microbatch.get("documents")):
-            out, auxiliary = forward(
-                program.model, weights, microbatch["tokens"], dropout_key=of_model
-            )
-        return out, sum(auxiliary.values()) / program.batch.microbatches
+            found, auxiliary = compute(program, weights, microbatch, of_model)
+        return found, sum(auxiliary.values()) / program.batch.microbatches
 
     return run
 
@@ -75,9 +113,8 @@ def _model(program: Program, state: Tree, frozen: Tree | None) -> Callable[..., 
 def reference_scores(program: Program, frozen: Tree | None, batch: Tree) -> jax.Array:
     """log p of every row's answer before training: of the frozen weights, without adapters."""
     with apart(batch.get("documents")):
-        out = logits(program.model, reference(program, frozen), batch["tokens"])
-    scores = log_probabilities(out, batch["targets"], batch["weights"])
-    return jax.lax.stop_gradient(scores)
+        found, _ = scores(program, reference(program, frozen), batch)
+    return jax.lax.stop_gradient(found)
 
 
 def is_pair(weights: jax.Array) -> jax.Array:

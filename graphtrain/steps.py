@@ -16,13 +16,12 @@ from graphtrain.architecture import (
     arrange,
     arrange_specs,
     initialise,
-    logits,
     parameter_specs,
 )
 from graphtrain.config.schema import Program
 from graphtrain.deferred import can_defer, reduce_last
 from graphtrain.extending import TOKENS, extend_graph
-from graphtrain.loss import cross_entropy, log_probabilities, preference
+from graphtrain.loss import preference
 from graphtrain.models.adapters import combine
 from graphtrain.models.documents import apart
 from graphtrain.models.order import order_batch
@@ -35,7 +34,9 @@ from graphtrain.objectives import (
     preference_objective,
     random_bits,
     reference_scores,
+    scores,
     step_key,
+    token_losses,
 )
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.pipelined import pipelined_gradients, pipelined_loss
@@ -189,14 +190,14 @@ def _evaluate(program: Program) -> Graph:
     def loss_of(parameters: Tree, frozen: Tree | None, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss, and over how many targets; of preferences, over how many pairs."""
         batch = order_batch(batch)
-        targets, weights = batch["targets"], batch["weights"]
+        weights = batch["weights"]
         if stages is not None:
             return pipelined_loss(program, stages, parameters, batch), weights.sum()
+        combined = combine(program, parameters, frozen)
         with apart(batch.get("documents")):
-            out = logits(program.model, combine(program, parameters, frozen), batch["tokens"])
-        if program.loss.kind == "cross_entropy":
-            return cross_entropy(out, targets, weights)[0], weights.sum()
-        after = log_probabilities(out, targets, weights)
+            if program.loss.kind == "cross_entropy":
+                return token_losses(program, combined, batch)[0][1], weights.sum()
+            after, _ = scores(program, combined, batch)
         gained = after - reference_scores(program, frozen, batch)
         return preference(gained, is_pair(weights), program.loss)["loss"], count_pairs(weights)
 

@@ -261,12 +261,15 @@ class Loss:
 
     kind: Literal["cross_entropy", "preference"] = "cross_entropy"  # preference: rows are pairs
     z_loss: NotNegativeFloat = 0.0  # weight of log(Z)^2; PaLM (arxiv.org/abs/2204.02311): 1e-4
+    chunk: Positive | None = None  # tokens of a sequence whose logits exist at once; None: all
     beta: PositiveFloat = 0.1  # preference: how dear it is to leave the reference
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # preference: part of wrong labels
 
     def __post_init__(self) -> None:
         if self.kind == "preference" and self.z_loss:
             raise ValueError('z_loss is only for kind = "cross_entropy"; leave it out')
+        if self.kind == "preference" and self.chunk is not None:
+            raise ValueError('chunk is only for kind = "cross_entropy"; leave it out')
 
 
 Base = Literal["float32", "bfloat16", "int8", "nf4"]
@@ -385,6 +388,9 @@ class Program:
                 'batch.reduce = "last" sees the tokens of one copy of the model at a time, and a '
                 'mixture balances its experts over all; use reduce = "each"'
             )
+        chunk, length = self.loss.chunk, self.batch.length
+        if chunk is not None and length % chunk:
+            raise ValueError(f"batch.length = {length} is not a multiple of loss.chunk = {chunk}")
         limit = self.model.max_length
         if limit is not None and self.batch.length > limit:
             raise ValueError(
@@ -418,6 +424,7 @@ def _check_imported(program: Program) -> None:
     """Refuse what models of PyTorch cannot be used with yet."""
     refused = {
         'loss.kind = "preference"': program.loss.kind == "preference",
+        "loss.chunk": program.loss.chunk is not None,
         "adapter": program.adapter is not None,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
@@ -442,6 +449,11 @@ def check_pipeline(program: Program, stages: int) -> Stages:
     if program.adapter is not None or program.loss.kind == "preference":
         what = "program.adapter" if program.adapter is not None else 'loss.kind = "preference"'
         raise ShardingError(f"{what} and a pipeline do not go together; set mesh.stage = 1")
+    if program.loss.chunk is not None:
+        raise ShardingError(
+            "loss.chunk and a pipeline do not go together, whose stages share out the head; leave "
+            "it out, or set mesh.stage = 1"
+        )
     check_microbatches(batch.microbatches, stages)
     if pipeline.schedule == "1f1b" and batch.length % stages:
         raise ShardingError(

@@ -27,6 +27,7 @@ class Sizes:
     kv_heads: float
     mlp: float
     vocab: float
+    scored: float  # positions whose logits exist at once
     layers: float
     item: int  # bytes of a number of the computation
 
@@ -38,16 +39,18 @@ class Sizes:
         def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
+        inside = split(batch.length, "seq")
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.sequences // batch.microbatches, "batch"),
             length=split(batch.length, "residual"),
-            inside=split(batch.length, "seq"),
+            inside=inside,
             attended=split(batch.length, "attended"),
             heads=split(split(model.heads, "heads"), "attention_heads"),
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             mlp=split(model.mlp, "mlp"),
             vocab=split(model.vocab, "vocab"),
+            scored=min(program.loss.chunk or inside, inside),
             layers=layers,
             item=2 if model.dtype == "bfloat16" else 4,
         )
@@ -71,7 +74,7 @@ def memory(
     flash = in_step(program, rules, mesh)
     kept = _kept(program, sizes, mesh, flash)
     gradients = _gradients(program, weights, mesh)
-    beside = _gathered(weights, mesh) + _waiting(sizes, weights, target)
+    beside = _gathered(weights, mesh) + _waiting(program, sizes, weights, mesh)
     temporaries = _layer_at_work(program, sizes, target, flash) + beside
     if flash and mesh.axes.get("stage", 1) == 1:
         fullest = (gradients, temporaries), _at_logits(program, weights, mesh, sizes, target)
@@ -215,7 +218,8 @@ def _at_logits(
     if program.batch.microbatches > 1:
         sums = sum(each.pieces("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    return gradients, (4 + 2) * sizes.sequences * sizes.inside * sizes.vocab
+    chunked = _summed_head(weights, mesh) if program.loss.chunk else 0.0
+    return gradients, (4 + 2) * sizes.sequences * sizes.scored * sizes.vocab + chunked
 
 
 def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) -> float:
@@ -231,16 +235,26 @@ def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) 
 
 def _logits_at_work(sizes: Sizes) -> float:
     """Logits and their gradient, in float32."""
-    return 2 * 4 * sizes.sequences * sizes.inside * sizes.vocab
+    return 2 * 4 * sizes.sequences * sizes.scored * sizes.vocab
 
 
-def _waiting(sizes: Sizes, weights: Sequence[Weight], target: Target) -> float:
+def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: MeshShape) -> float:
     """The gradient of the logits in bfloat16, where the head is gathered: GPU programs scatter the
-    head's gradient beside the layers' backward pass, and keep until then what it is made of."""
+    head's gradient beside the layers' backward pass, and keep until then what it is made of. In
+    chunks, that is the gradient itself."""
     gathered = any(one.path == "head" and "fsdp" in one.rest for one in weights)
-    if target.platform != "cuda" or not gathered:
+    if Target.parse(program.target).platform != "cuda" or not gathered:
         return 0.0
+    if program.loss.chunk:
+        return _summed_head(weights, mesh)
     return 2 * sizes.sequences * sizes.inside * sizes.vocab
+
+
+def _summed_head(weights: Sequence[Weight], mesh: MeshShape) -> float:
+    """The head's gradient as chunks add it up: in float32, and whole over embed."""
+    paths = [weight.path for weight in weights]
+    path = "head" if "head" in paths else "embedding/tokens"
+    return 4 * sum(one.used_of_a_layer(mesh) for one in weights if one.path == path)
 
 
 def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:

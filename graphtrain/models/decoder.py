@@ -137,13 +137,15 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        x = enter(hidden)
-        tied, model = self.model.tied_head, self.model
+        x, tied = enter(hidden), self.model.tied_head
+        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_used(), jnp.float32)
+        return constrain(cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
+
+    def head_used(self) -> jax.Array:
+        """(embed, vocab); tied to the embedding, (vocab, embed)."""
+        tied = self.model.tied_head
         head = self.embedding.tokens[...] if tied else self.head[...]
-        if model.normalised_head:
-            head = _unit_length(head, axis=1 if tied else 0)
-        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, head, jnp.float32)
-        return constrain(cap(scores, model.logit_cap), "batch", "seq", "vocab")
+        return _unit_length(head, axis=1 if tied else 0) if self.model.normalised_head else head
 
 
 def _unit_length(weights: jax.Array, axis: int) -> jax.Array:
@@ -207,6 +209,20 @@ def forward(
     decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     return decoder.unembed(x), auxiliary
+
+
+def before_head(
+    model: Model,
+    parameters: Parameters,
+    tokens: Int[Array, "batch seq"],
+    *,
+    dropout_key: jax.Array | None = None,
+) -> tuple[Float[Array, "batch seq embed"], jax.Array, Auxiliary]:
+    """What the head reads, on whole positions; its weights; and what the layers add to the loss."""
+    decoder = merge(model, parameters)
+    x, auxiliary = decoder.hidden(tokens, dropout_key)
+    with jax.named_scope("head"):
+        return enter(x), decoder.head_used(), auxiliary
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:

@@ -1,7 +1,7 @@
 """Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
     python tests/benchmarks/memory.py [NAME ...] [--json FILE] [--known FILE] [--buffers]
-        [--attention auto]
+        [--attention auto] [--chunk N]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
+from graphtrain.config.schema import Batch, Loss, Mesh, Model, Pipeline, Program
 
 SMALL = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4, "mlp": 2816, "vocab": 32000}
 SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000}
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
     parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
+    parser.add_argument("--chunk", type=int, help="program.loss.chunk")
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("names", nargs="*", help="rows; by default all")
     arguments = parser.parse_args()
@@ -143,7 +144,8 @@ def main() -> None:
         if arguments.names and name not in arguments.names:
             continue
         of = program(target, *settings)
-        of = replace(of, model=replace(of.model, attention=arguments.attention))
+        model = replace(of.model, attention=arguments.attention)
+        of = replace(of, model=model, loss=Loss(chunk=arguments.chunk))
         predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
         compiler = known.get((name, target)) or compiled_peak(of)
         error = predicted.peak / compiler - 1

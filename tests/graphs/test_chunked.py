@@ -1,0 +1,140 @@
+"""Cross-entropy in chunks: the numbers of all logits at once, which never exist."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import CUBE, GEMMA, batch, gradients_graph, loaded, placed_inputs, program, state_of
+from test_parallel import loss_and_gradients
+
+from graphtrain.chunked import Scored, chunked_cross_entropy
+from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
+from graphtrain.requests import mesh_shape
+from lowering import jax_xla
+from lowering.target import Target
+from sharding_rules.errors import ShardingError
+from sharding_rules.rules import Rules
+
+LENGTH, CHUNK, VOCAB = 16, 4, 64
+LAST = Batch(sequences=8, length=LENGTH, reduce="last")
+SPLIT = {
+    "data and fsdp": {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=4)},
+    "a ring": {"target": "cpu:8", "mesh": Mesh(data=4, context=2)},
+    "reduced last": {"target": "cpu:8", "mesh": Mesh(data=4, fsdp=2), "batch": LAST},
+}
+WHOLE, CHUNKS = Loss(z_loss=0.1), Loss(z_loss=0.1, chunk=CHUNK)
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for path in want:
+        np.testing.assert_allclose(got[path], want[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("mesh", [*SPLIT, "cube"])
+def test_loss_and_gradients_are_those_of_all_logits(mesh):
+    split = ({"cube": CUBE} | SPLIT)[mesh]
+    assert_close(
+        loss_and_gradients(program(loss=CHUNKS, **split)), loss_and_gradients(program(loss=WHOLE))
+    )
+
+
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_no_chunk_sends_anything(mesh):
+    step = loaded(program(loss=CHUNKS, **SPLIT[mesh]), "gradients")
+    assert step.record["collectives"]
+    turns = LENGTH // CHUNK
+    assert not [one for one in step.record["collectives"] if one.get("loops", ())[:1] == (turns,)]
+
+
+def test_all_logits_never_exist():
+    def most_rows(loss):
+        of = program(loss=loss)
+        target = Target.parse(of.target)
+        text = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+        shapes = re.findall(rf"tensor<([\dx]+)x{VOCAB}xf32>", text)
+        return max(math.prod(map(int, shape.split("x"))) for shape in shapes)
+
+    assert (most_rows(WHOLE), most_rows(CHUNKS)) == (8 * LENGTH, 8 * CHUNK)
+
+
+def test_evaluation_with_a_tied_head_and_capped_scores_has_the_same_loss():
+    losses = []
+    for loss in (WHOLE, CHUNKS):
+        of = program(model=GEMMA, loss=loss)
+        evaluate = loaded(of, "evaluate")
+        inputs = {name: array[0] for name, array in batch(of).items()}
+        weights = placed_inputs(evaluate, "parameters", state_of(of)["parameters"])
+        found = evaluate(weights, placed_inputs(evaluate, "batch", inputs))
+        losses.append(float(found["metrics"]["loss_sum"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_frozen_head_gets_no_gradient():
+    adapter = Adapter(rank=2, alpha=4.0)
+    flops = [
+        loaded(program(loss=loss, adapter=adapter), "gradients").record["flops"]
+        for loss in (WHOLE, CHUNKS)
+    ]
+    assert flops[1] == flops[0]
+
+
+def test_sums_and_gradients_are_those_of_float64():
+    scored = Scored(chunk=2, tied=True, cap=3.0, z_loss=0.1)
+    random = np.random.default_rng(0)
+    hidden, head = random.normal(size=(2, 6, 5)), random.normal(size=(5, 7))
+    targets, weights = random.integers(0, 7, (2, 6)), random.random((2, 6))
+    weights[0, :3] = 0
+
+    def want(hidden, head):
+        scores = 3.0 * jnp.tanh(hidden @ head / 3.0)
+        log_z = jax.nn.logsumexp(scores, -1)
+        losses = log_z - jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
+        return 2.0 * ((losses + 0.1 * log_z**2) * weights).sum()
+
+    def got(hidden, head):
+        given = jnp.int32(targets), jnp.float32(weights)
+        return 2.0 * chunked_cross_entropy(hidden, head.T, *given, scored)[0]
+
+    with jax.enable_x64(True):
+        expected = jax.jit(jax.value_and_grad(want, (0, 1)))(hidden, head)
+    found = jax.jit(jax.value_and_grad(got, (0, 1)))(jnp.float32(hidden), jnp.float32(head))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_a_chunk_divides_what_a_device_has_of_a_sequence():
+    of = program(loss=Loss(chunk=16), **SPLIT["a ring"])
+    with pytest.raises(ShardingError, match=r"chunk = 16 does not divide the 8 positions"):
+        loaded(of, "gradients")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss": Loss(chunk=5)}, "length = 16 is not a multiple of loss.chunk = 5"),
+        (
+            {
+                "target": "cpu:2",
+                "loss": CHUNKS,
+                "mesh": Mesh(stage=2),
+                "batch": Batch(sequences=8, length=LENGTH, microbatches=2),
+            },
+            "loss.chunk and a pipeline do not go together",
+        ),
+    ],
+    ids=["length", "pipeline"],
+)
+def test_what_chunks_do_not_go_with_is_refused(settings, words):
+    with pytest.raises(Exception, match=words):
+        program(**settings)
+
+
+def test_preferences_have_no_chunks():
+    with pytest.raises(ValueError, match="chunk is only for kind"):
+        dataclasses.replace(CHUNKS, z_loss=0.0, kind="preference")
