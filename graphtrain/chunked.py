@@ -70,7 +70,8 @@ def chunked_cross_entropy(
     Raises:
         ShardingError: a device's positions of a sequence are no multiple of a chunk.
     """
-    value, loss = _losses(scored, hidden, head, targets, weights)
+    both: Any = _losses(scored, hidden, head, targets, weights)
+    value, loss = both
     return value, jax.lax.stop_gradient(loss)
 
 
@@ -171,7 +172,7 @@ def _scored(
     log_z = jnp.log(total) + highest
     losses = log_z - target_scores(scores, targets)
     values = losses + scored.z_loss * log_z**2
-    sums = tuple((each * weights).sum(_HERE) for each in (values, losses))
+    sums = (values * weights).sum(_HERE), (losses * weights).sum(_HERE)
     if not differentiate:
         return sums, None
     of_log_z = weights * (1 + 2 * scored.z_loss * log_z) / total

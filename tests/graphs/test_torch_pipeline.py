@@ -28,14 +28,12 @@ from lowering.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
 
-GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
+ONE_ONE = Pipeline(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
 BATCH = Batch(sequences=16, length=8, microbatches=4)
 CASES = {
     "llama, gpipe, uneven": ("llama", Pipeline(schedule="gpipe", layers=(1, 3)), CUBE),
-    "llama, circular": ("llama", Pipeline(rounds=2), CUBE),
     "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=4, stage=2)),
-    "gpt2, gpipe": ("gpt2", GPIPE, Mesh(stage=4, data=2)),
     "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
     "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
