@@ -253,6 +253,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().numpy()
 
 
+@contextmanager
+def integers_of_32_bits() -> Iterator[None]:
+    """While inside, JAX does not warn that PyTorch's int64 is its int32."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Explicitly requested dtype")
+        yield
+
+
 def call(
     module: torch.nn.Module,
     environment: Environment,
@@ -276,8 +284,7 @@ def call(
     with ExitStack() as stack:
         stack.enter_context(environment.override_property(prng=prng))
         stack.enter_context(_put_right(environment))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Explicitly requested dtype")  # int64 is int32 in JAX
+        stack.enter_context(integers_of_32_bits())
         stack.enter_context(environment)
         stack.enter_context(torch.device("jax"))
         stack.enter_context(

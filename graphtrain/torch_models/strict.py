@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphtrain.models.dot import dot
-from graphtrain.torch_models.bridge import Environment, Tensor
+from graphtrain.torch_models.bridge import Environment, Tensor, integers_of_32_bits
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.joint import Joint
 from lowering.constrain import constrain
@@ -223,7 +223,12 @@ class StrictGraph:
     def _evaluate(self, nodes: Iterable[Node], values: Values, key: jax.Array) -> None:
         """Fill in the values of nodes, which are in order."""
         environment = self.environment
-        with environment.override_property(prng=key), environment, torch.device("jax"):
+        with (
+            environment.override_property(prng=key),
+            integers_of_32_bits(),
+            environment,
+            torch.device("jax"),
+        ):
             for node in nodes:
                 if node.op == "get_attr":
                     constant = getattr(self.joint.module, str(node.target))
