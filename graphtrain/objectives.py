@@ -9,14 +9,17 @@ import jax.numpy as jnp
 
 from graphtrain.architecture import before_head, drops, forward
 from graphtrain.chunked import Scored, chunked_cross_entropy
+from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, key_here, own_here
 from graphtrain.loss import cross_entropy, log_probabilities, preference
 from graphtrain.models.adapters import combine, reference
 from graphtrain.models.documents import apart
 from graphtrain.models.layers import Auxiliary
+from graphtrain.requests import mesh_shape
 from lowering.target import Target
 from lowering.trees import Tree
+from sharding_rules.rules import Rules
 
 
 def metric_names(program: Program) -> tuple[str, ...]:
@@ -51,7 +54,8 @@ def token_losses(
     Beside them what the layers add to the loss.
     """
     model, tokens, (targets, counts) = program.model, batch["tokens"], _asked(batch)
-    z_loss, chunk = program.loss.z_loss, program.loss.chunk
+    z_loss = program.loss.z_loss
+    chunk = chunk_of(program, Rules.load(program.rules), mesh_shape(program))
     if chunk is None:
         out, auxiliary = forward(model, weights, tokens, dropout_key=dropout_key)
         loss, squares = cross_entropy(out, targets, counts)

@@ -22,6 +22,8 @@ _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/architecture.py",
+    "graphtrain/chunked.py",
+    "graphtrain/chunks.py",
     "graphtrain/deferred.py",
     "graphtrain/estimates/arrays.py",
     "graphtrain/extending.py",

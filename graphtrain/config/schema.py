@@ -29,6 +29,10 @@ Remat = Literal["none", "attention", "dots", "full", "offload"]
 # kernel of the target that never has them. auto: flash where the target has a kernel for the model.
 HowAttended = Literal["auto", "flash", "scores"]
 
+# Positions of a sequence whose logits exist at once. auto: fewer than all on a GPU or TPU, where
+# that saves much of its memory and little of its time is lost. whole: all.
+Chunk = Positive | Literal["auto", "whole"]
+
 
 def _settle(settings: object, **defaults: Any) -> None:
     """Fill settings left out with a value that depends on others: a resolved file is whole."""
@@ -261,15 +265,20 @@ class Loss:
 
     kind: Literal["cross_entropy", "preference"] = "cross_entropy"  # preference: rows are pairs
     z_loss: NotNegativeFloat = 0.0  # weight of log(Z)^2; PaLM (arxiv.org/abs/2204.02311): 1e-4
-    chunk: Positive | None = None  # tokens of a sequence whose logits exist at once; None: all
+    chunk: Chunk = "auto"  # positions whose logits exist at once; see docs/performance.md
     beta: PositiveFloat = 0.1  # preference: how dear it is to leave the reference
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # preference: part of wrong labels
 
     def __post_init__(self) -> None:
         if self.kind == "preference" and self.z_loss:
             raise ValueError('z_loss is only for kind = "cross_entropy"; leave it out')
-        if self.kind == "preference" and self.chunk is not None:
+        if self.kind == "preference" and self.has_chunks:
             raise ValueError('chunk is only for kind = "cross_entropy"; leave it out')
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether chunks are asked for, and of which length."""
+        return isinstance(self.chunk, int)
 
 
 Base = Literal["float32", "bfloat16", "int8", "nf4"]
@@ -389,7 +398,7 @@ class Program:
                 'mixture balances its experts over all; use reduce = "each"'
             )
         chunk, length = self.loss.chunk, self.batch.length
-        if chunk is not None and length % chunk:
+        if isinstance(chunk, int) and length % chunk:
             raise ValueError(f"batch.length = {length} is not a multiple of loss.chunk = {chunk}")
         limit = self.model.max_length
         if limit is not None and self.batch.length > limit:
@@ -424,7 +433,7 @@ def _check_imported(program: Program) -> None:
     """Refuse what models of PyTorch cannot be used with yet."""
     refused = {
         'loss.kind = "preference"': program.loss.kind == "preference",
-        "loss.chunk": program.loss.chunk is not None,
+        "loss.chunk": program.loss.has_chunks,
         "adapter": program.adapter is not None,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
@@ -449,7 +458,7 @@ def check_pipeline(program: Program, stages: int) -> Stages:
     if program.adapter is not None or program.loss.kind == "preference":
         what = "program.adapter" if program.adapter is not None else 'loss.kind = "preference"'
         raise ShardingError(f"{what} and a pipeline do not go together; set mesh.stage = 1")
-    if program.loss.chunk is not None:
+    if program.loss.has_chunks:
         raise ShardingError(
             "loss.chunk and a pipeline do not go together, whose stages share out the head; leave "
             "it out, or set mesh.stage = 1"

@@ -24,7 +24,10 @@ def estimable(program: Program) -> Program:
             "this takes the sizes of the model, and it has no table of tokens that tells them; "
             "compile it with graphtrain compile, or see single arrays with --array"
         )
-    return program if native is program.model else replace(program, model=native)
+    if native is program.model:
+        return program
+    loss = replace(program.loss, chunk="whole")  # a module of PyTorch keeps its head to itself
+    return replace(program, model=native, loss=loss)
 
 
 def _native(program: Program) -> Model | None:

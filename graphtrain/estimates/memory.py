@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
 from graphtrain.estimates.weights import Weight, place_weights
 from graphtrain.models.counts import is_gated
 from graphtrain.models.kernels import in_step
 from graphtrain.planning.assessment import Memory
 from lowering.target import Target
+from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -28,6 +30,7 @@ class Sizes:
     mlp: float
     vocab: float
     scored: float  # positions whose logits exist at once
+    in_chunks: bool  # whether these are fewer than inside
     layers: float
     item: int  # bytes of a number of the computation
 
@@ -39,7 +42,7 @@ class Sizes:
         def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
-        inside = split(batch.length, "seq")
+        inside, chunk = split(batch.length, "seq"), chunk_of(program, rules, mesh)
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.sequences // batch.microbatches, "batch"),
@@ -50,7 +53,8 @@ class Sizes:
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             mlp=split(model.mlp, "mlp"),
             vocab=split(model.vocab, "vocab"),
-            scored=min(program.loss.chunk or inside, inside),
+            scored=min(chunk or inside, inside),
+            in_chunks=chunk is not None,
             layers=layers,
             item=2 if model.dtype == "bfloat16" else 4,
         )
@@ -97,6 +101,17 @@ def memory(
         source="estimate",
         frozen=frozen,
     )
+
+
+def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
+    """What any schedule of a policy of recomputation holds: the state, one gradient of each weight
+    that is trained, and what the forward pass leaves."""
+    weights, sizes = place_weights(program, rules, mesh), Sizes.of(program, rules, mesh)
+    held = sum(weight.parameter_bytes for weight in weights)
+    if not program.optimizer.offload:
+        held += sum(weight.moment_bytes for weight in weights)
+    kept = _kept(program, sizes, mesh, in_step(program, rules, mesh))
+    return round(held + _one_gradient(program, weights, mesh) + kept)
 
 
 def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> dict[str, int]:
@@ -149,16 +164,26 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
 
     XLA splits the sum as what it is for, the moments, where each microbatch is reduced by itself.
     """
-    stages, batch = mesh.axes.get("stage", 1), program.batch
-    weights = [weight for weight in weights if not weight.frozen]
-    if stages > 1:
-        return 4 * sum(weight.pieces("parameter", mesh) for weight in weights)
-    whole = batch.microbatches > 1 and batch.reduce == "last"
-    sums = sum(weight.pieces("gradient" if whole else "optimizer", mesh) for weight in weights)
-    if batch.microbatches == 1:
-        return 4 * sums
-    newest = sum(weight.pieces("gradient", mesh) for weight in weights if weight.in_layers)
-    return 4 * (sums + newest)
+    sums = _one_gradient(program, weights, mesh)
+    if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
+        return sums
+    newest = sum(
+        weight.pieces("gradient", mesh)
+        for weight in weights
+        if weight.in_layers and not weight.frozen
+    )
+    return sums + 4 * newest
+
+
+def _one_gradient(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
+    """Of each weight that is trained, in float32."""
+    batch = program.batch
+    role: Role = "optimizer"
+    if mesh.axes.get("stage", 1) > 1:
+        role = "parameter"
+    elif batch.microbatches > 1 and batch.reduce == "last":
+        role = "gradient"
+    return 4 * sum(weight.pieces(role, mesh) for weight in weights if not weight.frozen)
 
 
 def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
@@ -218,7 +243,7 @@ def _at_logits(
     if program.batch.microbatches > 1:
         sums = sum(each.pieces("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    chunked = _summed_head(weights, mesh) if program.loss.chunk else 0.0
+    chunked = _summed_head(weights, mesh) if sizes.in_chunks else 0.0
     return gradients, (4 + 2) * sizes.sequences * sizes.scored * sizes.vocab + chunked
 
 
@@ -245,7 +270,7 @@ def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: Me
     gathered = any(one.path == "head" and "fsdp" in one.rest for one in weights)
     if Target.parse(program.target).platform != "cuda" or not gathered:
         return 0.0
-    if program.loss.chunk:
+    if sizes.in_chunks:
         return _summed_head(weights, mesh)
     return 2 * sizes.sequences * sizes.inside * sizes.vocab
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphtrain.cache import Cache
+from graphtrain.chunks import chunk_of
 from graphtrain.compile import compile_tasks
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
@@ -160,7 +161,8 @@ def _assessment(
 ) -> Assessment:
     bubble = bubble_of(program, plan.mesh)
     filled = with_filler(program)
-    flash = in_step(filled, Rules.load(program.rules), plan.mesh)
+    rules = Rules.load(program.rules)
+    flash = in_step(filled, rules, plan.mesh)
     time = step_time(filled, plan.mesh, memory, collectives, bubble, flash=flash)
     return Assessment(
         target=program.target,
@@ -171,4 +173,5 @@ def _assessment(
         time=time,
         mfu=utilisation(program, time.total),
         mfu_causal=utilisation(program, time.total, causal=True),
+        chunk=chunk_of(filled, rules, plan.mesh),
     )

@@ -66,4 +66,5 @@ class Assessment:
     mfu: float  # model FLOP utilisation that the time implies; recomputation is not useful work
     mfu_causal: float  # the same, with causal attention counted in half
     compile_seconds: float | None = None
+    chunk: int | None = None  # positions of a sequence whose logits exist at once; None: all
     remark: str = ""  # why the compiler was not asked, or what it could not say

@@ -153,7 +153,8 @@ def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[s
 
 def _without_stages(program: Program) -> bool:
     """What no pipeline takes; see config.schema.check_pipeline."""
-    return program.batch.documents == "apart" or keeps_weights(program)
+    apart = program.batch.documents == "apart"
+    return apart or keeps_weights(program) or program.loss.has_chunks
 
 
 def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:

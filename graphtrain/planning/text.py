@@ -65,6 +65,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         f"{program.target}: mesh {plan.mesh}, rules {', '.join(program.rules)}",
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
+        *_chunk_line(assessment),
         collectives_table(assessment) if assessment.collectives else "no collectives",
         *_frozen_line(plan),
         *_flags(answer.causes),
@@ -98,6 +99,13 @@ def _frozen_line(plan: "Plan") -> list[str]:
         f"{trained:,} weights are trained; {frozen:,} are frozen, without gradients or "
         "optimizer state"
     ]
+
+
+def _chunk_line(assessment: "Assessment") -> list[str]:
+    """For how much of a sequence logits exist, where that is not all of it."""
+    if assessment.chunk is None:
+        return []
+    return [f"logits exist for {assessment.chunk:,} positions of a sequence at a time"]
 
 
 def _flags(causes: "Sequence[Cause]") -> list[str]:
@@ -276,6 +284,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
         "devices": plan.mesh.devices,
         "mesh": dict(plan.mesh.axes),
         "memory": parts | {"source": memory.source},
+        "chunk": assessment.chunk,
         "collectives": [
             asdict(one) | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
             for one in assessment.collectives

@@ -1,7 +1,7 @@
 """Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
     python tests/benchmarks/memory.py [NAME ...] [--json FILE] [--known FILE] [--buffers]
-        [--attention auto] [--chunk N]
+        [--attention scores] [--chunk whole]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.
@@ -84,6 +84,7 @@ ROWS = [
 ]
 
 _GOAL = 1.15  # of the minimum
+_SHOWN = 8  # largest buffers
 
 
 def program(target, mesh, rules, model, batch, pipeline=Pipeline()) -> Program:  # noqa: B008
@@ -98,40 +99,39 @@ def program(target, mesh, rules, model, batch, pipeline=Pipeline()) -> Program: 
     )
 
 
-def compiled_peak(of: Program) -> int:
+def compiled(of: Program) -> tuple[int, list[str]]:
+    """The peak, and lines of XLA's report of what it has planned for: sizes, and the arrays that
+    share them."""
     import lowering
-    from graphtrain import worker
-
-    lowered = worker.lower(of, "train")
-    return lowering.backend(lowered.target).compile(lowered).record["memory"]["peak"]
-
-
-def largest_buffers(of: Program, count: int = 8) -> list[str]:
-    """Lines of XLA's report of what it has planned for: size, and the arrays that share it."""
     from graphtrain import worker
 
     lowered = worker.lower(of, "train")
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-        lowered.handle.compile(compiler_options=lowered.options | dump)
+        lowered = replace(lowered, options=lowered.options | dump)
+        record = lowering.backend(lowered.target).compile(lowered).record
         reports = sorted(Path(directory).glob("*memory-usage-report.txt"))
         lines = reports[0].read_text().splitlines() if reports else []
-    return [line.strip() for line in lines if "; " in line][1 : count + 1]
+    shown = [line.strip() for line in lines if "; " in line]
+    return record["memory"]["peak"], shown[1 : _SHOWN + 1]
 
 
 def main() -> None:
-    from graphtrain.estimates.memory import memory
+    from graphtrain.estimates.memory import least, memory
     from graphtrain.requests import mesh_shape
     from sharding_rules.rules import Rules
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
-    parser.add_argument("--attention", choices=["auto", "scores"], default="scores")
-    parser.add_argument("--chunk", type=int, help="program.loss.chunk")
+    parser.add_argument("--attention", choices=["auto", "scores"], default="auto")
+    parser.add_argument(
+        "--chunk", default="auto", help="program.loss.chunk: auto, whole or a number"
+    )
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("names", nargs="*", help="rows; by default all")
     arguments = parser.parse_args()
+    chunk = int(arguments.chunk) if arguments.chunk.isdigit() else arguments.chunk
     known = {}
     if arguments.known and arguments.known.exists():
         known = {
@@ -145,17 +145,19 @@ def main() -> None:
             continue
         of = program(target, *settings)
         model = replace(of.model, attention=arguments.attention)
-        of = replace(of, model=model, loss=Loss(chunk=arguments.chunk))
-        predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
-        compiler = known.get((name, target)) or compiled_peak(of)
+        of = replace(of, model=model, loss=Loss(chunk=chunk))
+        rules, mesh = Rules.load(of.rules), mesh_shape(of)
+        predicted, minimum = memory(of, rules, mesh), least(of, rules, mesh)
+        compiler, buffers = known.get((name, target)), []
+        if compiler is None:
+            compiler, buffers = compiled(of)
         error = predicted.peak / compiler - 1
         errors.append(abs(error))
         sizes = f"{predicted.peak / 1e9:>9.2f}G{compiler / 1e9:>9.2f}G"
-        minimum = predicted.peak - predicted.temporaries
         over = f"{minimum / 1e9:>9.2f}G{compiler / minimum:>8.2f}"
         print(f"{name:<26}{target:<12}{sizes}{error:>8.1%}{over}", flush=True)
         if arguments.buffers and compiler > _GOAL * minimum:
-            print("\n".join(f"    {line}" for line in largest_buffers(of)))
+            print("\n".join(f"    {line}" for line in buffers))
         sizes_of = {"predicted": predicted.peak, "compiler": compiler, "minimum": minimum}
         rows.append({"key": [name, target], **sizes_of})
         if arguments.json:

@@ -1,0 +1,97 @@
+"""For how many positions logits exist at once; imports no JAX, so that estimates know too.
+
+`graphtrain.chunked` computes the loss so. What a chunk costs is to read and write the head's
+gradient, which each adds to; what chunks cost is that gradient itself, whole over embed, beside
+the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphtrain.config.schema import Program, is_imported
+from lowering.target import Target
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
+
+# Tokens of a device in a chunk. A chunk multiplies six times per token and weight of the head and
+# moves 8 bytes per weight, so that on a machine of 300 operations a byte the traffic of 4,096
+# tokens takes a tenth of the time of their products, and that of 1,024 four tenths.
+_TOKENS = 4096
+_FEWEST_TOKENS = 1024
+# Of a device's memory. Less than the first is not worth a loop; more than the second, which with a
+# wide vocabulary also _TOKENS take, is worth shorter chunks.
+_WORTH_SAVING = 1 / 256
+_TOO_MUCH = 1 / 16
+_ROWS = 8  # of a tile: positions of a chunk are a multiple
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Those of a microbatch on one device."""
+
+    sequences: int
+    positions: int  # of each sequence
+    vocab: int
+    embed: int
+    item: int  # bytes of a number of their gradient
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.positions
+
+    def bytes_of(self, tokens: int) -> int:
+        """With their gradient."""
+        return (4 + self.item) * tokens * self.vocab
+
+
+def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
+    """Positions of a sequence whose logits a program has at once; None: of all that a device has.
+
+    By itself only a GPU's or a TPU's program has chunks: a CPU's is slower with them and its memory
+    is rarely short, and those of other machines are untried. A vocabulary that is split needs
+    collectives for each chunk, and its logits are split already.
+    """
+    how = program.loss.chunk
+    if how == "whole":
+        return None
+    if how != "auto":
+        return how
+    target = Target.parse(program.target)
+    model, batch = program.model, program.batch
+    if (
+        not (target.is_gpu or target.platform == "tpu")
+        or is_imported(model)
+        or program.loss.kind != "cross_entropy"
+        or mesh.axes.get("stage", 1) > 1
+        or mesh.size(rules.activations.get("vocab", ())) > 1
+    ):
+        return None
+    logits = Logits(
+        sequences=batch.sequences
+        // batch.microbatches
+        // mesh.size(rules.activations.get("batch", ())),
+        positions=batch.length // mesh.size(rules.activations.get("seq", ())),
+        vocab=model.vocab,
+        embed=model.embed,
+        item=2 if model.dtype == "bfloat16" else 4,
+    )
+    return best_chunk(logits, target.memory_bytes)
+
+
+def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
+    """The shortest chunk that costs little time; None where chunks would save too little memory."""
+    tokens = _TOKENS
+    while tokens > _FEWEST_TOKENS and logits.bytes_of(tokens) > _TOO_MUCH * memory_bytes:
+        tokens //= 2
+    chunk = next(
+        (
+            positions
+            for positions in range(_ROWS, logits.positions, _ROWS)
+            if logits.positions % positions == 0 and logits.sequences * positions >= tokens
+        ),
+        logits.positions,
+    )
+    of_head = 4 * logits.embed * logits.vocab
+    whole, in_chunks = logits.bytes_of(logits.tokens), logits.bytes_of(logits.sequences * chunk)
+    return chunk if whole - in_chunks - of_head >= _WORTH_SAVING * memory_bytes else None

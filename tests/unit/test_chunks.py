@@ -1,0 +1,82 @@
+"""How many positions' logits a program has at once, left to itself or told."""
+
+import dataclasses
+
+import pytest
+
+from graphtrain.chunks import Logits, best_chunk, chunk_of
+from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
+from graphtrain.estimates.memory import memory
+from graphtrain.planning.assess import estimate
+from graphtrain.planning.text import assessment_as_json
+from graphtrain.requests import mesh_shape
+from sharding_rules.plan import make_plan
+from sharding_rules.rules import Rules
+
+GB = 10**9
+MODEL = Model(layers=8, embed=1024, heads=16, mlp=2816, vocab=32_000)
+DATA = Program(target="h100:8", model=MODEL, batch=Batch(sequences=64, length=2048))
+
+
+def chunk(**changes):
+    of = dataclasses.replace(DATA, **changes)
+    return chunk_of(of, Rules.load(of.rules), mesh_shape(of))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "positions", "vocab", "embed", "memory_bytes", "chunk"),
+    [
+        (8, 2048, 32_000, 1024, 80 * GB, 512),  # 4,096 tokens
+        (1, 8192, 32_000, 1024, 80 * GB, 4096),
+        (5, 2048, 32_000, 1024, 80 * GB, 1024),  # 512 would be fewer tokens
+        (8, 2040, 32_000, 1024, 80 * GB, 680),  # divides, in tiles
+        (8, 2048, 128_256, 1024, 16 * GB, 128),  # logits that would fill the device: shorter
+        (2, 2048, 32_000, 1024, 80 * GB, None),  # no more than a chunk
+        (1, 8192, 32_000, 8192, 80 * GB, None),  # the head's gradient is as large as the logits
+        (8, 2048, 256, 1024, 80 * GB, None),  # logits are small
+        (8, 2047, 32_000, 1024, 80 * GB, None),  # nothing divides it
+    ],
+)
+def test_a_chunk_is_as_short_as_costs_little_time(
+    sequences, positions, vocab, embed, memory_bytes, chunk
+):
+    logits = Logits(sequences, positions, vocab, embed, item=2)
+    assert best_chunk(logits, memory_bytes) == chunk
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 512),
+        ({"target": "v5e:2x4"}, 512),
+        ({"mesh": Mesh(fsdp=4, context=2)}, 256),  # of the 1,024 that a device has
+        ({"batch": Batch(sequences=128, length=2048, microbatches=2)}, 512),
+        ({"batch": Batch(sequences=64, length=2048, microbatches=8)}, None),
+        ({"mesh": Mesh(data=2, tensor=4)}, None),
+        ({"mesh": Mesh(stage=8), "batch": Batch(sequences=64, length=2048, microbatches=8)}, None),
+        ({"loss": Loss(kind="preference")}, None),
+        ({"target": "cpu:8"}, None),
+        ({"target": "trn1:8"}, None),
+        ({"loss": Loss(chunk="whole")}, None),
+        ({"loss": Loss(chunk=128), "target": "cpu:8"}, 128),
+    ],
+    ids=str,
+)
+def test_only_where_it_is_known_to_pay_or_asked_for(changes, expected):
+    assert chunk(**changes) == expected
+
+
+def test_the_estimate_has_the_chunks_of_the_program():
+    def temporaries(how):
+        of = dataclasses.replace(DATA, loss=Loss(chunk=how))
+        return memory(of, Rules.load(of.rules), mesh_shape(of)).temporaries
+
+    assert temporaries("auto") == temporaries(512) < temporaries("whole")
+
+
+def test_the_plan_tells_the_chunk():
+    def told(of):
+        return assessment_as_json(estimate(of, make_plan({}, Rules.load(of.rules), mesh_shape(of))))
+
+    assert told(DATA)["chunk"] == 512
+    assert told(dataclasses.replace(DATA, target="cpu:8"))["chunk"] is None
