@@ -16,6 +16,7 @@ from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
 from lowering.constrain import constrain, draw, reshard
 from lowering.pending import complete
+from lowering.rows import as_stored
 
 Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
 
@@ -144,7 +145,7 @@ def apply_stack(
 
     def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, Auxiliary]:
         parameters, key, real, full = layer
-        y, auxiliary = nnx.merge(block, complete(parameters))(x, key, full)
+        y, auxiliary = nnx.merge(block, _as_stored(complete(parameters)))(x, key, full)
         if real is None:
             return y, auxiliary
         return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
@@ -153,6 +154,18 @@ def apply_stack(
     each = (parameters, keys, real, full)
     x, auxiliary = jax.lax.scan(body, x, each, unroll=model.unroll)
     return x, jax.tree.map(jnp.sum, auxiliary)
+
+
+def _as_stored(parameters: Any) -> Any:
+    """A layer's parameters, told to lie as they are stored; those in few bits as they are."""
+
+    def store(parameter: nnx.Variable) -> nnx.Variable:
+        array = parameter.get_value()
+        if not isinstance(array, jax.Array):
+            return parameter
+        return parameter.replace(as_stored(array, parameter.get_metadata("axes")))
+
+    return jax.tree.map(store, parameters, is_leaf=lambda one: isinstance(one, nnx.Variable))
 
 
 def _checkpoint(one_layer: Any, model: Model) -> Any:

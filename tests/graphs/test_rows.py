@@ -1,0 +1,43 @@
+"""Weights enter the loop over layers as they lie: no stack of them is turned round for a gather."""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+from programs import CUBE, batch, loaded, placed_inputs, program, state_of
+
+from graphtrain import worker
+from graphtrain.config.schema import Batch, Mesh, Model
+from lowering import rows
+from lowering.target import Target
+
+MODEL = Model(layers=4, embed=256, heads=4, mlp=512, vocab=512)
+
+
+def test_a_step_computes_the_same(monkeypatch):
+    of = program(**CUBE)
+    want = gradients(of)
+    monkeypatch.setattr(rows, "traced_target", lambda: Target.parse("h100:8"))
+    got = gradients(of)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def gradients(of):
+    step = loaded(of, "gradients")
+    given = {"state": state_of(of), "batch": batch(of)}
+    return jax.device_get(step(*(placed_inputs(step, name, given[name]) for name in given)))
+
+
+@pytest.mark.slow  # seven processor seconds
+def test_no_gpu_program_holds_a_second_copy_of_its_parameters():
+    if not importlib.util.find_spec("jax_plugins"):
+        pytest.skip("needs the extra gpu")
+    sizes = Batch(sequences=8, length=128)
+    of = program(target="h100:8", mesh=Mesh(fsdp=8), model=MODEL, batch=sizes)
+    lowered = worker.lower(of, "train")
+    text = lowered.handle.compile(compiler_options=lowered.options).as_text()
+    turned = re.findall(r"transpose\S* = (f32\[[\d,]+\])\S* \w+\(%param", text)
+    assert not [shape for shape in turned if re.search(rf"\b{MODEL.layers}\b", shape)]
