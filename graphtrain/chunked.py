@@ -21,14 +21,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from graphtrain.loss import hits, target_scores
 from graphtrain.models.dot import dot
 from graphtrain.models.scores import cap
-from lowering.constrain import constrain, placement, size_of
+from lowering.constrain import constrain, placement, size_of, split_of
 from lowering.on_cpu import computed_once
 from lowering.pending import vary
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
+from sharding_rules.plan import layout
 
 _TOKENS = ("batch", None, "seq", None)  # pieces of a batch, sequences, pieces of them, positions
 _HERE = (1, 3)  # dimensions of those that lie on one device
@@ -138,7 +141,7 @@ def _over_chunks(
     of_hidden, of_head = gradients
     return (value, loss), (
         constrain(of_hidden.reshape(hidden.shape), "batch", "seq", "embed"),
-        of_head.sum((0, 1)).astype(head.dtype),
+        _joined(of_head, scored.head_axes).astype(head.dtype),
     )
 
 
@@ -148,6 +151,23 @@ def _in_pieces(x: jax.Array) -> jax.Array:
     rest = x.shape[2:]
     divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *rest)
     return constrain(divided, *_TOKENS, *("embed" for _ in rest))
+
+
+def _joined(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
+    """The sum over pieces: first over the mesh axes that hold a part of the head each, so that XLA
+    reduces and scatters there, and adds up only parts over the others."""
+    found, names = placement(), (*split_of("batch"), *split_of("seq"))
+    if found is None or not names:
+        return of_head.sum((0, 1))
+    shape = of_head.shape[2:]
+    sizes = [found.shape.axes[name] for name in names]
+    rest = layout("head", ArraySpec(shape, axes, role="gradient"), found.rules, found.shape).split
+    holding = [name for name in names if any(name in held for held in rest)]
+    others = [name for name in names if name not in holding]
+    parts = of_head.reshape(*sizes, *shape).sum(tuple(map(names.index, holding)))
+    split = PartitionSpec(*others, *(held or None for held in rest))
+    placed = NamedSharding(found.current_mesh, split)
+    return jax.lax.with_sharding_constraint(parts, placed).sum(tuple(range(len(others))))
 
 
 def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:

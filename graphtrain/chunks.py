@@ -10,15 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
+from graphtrain.models.counts import step_flops_per_token
 from lowering.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-# Tokens of a device in a chunk. A chunk multiplies six times per token and weight of the head and
-# moves 8 bytes per weight, so that on a machine of 300 operations a byte the traffic of 4,096
-# tokens takes a tenth of the time of their products, and that of 1,024 four tenths.
+# A chunk reads and writes a float32 for each weight of the head. That may take a fiftieth of a
+# step, on a machine of 300 operations for each byte of its memory's traffic; with 4,096 tokens of a
+# device it takes a tenth of the time of the head's products, whatever its share of the step.
+_BYTES_OF_WEIGHT = 8
+_OPERATIONS_OF_BYTE = 300
+_LOST = 1 / 50
 _TOKENS = 4096
-_FEWEST_TOKENS = 1024
+_FEWEST_TOKENS = 1024  # fewer rows would leave products short
 # Of a device's memory. Less than the first is not worth a loop; more than the second, which with a
 # wide vocabulary also _TOKENS take, is worth shorter chunks.
 _WORTH_SAVING = 1 / 256
@@ -35,6 +39,7 @@ class Logits:
     vocab: int
     embed: int
     item: int  # bytes of a number of their gradient
+    step_flops: float  # of a token, all layers included
 
     @property
     def tokens(self) -> int:
@@ -75,15 +80,14 @@ def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
         vocab=model.vocab,
         embed=model.embed,
         item=2 if model.dtype == "bfloat16" else 4,
+        step_flops=step_flops_per_token(program),
     )
     return best_chunk(logits, target.memory_bytes)
 
 
 def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     """The shortest chunk that costs little time; None where chunks would save too little memory."""
-    tokens = _TOKENS
-    while tokens > _FEWEST_TOKENS and logits.bytes_of(tokens) > _TOO_MUCH * memory_bytes:
-        tokens //= 2
+    tokens = _fewest_tokens(logits, memory_bytes)
     chunk = next(
         (
             positions
@@ -95,3 +99,13 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     of_head = 4 * logits.embed * logits.vocab
     whole, in_chunks = logits.bytes_of(logits.tokens), logits.bytes_of(logits.sequences * chunk)
     return chunk if whole - in_chunks - of_head >= _WORTH_SAVING * memory_bytes else None
+
+
+def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:
+    """Of a device, that a chunk is to have."""
+    moved = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
+    enough = _OPERATIONS_OF_BYTE * moved / (_LOST * logits.step_flops)
+    tokens = _FEWEST_TOKENS
+    while tokens < min(enough, _TOKENS) and logits.bytes_of(2 * tokens) <= _TOO_MUCH * memory_bytes:
+        tokens *= 2
+    return tokens

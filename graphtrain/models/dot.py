@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from lowering.constrain import split_of
+from lowering.tracing import traced_target
+
+_SUMMED = ("embed", "heads", "kv_heads", "mlp", "shared", "experts", "vocab", "rank")  # by products
+
 
 def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Einsum of two arrays, in bfloat16 if either is, with sums in float32.
@@ -41,8 +46,18 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
     # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
     exact = jax.lax.Precision.HIGHEST if computed_in == jnp.float32 else None
     a, b = a.astype(computed_in), b.astype(computed_in)
-    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)
-    return sums.astype(dtype)
+    given = dtype if dtype == computed_in and _rounds_sums() else jnp.float32
+    return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=given).astype(dtype)
+
+
+def _rounds_sums() -> bool:
+    """Whether the target's products sum in float32 and give what they are asked for.
+
+    Those of a GPU do, and XLA would write float32 to memory to round it later. Not so where devices
+    have parts of a sum, which are added up before they are rounded.
+    """
+    target = traced_target()
+    return target is not None and target.is_gpu and not any(map(split_of, _SUMMED))
 
 
 def _computed_in(a: jax.Array, b: jax.Array) -> DTypeLike:

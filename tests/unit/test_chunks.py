@@ -24,23 +24,24 @@ def chunk(**changes):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "positions", "vocab", "embed", "memory_bytes", "chunk"),
+    ("sequences", "positions", "vocab", "embed", "parameters", "memory_bytes", "chunk"),
     [
-        (8, 2048, 32_000, 1024, 80 * GB, 512),  # 4,096 tokens
-        (1, 8192, 32_000, 1024, 80 * GB, 4096),
-        (5, 2048, 32_000, 1024, 80 * GB, 1024),  # 512 would be fewer tokens
-        (8, 2040, 32_000, 1024, 80 * GB, 680),  # divides, in tiles
-        (8, 2048, 128_256, 1024, 16 * GB, 128),  # logits that would fill the device: shorter
-        (2, 2048, 32_000, 1024, 80 * GB, None),  # no more than a chunk
-        (1, 8192, 32_000, 8192, 80 * GB, None),  # the head's gradient is as large as the logits
-        (8, 2048, 256, 1024, 80 * GB, None),  # logits are small
-        (8, 2047, 32_000, 1024, 80 * GB, None),  # nothing divides it
+        (8, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 512),  # 4,096 tokens
+        (1, 8192, 32_000, 1024, 0.2 * GB, 80 * GB, 4096),
+        (5, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 1024),  # 512 would be fewer tokens
+        (8, 2040, 32_000, 1024, 0.2 * GB, 80 * GB, 680),  # divides, in tiles
+        (2, 4096, 32_000, 4096, 6.7 * GB, 80 * GB, 512),  # the head is little of the step
+        (8, 2048, 128_256, 1024, 0.2 * GB, 16 * GB, 128),  # logits that would fill the device
+        (2, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, None),  # no more than a chunk
+        (1, 8192, 32_000, 8192, 0.2 * GB, 80 * GB, None),  # the head's gradient is as large
+        (8, 2048, 256, 1024, 0.2 * GB, 80 * GB, None),  # logits are small
+        (8, 2047, 32_000, 1024, 0.2 * GB, 80 * GB, None),  # nothing divides it
     ],
 )
 def test_a_chunk_is_as_short_as_costs_little_time(
-    sequences, positions, vocab, embed, memory_bytes, chunk
+    sequences, positions, vocab, embed, parameters, memory_bytes, chunk
 ):
-    logits = Logits(sequences, positions, vocab, embed, item=2)
+    logits = Logits(sequences, positions, vocab, embed, item=2, step_flops=6 * parameters)
     assert best_chunk(logits, memory_bytes) == chunk
 
 

@@ -1,12 +1,19 @@
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from graphtrain.models.dot import dot
+from lowering.constrain import placed
+from lowering.target import Target
+from lowering.tracing import tracing_for
+from sharding_rules.rules import Rules
 
+RULES = Rules.load(("data", "fsdp", "tensor"))
 EQUATIONS = {
     "bse,em->bsm": ((4, 64, 16), (16, 24)),
     "bse,ehd->bshd": ((2, 8, 16), (16, 4, 6)),
@@ -64,3 +71,20 @@ def test_sums_can_stay_unrounded():
     got = dot("bse,em->bsm", x, weight, jnp.float32)
     want = np.einsum("bse,em->bsm", *(np.asarray(z, np.float64) for z in (x, weight)))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "dtype"),
+    [
+        ("h100:1", {"fsdp": 1}, "bfloat16"),
+        ("h100:1", {"tensor": 2}, "float32"),  # parts of sums
+        ("cpu:1", {"fsdp": 1}, "float32"),
+        ("v5e:1x1", {"fsdp": 1}, "float32"),
+    ],
+)
+def test_a_gpu_rounds_the_sums_it_has_whole(target, mesh, dtype):
+    devices = np.array(jax.devices()[: math.prod(mesh.values())]).reshape(*mesh.values())
+    arrays = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 24), jnp.bfloat16)
+    with tracing_for(Target.parse(target)), placed(Mesh(devices, tuple(mesh)), RULES):
+        traced = jax.make_jaxpr(partial(dot, "bse,em->bsm"))(*arrays)
+    assert f"preferred_element_type={dtype}" in str(traced)
