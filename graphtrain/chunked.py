@@ -161,7 +161,7 @@ def _joined(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
         return of_head.sum((0, 1))
     shape = of_head.shape[2:]
     sizes = [found.shape.axes[name] for name in names]
-    rest = layout("head", ArraySpec(shape, axes, role="gradient"), found.rules, found.shape).split
+    rest = layout("head", ArraySpec(shape, axes, role="optimizer"), found.rules, found.shape).split
     holding = [name for name in names if any(name in held for held in rest)]
     others = [name for name in names if name not in holding]
     parts = of_head.reshape(*sizes, *shape).sum(tuple(map(names.index, holding)))

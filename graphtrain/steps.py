@@ -164,8 +164,8 @@ def accumulate_gradients(
     objective = make(program, state, frozen, batch)
     if program.batch.reduce == "last" and can_defer():
         return reduce_last(objective, parameters, specs, batch, microbatches)
-    # A single gradient goes straight to where it is used; sums rest where the rules want them.
-    role: Role = "optimizer" if microbatches == 1 else "gradient"
+    # Every gradient is reduced, so it goes straight to where it is used, and sums rest there.
+    role: Role = "optimizer"
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)

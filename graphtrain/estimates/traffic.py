@@ -65,8 +65,7 @@ def _of_weights(
             continue
         yield _scattered(weight, gathered, times, here * 4, rows, mesh)
         held = here / mesh.size(gathered)
-        single = batch.microbatches == 1 or deferred
-        pieces = weight.optimizer if single else weight.gradient
+        pieces = weight.optimizer
         for axis in (name for name in spread if name not in gathered):
             once = layers if axis == "data" and deferred else times
             if axis in pieces and not deferred:
