@@ -70,7 +70,11 @@ def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
         looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
         return jnp.where(inside, looked_up, 0.0)
     # A comparison with iota instead of a gather: each device keeps to its part of the vocabulary.
-    return jnp.where(hits(logits, targets), logits, 0.0).sum(-1)
+    # Behind a barrier, or JAX would take iota and zeros out of a loop over microbatches, each of
+    # the logits' shape.
+    numbers = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    numbers, zero, targets = jax.lax.optimization_barrier((numbers, jnp.zeros(()), targets))
+    return jnp.where(numbers == targets[..., None], logits, zero).sum(-1)
 
 
 def hits(logits: jax.Array, targets: jax.Array) -> jax.Array:

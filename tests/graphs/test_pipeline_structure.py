@@ -98,3 +98,12 @@ def test_one_forward_one_backward_takes_less_memory_for_many_microbatches():
     grows = {name: peak[name, 64] - peak[name, 8] for name in ("gpipe", "1f1b")}
     assert peak["1f1b", 64] < 0.75 * peak["gpipe", 64]
     assert grows["1f1b"] < grows["gpipe"] / 4  # inputs of embedding alone, split over stages
+
+
+def test_no_array_of_the_logits_shape_enters_a_loop():
+    sizes = Batch(sequences=8, length=512, microbatches=2)
+    of = program(target="v5e:2x2", mesh=Mesh(data=2, stage=2), model=MODEL, batch=sizes)
+    target = Target.parse(of.target)
+    text = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+    loops = re.findall(r"stablehlo\.while\(.*", text)
+    assert loops and not [loop for loop in loops if f"2x512x{MODEL.vocab}x" in loop]
