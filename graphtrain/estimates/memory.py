@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
+from graphtrain.estimates.sizes import Sizes
 from graphtrain.estimates.weights import Weight, place_weights
 from graphtrain.models.counts import is_gated
 from graphtrain.models.kernels import in_step
@@ -16,48 +16,7 @@ from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of what one device computes in one microbatch."""
-
-    sequences: float
-    length: float  # positions between attention and MLP
-    inside: float  # positions inside a block
-    attended: float  # positions of keys and values at once
-    heads: float
-    kv_heads: float
-    mlp: float
-    vocab: float
-    scored: float  # positions whose logits exist at once
-    in_chunks: bool  # whether these are fewer than inside
-    layers: float
-    item: int  # bytes of a number of the computation
-
-    @classmethod
-    def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> Sizes:
-        model, batch = program.model, program.batch
-        assert model.kv_heads
-
-        def split(size: float, axis: str) -> float:
-            return size / mesh.size(rules.activations.get(axis, ()))
-
-        inside, chunk = split(batch.length, "seq"), chunk_of(program, rules, mesh)
-        layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
-        return cls(
-            sequences=split(batch.sequences // batch.microbatches, "batch"),
-            length=split(batch.length, "residual"),
-            inside=inside,
-            attended=split(batch.length, "attended"),
-            heads=split(split(model.heads, "heads"), "attention_heads"),
-            kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
-            mlp=split(model.mlp, "mlp"),
-            vocab=split(model.vocab, "vocab"),
-            scored=min(chunk or inside, inside),
-            in_chunks=chunk is not None,
-            layers=layers,
-            item=2 if model.dtype == "bfloat16" else 4,
-        )
+_PARTS_OF_SUMS = 4  # that exist at once; fitted to compiled programs for h100:64 and b200:64
 
 
 def memory(
@@ -80,11 +39,12 @@ def memory(
     gradients = _gradients(program, weights, mesh)
     beside = _gathered(weights, mesh) + _waiting(program, sizes, weights, mesh)
     temporaries = _layer_at_work(program, sizes, target, flash) + beside
+    temporaries += _unreduced(program, rules, mesh, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
         fullest = (gradients, temporaries), _at_logits(program, weights, mesh, sizes, target)
         gradients, temporaries = max(fullest, key=sum)
     else:
-        temporaries = max(temporaries, _logits_at_work(sizes) + beside)
+        temporaries = max(temporaries, _logits_of_stages(program, sizes, mesh) + beside)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
@@ -107,6 +67,8 @@ def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
     """What any schedule of a policy of recomputation holds: the state, one gradient of each weight
     that is trained, and what the forward pass leaves."""
     weights, sizes = place_weights(program, rules, mesh), Sizes.of(program, rules, mesh)
+    assert program.model.head_dim
+    sizes = replace(sizes, head_dim=program.model.head_dim)  # nothing to fill rows up
     held = sum(weight.parameter_bytes for weight in weights)
     if not program.optimizer.offload:
         held += sum(weight.moment_bytes for weight in weights)
@@ -167,10 +129,9 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
     sums = _one_gradient(program, weights, mesh)
     if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
         return sums
+    role: Role = "gradient" if program.batch.reduce == "last" else "optimizer"
     newest = sum(
-        weight.pieces("gradient", mesh)
-        for weight in weights
-        if weight.in_layers and not weight.frozen
+        weight.pieces(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
     )
     return sums + 4 * newest
 
@@ -193,10 +154,10 @@ def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
     tokens, inside = sizes.sequences * sizes.length, sizes.sequences * sizes.inside
     stream = tokens * model.embed * sizes.item
     hidden = inside * sizes.mlp * sizes.item * (2 if is_gated(model) else 1)
-    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * model.head_dim * sizes.item
+    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * sizes.item
     products = heads + hidden + 2 * stream
     if flash:
-        mixed = inside * sizes.heads * (model.head_dim * sizes.item + 4)
+        mixed = inside * sizes.heads * (sizes.head_dim * sizes.item + 4)
         return _kept_beside_kernel(program, stream, hidden, heads, mixed)
     scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
     if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
@@ -237,14 +198,19 @@ def _at_logits(
     program: Program, weights: Sequence[Weight], mesh: MeshShape, sizes: Sizes, target: Target
 ) -> tuple[float, float]:
     """Gradients and temporaries when the backward pass begins: sums of earlier microbatches, and on
-    a card gradients of weights outside of the layers; logits with their gradient in bfloat16."""
-    outside = [each for each in weights if not each.in_layers and target.platform == "cuda"]
-    gradients = _gradients(program, outside, mesh)
+    a card gradients of weights outside of the layers; logits with their gradient in bfloat16, and
+    on a TPU gradients of those weights before they are in pieces."""
+    outside = [each for each in weights if not each.in_layers]
+    gradients = _gradients(program, outside, mesh) if target.platform == "cuda" else 0.0
     if program.batch.microbatches > 1:
         sums = sum(each.pieces("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    chunked = _summed_head(weights, mesh) if sizes.in_chunks else 0.0
-    return gradients, (4 + 2) * sizes.sequences * sizes.scored * sizes.vocab + chunked
+    logits = (4 + 2) * sizes.sequences * sizes.scored * sizes.vocab
+    if sizes.in_chunks:
+        return gradients, logits + _summed_head(weights, mesh)
+    if target.platform == "tpu":
+        logits += 4 * sum(each.used_of_a_layer(mesh) for each in outside if not each.frozen)
+    return gradients, logits
 
 
 def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) -> float:
@@ -258,28 +224,52 @@ def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) 
     return wide if flash else max(each * scores, wide)
 
 
+def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) -> float:
+    """Parts of sums in float32 on their way between devices that split heads or the MLP. A GPU's
+    program turns each round before it is reduced into positions."""
+    summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
+    scattered = summed & set(rules.activations.get("residual", ()))
+    if Target.parse(program.target).platform != "cuda" or mesh.size(tuple(scattered)) == 1:
+        return 0.0
+    return _PARTS_OF_SUMS * 4 * sizes.sequences * sizes.inside * program.model.embed
+
+
+def _logits_of_stages(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
+    """With their gradient rounded for the products; 1F1B splits them over positions."""
+    if (stages := mesh.axes.get("stage", 1)) == 1:
+        return _logits_at_work(sizes)
+    whole = (4 + sizes.item) * sizes.sequences * sizes.scored * sizes.vocab
+    return whole / stages if program.pipeline.schedule == "1f1b" else whole
+
+
 def _logits_at_work(sizes: Sizes) -> float:
     """Logits and their gradient, in float32."""
     return 2 * 4 * sizes.sequences * sizes.scored * sizes.vocab
 
 
 def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """The gradient of the logits in bfloat16, where the head is gathered: GPU programs scatter the
-    head's gradient beside the layers' backward pass, and keep until then what it is made of. In
-    chunks, that is the gradient itself."""
-    gathered = any(one.path == "head" and "fsdp" in one.rest for one in weights)
+    """What the head's gradient, if it rests in pieces, is made of until it is scattered beside the
+    layers' backward pass: chunks have it whole. Else, in GPU programs that gather the head, it is
+    the gradient of the logits in bfloat16."""
+    head = _head(weights)
+    if sizes.in_chunks:
+        return _summed_head(weights, mesh) if set(head.optimizer) - set(head.used) else 0.0
+    gathered = head.path == "head" and "fsdp" in head.rest
     if Target.parse(program.target).platform != "cuda" or not gathered:
         return 0.0
-    if sizes.in_chunks:
-        return _summed_head(weights, mesh)
     return 2 * sizes.sequences * sizes.inside * sizes.vocab
 
 
 def _summed_head(weights: Sequence[Weight], mesh: MeshShape) -> float:
     """The head's gradient as chunks add it up: in float32, and whole over embed."""
-    paths = [weight.path for weight in weights]
-    path = "head" if "head" in paths else "embedding/tokens"
-    return 4 * sum(one.used_of_a_layer(mesh) for one in weights if one.path == path)
+    head = _head(weights)
+    return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
+
+
+def _head(weights: Sequence[Weight]) -> Weight:
+    """The head's weights, which may be the embedding's."""
+    by_path = {weight.path: weight for weight in weights}
+    return by_path.get("head") or by_path["embedding/tokens"]
 
 
 def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:

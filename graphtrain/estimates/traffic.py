@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.memory import Sizes
+from graphtrain.estimates.sizes import Sizes
 from graphtrain.estimates.weights import Weight, place_weights
 from lowering.collectives import Collective
 from lowering.target import Target
