@@ -8,7 +8,7 @@ answers from an earlier FILE instead, to try a prediction without compiling agai
 
 The minimum is what no schedule can avoid: parameters, gradients, optimizer state, and what the
 policy of recomputation keeps for the backward pass. --buffers lists, where the peak is more than
-1.15 times that, the largest buffers of the compiler's own report, which only GPUs' compilers write.
+1.15 times that, the largest buffers of the compiler's own report.
 """
 
 import argparse
