@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from graphtrain.chunks import check_chunk
 from graphtrain.loss import hits, target_scores
 from graphtrain.models.dot import dot
 from graphtrain.models.scores import cap
@@ -30,7 +31,6 @@ from lowering.constrain import constrain, placement, size_of, split_of
 from lowering.on_cpu import computed_once
 from lowering.pending import vary
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.errors import ShardingError
 from sharding_rules.plan import layout
 
 _TOKENS = ("batch", None, "seq", None)  # pieces of a batch, sequences, pieces of them, positions
@@ -71,7 +71,7 @@ def chunked_cross_entropy(
         scored: the rest.
 
     Raises:
-        ShardingError: a device's positions of a sequence are no multiple of a chunk.
+        ShardingError: as check_chunk.
     """
     both: Any = _losses(scored, hidden, head, targets, weights)
     value, loss = both
@@ -106,11 +106,7 @@ def _over_chunks(
     """Both losses, and the gradients of the first by hidden values and head."""
     tokens = [_in_pieces(x) for x in (hidden, targets, weights)]
     length = tokens[0].shape[3]
-    if length % scored.chunk:
-        raise ShardingError(
-            f"loss.chunk = {scored.chunk} does not divide the {length} positions that a device has "
-            "of a sequence; change it, batch.length, or the rules that split seq"
-        )
+    check_chunk(scored.chunk, length)
     # In the dtype of the products, and whole over embed, before the loop: gathered once.
     head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
     pieces = tokens[0].shape[0], tokens[0].shape[2]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.models.counts import step_flops_per_token
 from lowering.target import Target
+from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -56,11 +57,16 @@ def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     By itself only a GPU's or a TPU's program has chunks: a CPU's is slower with them and its memory
     is rarely short, and those of other machines are untried. A vocabulary that is split needs
     collectives for each chunk, and its logits are split already.
+
+    Raises:
+        ShardingError: as check_chunk.
     """
     how = program.loss.chunk
     if how == "whole":
         return None
+    positions = program.batch.length // mesh.size(rules.activations.get("seq", ()))
     if how != "auto":
+        check_chunk(how, positions)
         return how
     target = Target.parse(program.target)
     model, batch = program.model, program.batch
@@ -76,13 +82,26 @@ def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
         sequences=batch.sequences
         // batch.microbatches
         // mesh.size(rules.activations.get("batch", ())),
-        positions=batch.length // mesh.size(rules.activations.get("seq", ())),
+        positions=positions,
         vocab=model.vocab,
         embed=model.embed,
         item=2 if model.dtype == "bfloat16" else 4,
         step_flops=step_flops_per_token(program),
     )
     return best_chunk(logits, target.memory_bytes)
+
+
+def check_chunk(chunk: int, positions: int) -> None:
+    """Refuse a chunk that does not divide what a device has of a sequence.
+
+    Raises:
+        ShardingError: says what to change.
+    """
+    if positions % chunk:
+        raise ShardingError(
+            f"loss.chunk = {chunk} does not divide the {positions} positions that a device has "
+            "of a sequence; change it, batch.length, or the rules that split seq"
+        )
 
 
 def best_chunk(logits: Logits, memory_bytes: int) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time, utilisation
@@ -105,6 +106,7 @@ def candidates(
                 try:
                     weights = place_weights(placed, rules, mesh)
                     in_step(placed, rules, mesh)
+                    chunk_of(placed, rules, mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes that do not divide, or no kernel, whatever the schedule
                 for variant in _variants(placed, mesh, choices.remats):

@@ -10,6 +10,7 @@ from graphtrain.estimates.memory import memory
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json
 from graphtrain.requests import mesh_shape
+from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
@@ -65,6 +66,11 @@ def test_a_chunk_is_as_short_as_costs_little_time(
 )
 def test_only_where_it_is_known_to_pay_or_asked_for(changes, expected):
     assert chunk(**changes) == expected
+
+
+def test_what_a_device_has_of_a_sequence_is_a_multiple():
+    with pytest.raises(ShardingError, match="chunk = 2048 does not divide the 1024 positions"):
+        chunk(mesh=Mesh(fsdp=4, context=2), loss=Loss(chunk=2048))
 
 
 def test_the_estimate_has_the_chunks_of_the_program():
