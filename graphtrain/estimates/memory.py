@@ -16,7 +16,7 @@ from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_PARTS_OF_SUMS = 4  # that exist at once; fitted to compiled programs for h100:64 and b200:64
+_PARTS_OF_SUMS = 4  # that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4
 
 
 def memory(
@@ -229,7 +229,8 @@ def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) ->
     program turns each round before it is reduced into positions."""
     summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
     scattered = summed & set(rules.activations.get("residual", ()))
-    if Target.parse(program.target).platform != "cuda" or mesh.size(tuple(scattered)) == 1:
+    target = Target.parse(program.target)
+    if target.platform not in ("cuda", "tpu") or mesh.size(tuple(scattered)) == 1:
         return 0.0
     return _PARTS_OF_SUMS * 4 * sizes.sequences * sizes.inside * program.model.embed
 
