@@ -1,6 +1,6 @@
 """What training minimises: cross-entropy, or DPO's loss of pairs of answers, of one microbatch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from graphtrain.models.documents import apart
 from graphtrain.models.layers import Auxiliary
 from graphtrain.requests import mesh_shape
 from lowering.target import Target
+from lowering.threefry import UNROLLED
 from lowering.trees import Tree
 from sharding_rules.rules import Rules
 
@@ -136,6 +137,7 @@ def step_key(program: Program, state: Tree) -> jax.Array:
     return jax.random.fold_in(key, state["step"])
 
 
-def random_bits(program: Program) -> str | None:
-    """How random bits are made: as JAX is set, unless the target cannot make them so."""
-    return Target.parse(program.target).random_bits
+def random_bits(program: Program) -> Hashable | None:
+    """How random bits are made: as JAX is set, unless the target cannot, or can sooner."""
+    target = Target.parse(program.target)
+    return UNROLLED if target.platform == "cpu" else target.random_bits

@@ -5,6 +5,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
+from lowering.pages import PagesAhead
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -71,27 +73,32 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = together(lambda: Programs(program, cache, names, remedy))
         check_programs(programs)
+        ahead = _pages_ahead(programs, Target.parse(program.target))
+        stack.callback(ahead.stop)
         if processes.count() > 1:  # what cannot be loaded on one ends all, before any computes
             together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
-        began = host.forget_peak()
+        given = ahead.stop()
+        began = host.forget_peak() - given
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, arrangement_of(program)
         )
         stack.callback(checkpoints.close)
+        restored = None
         if saved:
             restored = checkpoints.restore(start, programs["train"].inputs("state"))
             state = restored.state
+            loader = _open_data(run, program, stack)
         else:
-            restored = None
-            state = programs["init"](np.uint32(run.seed))["state"]
+            # XLA loads programs and computes init by itself; data takes imports, which need Python.
+            with ThreadPoolExecutor(1) as aside:
+                made = aside.submit(_new_state, programs, program, run.seed)
+                loader = _open_data(run, program, stack)
+            state = made.result()
             if beginning is not None:
                 state = _start_from(beginning, programs, state)
-        # While init computes, what the first step needs gets ready, and this imports it.
         step = programs["train"]
-        loader = together(lambda: _open_data(run, program))
-        stack.callback(loader.close)
         frozen = ()
         if beginning is not None and keeps_weights(program):
             frozen = (beginning.frozen(step.inputs("frozen")),)
@@ -103,8 +110,23 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
         loop = _Loop(config, programs, frozen, loader, checkpoints, write, start)
-        gc.enable()  # the command puts it off until here
+        gc.freeze()  # what was imported stays; the command puts collections off until here
+        gc.enable()
         return loop.take_steps(state, stop)
+
+
+def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
+    """Where a CPU trains, get its memory while JAX is imported."""
+    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
+    return PagesAhead(programs.peak_bytes() * here)
+
+
+def _new_state(programs: Programs, program: Program, seed: int) -> Tree:
+    """A state of random weights, on its way; what takes the first step is loaded, too."""
+    with lowering.backend(Target.parse(program.target)).forbid_tracing():
+        state = programs["init"](np.uint32(seed))["state"]
+        programs["train"]
+    return state
 
 
 def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
@@ -150,25 +172,31 @@ def _silent(record: Record) -> None:
     """Every process has the same metrics; the first writes them."""
 
 
-def _open_data(run: Run, program: Program) -> Any:
-    """The loader, once the validation set shows that it can be used, too."""
-    from graphtrain.data.loader import Loader
+def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
+    """The loader, which the stack closes, once the validation set shows that it can be used too."""
 
-    if run.data.validation is not None:
-        from graphtrain.evaluate import check_validation
+    def opened() -> Any:
+        from graphtrain.data.loader import Loader
 
-        check_validation(_validation(run, program), program)
-    return Loader(
-        run.data.train,
-        sequences=program.batch.sequences,
-        length=program.batch.length,
-        seed=run.seed,
-        vocab=program.model.vocab,
-        apart=program.batch.documents == "apart",
-        packing=run.data.packing,
-        longer=run.data.longer,
-        pairs=program.loss.kind == "preference",
-    )
+        if run.data.validation is not None:
+            from graphtrain.evaluate import check_validation
+
+            check_validation(_validation(run, program), program)
+        return Loader(
+            run.data.train,
+            sequences=program.batch.sequences,
+            length=program.batch.length,
+            seed=run.seed,
+            vocab=program.model.vocab,
+            apart=program.batch.documents == "apart",
+            packing=run.data.packing,
+            longer=run.data.longer,
+            pairs=program.loss.kind == "preference",
+        )
+
+    loader = together(opened)
+    stack.callback(loader.close)
+    return loader
 
 
 def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:

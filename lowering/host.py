@@ -13,6 +13,7 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 # M_ARENA_MAX: one; M_MMAP_MAX: nothing from mmap; M_TRIM_THRESHOLD: never, it is unsigned.
 _KEEP = {-8: 1, -4: 0, -1: -1}
+_kept: list[bool] = []  # of each parameter, whether the C library took it
 
 
 @functools.cache
@@ -78,7 +79,12 @@ def keep_pages() -> None:
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in _KEEP.items():
-            mallopt(parameter, value)
+            _kept.append(mallopt(parameter, value) == 1)
+
+
+def keeps_pages() -> bool:
+    """Whether keep_pages has done so."""
+    return bool(_kept) and all(_kept)
 
 
 def peak_flops(dtype: str) -> float:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from lowering.errors import LoweringError
@@ -20,6 +22,10 @@ _PATIENCE = 600  # seconds for the slowest process to come as far as the others
 _SILENCE = 60  # seconds without a sign of life after which a process counts as dead
 _GOODBYE = 5  # seconds that rank 0 waits for others that end with an error too
 _FAREWELL = 120  # seconds that the first to end waits for the last
+_ALONE = SimpleNamespace(
+    process_id=0, num_processes=1, client=None, coordinator_address=None,
+    preemption_sync_manager=None,
+)  # fmt: skip
 _rounds = itertools.count()  # names are used once; every process counts alike
 
 
@@ -209,6 +215,8 @@ def _free_port() -> int:
 
 
 def _state() -> Any:
+    if "jax" not in sys.modules:  # who met others has imported it; a process alone can wait
+        return _ALONE
     from jax._src import distributed  # the key-value store has no public name (jax 0.11)
 
     return distributed.global_state

@@ -1,6 +1,7 @@
 """graphtrain run: train from compiled programs."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,9 @@ def command(
     # Nothing of what is imported from here on is garbage, and looking for some is a fifth of the
     # start; train() goes back to it before the first step.
     gc.disable()
+    # Threads for numpy's matrix products, which nothing here takes; a search for plugins.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
 
