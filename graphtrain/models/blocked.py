@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from graphtrain.models.documents import numbers
 from graphtrain.models.dot import dot
 from graphtrain.models.scores import Scoring, score, steepness
-from lowering.on_cpu import computed_once
+from lowering.on_cpu import cast, computed_once
 
 if TYPE_CHECKING:
     from jax import Array
@@ -86,7 +86,7 @@ def _mix(
         _, scores = _scores(query, key, rows, keys, scoring, hiding)
         highest = scores.max(-1)
         # The sum is that of the shares as they are multiplied, rounded.
-        shares = computed_once(jnp.exp(scores - highest[..., None]).astype(value.dtype))
+        shares = computed_once(cast(jnp.exp(scores - highest[..., None]), value.dtype))
         total = shares.astype(jnp.float32).sum(-1)
         of_values = dot("bhqgk,bhkd->bhqgd", shares, value[:, :, keys], jnp.float32)
         mixed.append(of_values / total[..., None])
@@ -106,11 +106,11 @@ def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.A
     of_query, of_key, of_value = [], 0.0, 0.0
     for rows, keys in _blocks(length):
         products, scores = _scores(query, key, rows, keys, scoring, hiding)
-        shares = jnp.exp(scores - log_sum[:, :, rows, :, None]).astype(dtype)
+        shares = computed_once(cast(jnp.exp(scores - log_sum[:, :, rows, :, None]), dtype))
         of_shares = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
         steep = steepness(products, scoring)
         of_products = shares * (of_shares - mean[:, :, rows, :, None]) * steep
-        shares, of_products = computed_once((shares, of_products.astype(dtype)))
+        of_products = computed_once(cast(of_products, dtype))
         of_query.append(dot("bhqgk,bhkd->bhqgd", of_products, key[:, :, keys]))
         queries, gradients = (x[:, :, :, rows] for x in across)
         rest = (*[(0, 0)] * 3, (0, length - keys.stop))

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from lowering.on_cpu import on_cpu
+from lowering.on_cpu import computed_once, on_cpu
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -38,8 +38,9 @@ def _forward(activate: Activation, wide: list[jax.Array]) -> tuple[jax.Array, li
 def _backward(
     activate: Activation, wide: list[jax.Array], gradient: jax.Array
 ) -> tuple[list[jax.Array]]:
-    # The gradient of astype rounds, once, back to what each was.
-    _, back = jax.vjp(partial(_in_float32, activate), wide)
+    # Of its own, or XLA would keep what the first pass computed on the way, in float32; the
+    # gradient of astype rounds, once, back to what each was.
+    _, back = jax.vjp(partial(_in_float32, activate), computed_once(wide))
     return back(gradient.astype(jnp.float32))
 
 

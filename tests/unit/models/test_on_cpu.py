@@ -13,7 +13,7 @@ from graphtrain.models.gating import activated
 from graphtrain.models.mixing import attention
 from graphtrain.models.scores import Scoring
 from graphtrain.optimizer import _clip
-from lowering.on_cpu import KEEP_BARRIERS, computed_once
+from lowering.on_cpu import KEEP_BARRIERS, cast, computed_once
 from lowering.target import Target
 from lowering.tracing import tracing_for
 
@@ -105,3 +105,19 @@ def test_a_compiler_for_cpus_heeds_barriers():
     with tracing_for(Target.parse("cpu:1")):
         program = jax.jit(lambda x: computed_once(jnp.cos(x)) * 2).lower(jnp.ones(8))
     assert "opt-barrier" in program.compile(compiler_options=KEEP_BARRIERS).as_text()
+
+
+def test_casts_round_as_xla_rounds_by_itself():
+    few = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x80000000, 1, 0x3F808000, 0x3F818000]
+    drawn = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint32)
+    bits = np.concatenate([np.uint32(few), drawn]).view(np.float32)
+    x = jnp.asarray(bits[~np.isnan(bits)])
+    with tracing_for(Target.parse("cpu:1")):
+        got, back = jax.vjp(lambda x: cast(x, "bfloat16"), x)
+        (of_x,) = back(jnp.ones_like(got))
+        (of_y,) = jax.vjp(lambda y: cast(y, "float32"), got)[1](x)
+        not_numbers = cast(jnp.float32([np.nan, -np.nan]), "bfloat16")
+    np.testing.assert_array_equal(got.view(np.uint16), x.astype("bfloat16").view(np.uint16))
+    np.testing.assert_array_equal(of_y.view(np.uint16), got.view(np.uint16))
+    assert of_x.dtype == jnp.float32 and (of_x == 1).all()
+    assert jnp.isnan(not_numbers).all()
