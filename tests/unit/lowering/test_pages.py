@@ -67,7 +67,8 @@ def test_pages_that_come_ahead_are_those_that_are_used():
     given, faults, kilobytes_of_huge_pages = measured("kept")
     if not given:
         pytest.skip("a kernel before Linux 5.14, or several memory nodes")
-    assert given == 64 and faults < 700  # of 16,000; what lies before the first huge page is not given
+    # Of 16,000: what lies before the first huge page is not given.
+    assert given == 64 and faults < 700
     if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         assert kilobytes_of_huge_pages >= given << 9  # half of it, at least
     assert measured("default")[0] == 0  # it would be given back
