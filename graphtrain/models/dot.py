@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from lowering.tracing import traced_target
+
 
 def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Einsum of two arrays, in bfloat16 if either is, with sums in float32.
@@ -16,7 +18,9 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
     computed alike and has the dtype of its operand, so a float32 weight gets the float32 sums.
 
     XLA:CPU uses matrix units only for bfloat16 x bfloat16 -> float32, and JAX's own gradient of
-    that product is float32 x bfloat16; hence the gradient here.
+    that product is float32 x bfloat16; hence the gradient here. Cards and TPUs add up in float32
+    whatever they are asked for, so there a bfloat16 result is asked for: what devices then add up
+    between them travels in bfloat16, half the bytes.
 
     Args:
         equation: As for einsum; every letter is in at least two of the three arrays.
@@ -28,10 +32,10 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
 
 
 def dots(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
-    """dot of one array with several; its gradient is summed in float32 before it is rounded.
+    """dot of one array with several, whose gradients of it are added up before devices add up.
 
     With the several split by columns over devices, so that every gradient of a is a partial sum,
-    that sum is one reduction and not one for each.
+    that is one reduction and not one for each.
     """
     return _dots(equation, a, tuple(several))
 
@@ -41,8 +45,15 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
     # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
     exact = jax.lax.Precision.HIGHEST if computed_in == jnp.float32 else None
     a, b = a.astype(computed_in), b.astype(computed_in)
-    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)
+    sums_in = computed_in if dtype == computed_in and _rounds_sums() else jnp.float32
+    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=sums_in)
     return sums.astype(dtype)
+
+
+def _rounds_sums() -> bool:
+    """Whether devices add up in float32 and round by themselves; not so where nobody said."""
+    target = traced_target()
+    return target is not None and target.platform in ("cuda", "rocm", "tpu")
 
 
 def _computed_in(a: jax.Array, b: jax.Array) -> DTypeLike:
@@ -97,8 +108,9 @@ def _products_backward(
         (gradient.astype(_computed_in(a, b)), b)
         for gradient, b in zip(gradients, several, strict=True)
     ]
+    added_in = a.dtype if _rounds_sums() else jnp.float32
     for_a = sum(
-        _product(f"{out},{b_axes}->{a_axes}", gradient, b, jnp.float32) for gradient, b in pairs
+        _product(f"{out},{b_axes}->{a_axes}", gradient, b, added_in) for gradient, b in pairs
     )
     for_several = tuple(
         _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype) for gradient, b in pairs

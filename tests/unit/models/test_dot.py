@@ -1,3 +1,5 @@
+import re
+from collections import Counter
 from functools import partial
 
 import jax
@@ -5,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphtrain.models.dot import dot
+from graphtrain.models.dot import dot, dots
+from lowering.target import Target
+from lowering.tracing import tracing_for
 
 EQUATIONS = {
     "bse,em->bsm": ((4, 64, 16), (16, 24)),
@@ -64,3 +68,22 @@ def test_sums_can_stay_unrounded():
     got = dot("bse,em->bsm", x, weight, jnp.float32)
     want = np.einsum("bse,em->bsm", *(np.asarray(z, np.float64) for z in (x, weight)))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("machine", ["h100", "v5e"])
+def test_an_accelerator_is_asked_for_bfloat16_but_not_for_weights_gradients(machine):
+    x, weight, cotangent = inputs("bse,em->bsm", "bfloat16")
+    several = [weight.astype("float32"), weight.astype("float32")]
+
+    def loss(x, several):
+        return sum(jnp.sum(y * cotangent) for y in dots("bse,em->bsm", x, several))
+
+    with tracing_for(Target(machine, (8,))):
+        program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, several))
+        got = jax.grad(loss, argnums=(0, 1))(x, several)
+    of_products = Counter(re.findall(r":(\w+)\[[\d,]+\] = dot_general", program))
+    assert of_products == {"bf16": 4, "f32": 2}  # forward and to x; to each weight
+    assert [got[0].dtype, got[1][0].dtype] == [jnp.bfloat16, jnp.float32]
+    exact = (np.asarray(z, np.float64) for z in (cotangent, weight))
+    want = 2 * np.einsum("bsm,em->bse", *exact)
+    np.testing.assert_allclose(np.asarray(got[0], np.float64), want, rtol=2**-7, atol=1e-5)
