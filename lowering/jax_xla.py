@@ -34,6 +34,16 @@ from sharding_rules.rules import Rules
 _COMPILED_WHERE_THEY_ARE = ("cpu", "rocm")
 _THREADS_PER_DEVICE = 8  # collectives without an order between them, with some to spare
 
+_ON_CARDS = {
+    # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
+    "xla_gpu_enable_triton_gemm": False,
+    # Weights gathered twice within so many instructions are gathered once: in the backward pass a
+    # layer's are, to compute the layer again and for its gradients. By default at no distance.
+    "xla_gpu_experimental_collective_cse_distance_threshold": 1000,
+    # From Hopper on the default; older cards would wait for most of their collectives.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
 Device = Any  # jax.Device, which type checkers take for a variable
 
 
@@ -176,8 +186,7 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
 def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
     """What we would have the compiler do otherwise than by default."""
     if target.platform == "cuda":
-        # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
-        return {"xla_gpu_enable_triton_gemm": False}
+        return dict(_ON_CARDS)
     if target.platform != "cpu":
         return {}
     # LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s.

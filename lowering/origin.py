@@ -36,6 +36,7 @@ class Origins:
 
     def __init__(self, module: Module) -> None:
         self.module = module
+        self._users: dict[str, dict[str, Instruction]] = {}  # by computation, once it is asked for
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
         for computation in module.computations.values():
             for instruction in computation.instructions.values():
@@ -48,7 +49,9 @@ class Origins:
         """Scope and source of an operation; of what it is part of or takes, where it has none."""
         told = self._told(computation, instruction)
         if not told.frame:  # jax 0.11 gives a gathered input the name of the input
-            told = _user(computation, instruction) or told
+            if computation.name not in self._users:
+                self._users[computation.name] = _users(computation)
+            told = self._users[computation.name].get(instruction.name, told)
         return told.op_name, self._source(told.frame)
 
     def arrays(
@@ -145,15 +148,21 @@ class Origins:
                 return state.opcode == "parameter" and position == index
 
 
-def _user(computation: Computation, instruction: Instruction) -> Instruction | None:
-    """The first instruction with a line of its own that takes the result of another."""
-    takers = {instruction.name}
-    for each in computation.instructions.values():
-        if takers.intersection(each.operands):
-            if each.frame:
-                return each
-            takers.add(each.name)
-    return None
+def _users(computation: Computation) -> dict[str, Instruction]:
+    """Of each value, the first instruction with a line of its own that takes it, or what was made
+    of it by instructions that have none.
+
+    Operands precede what takes them in the text, so that one pass from its end finds all.
+    """
+    instructions = list(computation.instructions.values())
+    first: dict[str, int] = {}
+    for position in reversed(range(len(instructions))):
+        taker = instructions[position]
+        found = position if taker.frame else first.get(taker.name)
+        if found is not None:
+            for name in taker.operands:
+                first[name] = min(found, first.get(name, found))
+    return {name: instructions[position] for name, position in first.items()}
 
 
 def _is_move(instruction: Instruction) -> bool:

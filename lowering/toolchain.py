@@ -1,8 +1,12 @@
 """Toolchain: versions and settings that change generated code."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+
+from lowering.errors import LoweringError
 
 # Everything between the model's source and the executable.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
@@ -24,7 +28,13 @@ _HARMLESS = (
     "JAX_DEBUG_LOG",
     "JAX_TRACEBACK",
 )
-_HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+_HARMLESS_FLAGS = (
+    "--xla_dump",
+    "--xla_force_host_platform_device_count",
+    "--xla_gpu_dump_autotune_results_to",
+)
+# Flags that name a file whose content is in the code: found elsewhere, it is the same code.
+_FILES = ("--xla_gpu_load_autotune_results_from",)
 
 
 @dataclass(frozen=True)
@@ -60,5 +70,20 @@ def _environment(flag_variables: tuple[str, ...]) -> dict[str, str]:
     for name in flag_variables:
         flags = [f for f in os.environ.get(name, "").split() if not f.startswith(_HARMLESS_FLAGS)]
         if flags:
-            settings[name] = " ".join(flags)
+            settings[name] = " ".join(map(_by_content, flags))
     return settings
+
+
+def _by_content(flag: str) -> str:
+    """A flag, with the digest of the file that it names in place of its path.
+
+    Raises:
+        LoweringError: there is no such file, which XLA would find out in the middle of a compile.
+    """
+    name, _, path = flag.partition("=")
+    if name not in _FILES:
+        return flag
+    try:
+        return f"{name}={hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+    except OSError as error:
+        raise LoweringError(f"XLA_FLAGS: cannot read {path}: {error.strerror}") from None

@@ -46,8 +46,9 @@ def _of_weights(
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
-    # XLA for GPUs moves an all-reduce out of the loop that adds its results up.
-    sums_at_the_end = Target.parse(program.target).platform == "cuda"
+    # XLA for GPUs moves an all-reduce out of the loop that adds its results up, and gathers once
+    # what a layer's backward pass uses twice, and the head, as lowering/jax_xla.py asks.
+    on_cards = Target.parse(program.target).platform == "cuda"
     for weight in weights:
         if weight.of_a_layer < 1e5:
             continue  # norms and biases
@@ -55,11 +56,12 @@ def _of_weights(
         gathered = tuple(axis for axis in weight.rest if axis not in (*weight.used, "stage"))
         here = weight.used_of_a_layer(mesh)
         times = layers * batch.microbatches
-        uses = 1 if weight.path.startswith("embedding") else 2
+        at_once = on_cards and not weight.in_layers
+        uses = 1 if weight.path.startswith("embedding") or at_once else 2
         if program.loss.kind == "preference" and weight.frozen:
             uses = 1 if program.adapter is None else uses + 1  # what the policy is compared with
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
-            uses += 1  # what is computed again asks for its weights again
+            uses += not on_cards  # what is computed again asks for its weights again
         yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
         if weight.frozen:
             continue
@@ -73,7 +75,7 @@ def _of_weights(
             elif axis in pieces:
                 yield _one("reduce-scatter", (axis,), once, held * 4, mesh=mesh, dtype="f32")
             else:
-                count = layers if sums_at_the_end and not weight.in_layers else once
+                count = layers if on_cards and not weight.in_layers else once
                 yield _one("all-reduce", (axis,), count, held * 4, mesh=mesh, dtype="f32")
         back = tuple(axis for axis in weight.optimizer if axis not in weight.rest)
         yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
@@ -113,29 +115,21 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     summed = tuple(axis for axis in _axes(use, ("heads", "mlp"), mesh))
     pieces = [axis for axis in _axes(use, ("residual",), mesh) if axis in summed]
     again = 1 if model.remat == "full" else 0
-    # TPU programs reduce in the dtype of the result; GPU programs round after they have reduced.
-    reduced = sizes.item if Target.parse(program.target).platform == "tpu" else 4
+    on_chip = Target.parse(program.target).platform in ("cuda", "rocm", "tpu")
+    reduced = sizes.item if on_chip else 4  # as graphtrain/models/dot.py asks for its products
     each = partial(_one, mesh=mesh, dtype="bf16")
-    # GPU programs round what a norm gives only after they have gathered it, where it is computed
-    # again, and where the head reads it.
-    unrounded = 4 if Target.parse(program.target).platform == "cuda" else sizes.item
+    sums = partial(_one, mesh=mesh, dtype="bf16" if reduced == 2 else "f32")
     if pieces:
-        yield _one(
-            "reduce-scatter", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32"
-        )
-        yield each("all-gather", summed, times * (6 - 2 * again), stream * sizes.item)
-        yield _one(
-            "all-gather", summed, times * 2 * again, stream * unrounded, mesh=mesh, dtype="f32"
-        )
+        yield sums("reduce-scatter", summed, times * (4 + again), stream * reduced)
+        yield each("all-gather", summed, times * 6, stream * sizes.item)
     else:
-        yield _one("all-reduce", summed, times * (4 + again), stream * 4, mesh=mesh, dtype="f32")
+        yield sums("all-reduce", summed, times * (4 + again), stream * reduced)
     vocab = _axes(use, ("vocab",), mesh)
     joined = "reduce-scatter" if pieces else "all-reduce"
     yield each(joined, vocab, batch.microbatches, stream * sizes.item)  # rows of the embedding
     yield each(joined, vocab, batch.microbatches, stream * reduced)  # gradient of hidden
     if pieces:
-        yield each("all-gather", vocab, batch.microbatches * 2, stream * sizes.item)
-        yield each("all-gather", vocab, batch.microbatches, stream * unrounded)
+        yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item)
     yield from _of_attention(program, rules, mesh, sizes)
     yield from _of_experts(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()

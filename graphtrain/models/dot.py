@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from lowering.constrain import split_of
 from lowering.tracing import traced_target
-
-_SUMMED = ("embed", "heads", "kv_heads", "mlp", "shared", "experts", "vocab", "rank")  # by products
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -21,7 +18,9 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
     computed alike and has the dtype of its operand, so a float32 weight gets the float32 sums.
 
     XLA:CPU uses matrix units only for bfloat16 x bfloat16 -> float32, and JAX's own gradient of
-    that product is float32 x bfloat16; hence the gradient here.
+    that product is float32 x bfloat16; hence the gradient here. Cards and TPUs add up in float32
+    whatever they are asked for, so there a bfloat16 result is asked for: what devices then add up
+    between them travels in bfloat16, half the bytes.
 
     Args:
         equation: As for einsum; every letter is in at least two of the three arrays.
@@ -33,10 +32,10 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
 
 
 def dots(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
-    """dot of one array with several; its gradient is summed in float32 before it is rounded.
+    """dot of one array with several, whose gradients of it are added up before devices add up.
 
     With the several split by columns over devices, so that every gradient of a is a partial sum,
-    that sum is one reduction and not one for each.
+    that is one reduction and not one for each.
     """
     return _dots(equation, a, tuple(several))
 
@@ -46,18 +45,15 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
     # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
     exact = jax.lax.Precision.HIGHEST if computed_in == jnp.float32 else None
     a, b = a.astype(computed_in), b.astype(computed_in)
-    given = dtype if dtype == computed_in and _rounds_sums() else jnp.float32
-    return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=given).astype(dtype)
+    sums_in = computed_in if dtype == computed_in and _rounds_sums() else jnp.float32
+    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=sums_in)
+    return sums.astype(dtype)
 
 
 def _rounds_sums() -> bool:
-    """Whether the target's products sum in float32 and give what they are asked for.
-
-    Those of a GPU do, and XLA would write float32 to memory to round it later. Not so where devices
-    have parts of a sum, which are added up before they are rounded.
-    """
+    """Whether devices add up in float32 and round by themselves; not so where nobody said."""
     target = traced_target()
-    return target is not None and target.is_gpu and not any(map(split_of, _SUMMED))
+    return target is not None and target.platform in ("cuda", "rocm", "tpu")
 
 
 def _computed_in(a: jax.Array, b: jax.Array) -> DTypeLike:
@@ -112,8 +108,9 @@ def _products_backward(
         (gradient.astype(_computed_in(a, b)), b)
         for gradient, b in zip(gradients, several, strict=True)
     ]
+    added_in = a.dtype if _rounds_sums() else jnp.float32
     for_a = sum(
-        _product(f"{out},{b_axes}->{a_axes}", gradient, b, jnp.float32) for gradient, b in pairs
+        _product(f"{out},{b_axes}->{a_axes}", gradient, b, added_in) for gradient, b in pairs
     )
     for_several = tuple(
         _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype) for gradient, b in pairs

@@ -62,8 +62,12 @@ WHOLE = ("batch", "seq", "embed")
 
 
 def enter(x: jax.Array) -> jax.Array:
-    """From the residual stream into attention, MLP or head, which work on whole positions."""
-    return reshard(x, WHOLE, RESIDUAL)
+    """From the residual stream into attention, MLP or head, which work on whole positions.
+
+    x is in pieces until here. Left to itself the partitioner gathers what x is rounded from, in
+    float32, which is twice the bytes.
+    """
+    return reshard(residual(x), WHOLE, RESIDUAL)
 
 
 def leave(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Predicted traffic against what the compiler of a machine that is not here makes of it."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 from programs import program
@@ -24,6 +25,7 @@ CASES = {
     "zero2": (("zero2",), Mesh(data=8), 2, "each"),
     "zero1, reduced last": (("zero1",), Mesh(data=8), 2, "last"),
     "fsdp": (("fsdp",), Mesh(fsdp=8), 1, "each"),
+    "fsdp, full remat": (("fsdp",), Mesh(fsdp=8), 1, "each", "full"),
     "tensor": (("tensor",), Mesh(tensor=8), 1, "each"),
     "tensor and sequence": (CUBE, Mesh(tensor=8), 1, "each"),
 }
@@ -31,9 +33,10 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    rules, mesh, microbatches, reduce = CASES[request.param]
+    rules, mesh, microbatches, reduce, *remat = CASES[request.param]
     batch = Batch(sequences=32, length=256, microbatches=microbatches, reduce=reduce)
-    of = program(target="h100:8", model=MODEL, rules=rules, mesh=mesh, batch=batch)
+    model = replace(MODEL, remat=remat[0]) if remat else MODEL
+    of = program(target="h100:8", model=model, rules=rules, mesh=mesh, batch=batch)
     target, table = Target.parse(of.target), Rules.load(of.rules)
     lowered = jax_xla.lower(build_graph(of, "train"), table, mesh_shape(of), target)
     return of, table, jax_xla.compile(lowered).record

@@ -12,6 +12,7 @@ from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
 from lowering import jax_xla
 from lowering.collectives import read
+from lowering.hlo import parse
 from lowering.target import Target
 from sharding_rules.rules import Rules
 
@@ -107,3 +108,32 @@ def test_a_ring_only_passes_on_and_goes_around_once_forward_and_once_backward(ta
     )
     assert set(per_layer(kept, "context")) == {"collective-permute"}
     assert per_layer(again, "context") == per_layer(kept, "context")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu")
+def test_devices_of_cards_add_up_in_bfloat16_what_one_device_would_round():
+    found = collectives("h100:8", Mesh(data=2, tensor=4), ("data", "tensor", "sequence"))
+    moved = {each.dtype for each in found if each.axes == ("tensor",) and each.loops}
+    assert moved == {"bf16"}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu")
+def test_older_cards_multiply_while_gradients_travel():
+    of = program(target="a100:8", mesh=Mesh(data=8), rules=("data",), model=MODEL)
+    machine = Target.parse(of.target)
+    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    compiled = lowered.handle.compile(compiler_options=lowered.options)
+    computations = parse(compiled.as_text()).computations.values()
+    assert any(products_behind(each, "all-reduce") for each in computations)
+
+
+def products_behind(computation, op):
+    """Matrix products that a computation begins between a collective's start and its end."""
+    lines = list(computation.instructions.values())
+    at = {each.name: position for position, each in enumerate(lines)}
+    spans = [
+        lines[at[each.operands[0]] : position]
+        for position, each in enumerate(lines)
+        if each.opcode == f"{op}-done"
+    ]
+    return [each for span in spans for each in span if "__cublas" in each.rest]

@@ -8,6 +8,7 @@ import pytest
 from graphtrain.key import CacheKey
 from graphtrain.optimizer import moment_specs
 from graphtrain.planning.diff import Change, _without_followers
+from lowering.collectives import read
 from lowering.groups import axes_of, groups_of
 from lowering.trees import unflatten
 from sharding_rules.arrays import ArraySpec
@@ -50,6 +51,15 @@ def groups(count: int):
     return lambda: axes_of(groups_of(text, count), mesh)
 
 
+def sources(count: int):
+    """Of gathers with no line of their own, all of which come before what takes them."""
+    gathers = (f"%g{i} = f32[8] all-gather(%x), replica_groups=[1,2]<=[2]" for i in range(count))
+    takers = (f"%t{i} = f32[8] negate(%g{i}), metadata={{stack_frame_id=1}}" for i in range(count))
+    lines = "\n".join(f"  {line}" for line in ("%x = f32[4] parameter(0)", *gathers, *takers))
+    text = f"HloModule step\n\nENTRY %main (x: f32[4]) -> f32[8] {{\n{lines}\n}}\n"
+    return lambda: read(text, MeshShape({"data": 2}))
+
+
 def calls(work) -> int:
     """Of Python's functions and of C's."""
     counted = 0
@@ -66,6 +76,6 @@ def calls(work) -> int:
     return counted
 
 
-@pytest.mark.parametrize("of", [moments, plan, key, difference, groups])
+@pytest.mark.parametrize("of", [moments, plan, key, difference, groups, sources])
 def test_four_times_as_many_take_four_times_the_work(of):
     assert calls(of(800)) <= 4.5 * calls(of(200))

@@ -1,5 +1,7 @@
 import jax
+import pytest
 
+from lowering.errors import LoweringError
 from lowering.toolchain import Toolchain
 
 
@@ -21,3 +23,20 @@ def test_flags_that_only_say_where_to_look_are_not(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=somewhere")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert Toolchain.here("cpu") == before
+
+
+def test_results_of_autotuning_are_in_the_key_by_content(monkeypatch, tmp_path):
+    def told(name, content):
+        (tmp_path / name).write_text(content)
+        flag = f"--xla_gpu_load_autotune_results_from={tmp_path / name}"
+        monkeypatch.setenv("XLA_FLAGS", flag)
+        return Toolchain.here("cuda").environment
+
+    assert told("a.textproto", "version: 3") == told("b.textproto", "version: 3")
+    assert told("a.textproto", "version: 3") != told("b.textproto", "version: 4")
+
+
+def test_results_of_autotuning_that_are_not_there_are_an_error(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_load_autotune_results_from=missing.textproto")
+    with pytest.raises(LoweringError, match=r"cannot read missing\.textproto: No such file"):
+        Toolchain.here("cuda")

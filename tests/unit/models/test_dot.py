@@ -1,19 +1,16 @@
-import math
+import re
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from graphtrain.models.dot import dot
-from lowering.constrain import placed
+from graphtrain.models.dot import dot, dots
 from lowering.target import Target
 from lowering.tracing import tracing_for
-from sharding_rules.rules import Rules
 
-RULES = Rules.load(("data", "fsdp", "tensor"))
 EQUATIONS = {
     "bse,em->bsm": ((4, 64, 16), (16, 24)),
     "bse,ehd->bshd": ((2, 8, 16), (16, 4, 6)),
@@ -73,18 +70,20 @@ def test_sums_can_stay_unrounded():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("target", "mesh", "dtype"),
-    [
-        ("h100:1", {"fsdp": 1}, "bfloat16"),
-        ("h100:1", {"tensor": 2}, "float32"),  # parts of sums
-        ("cpu:1", {"fsdp": 1}, "float32"),
-        ("v5e:1x1", {"fsdp": 1}, "float32"),
-    ],
-)
-def test_a_gpu_rounds_the_sums_it_has_whole(target, mesh, dtype):
-    devices = np.array(jax.devices()[: math.prod(mesh.values())]).reshape(*mesh.values())
-    arrays = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 24), jnp.bfloat16)
-    with tracing_for(Target.parse(target)), placed(Mesh(devices, tuple(mesh)), RULES):
-        traced = jax.make_jaxpr(partial(dot, "bse,em->bsm"))(*arrays)
-    assert f"preferred_element_type={dtype}" in str(traced)
+@pytest.mark.parametrize("machine", ["h100", "v5e"])
+def test_an_accelerator_is_asked_for_bfloat16_but_not_for_weights_gradients(machine):
+    x, weight, cotangent = inputs("bse,em->bsm", "bfloat16")
+    several = [weight.astype("float32"), weight.astype("float32")]
+
+    def loss(x, several):
+        return sum(jnp.sum(y * cotangent) for y in dots("bse,em->bsm", x, several))
+
+    with tracing_for(Target(machine, (8,))):
+        program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, several))
+        got = jax.grad(loss, argnums=(0, 1))(x, several)
+    of_products = Counter(re.findall(r":(\w+)\[[\d,]+\] = dot_general", program))
+    assert of_products == {"bf16": 4, "f32": 2}  # forward and to x; to each weight
+    assert [got[0].dtype, got[1][0].dtype] == [jnp.bfloat16, jnp.float32]
+    exact = (np.asarray(z, np.float64) for z in (cotangent, weight))
+    want = 2 * np.einsum("bsm,em->bse", *exact)
+    np.testing.assert_allclose(np.asarray(got[0], np.float64), want, rtol=2**-7, atol=1e-5)
