@@ -30,7 +30,7 @@ from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
-from lowering.pages import PagesAhead
+from lowering.pages import PagesAhead, merge_pages
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -92,10 +92,11 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             loader = _open_data(run, program, stack)
         else:
             # XLA loads programs and computes init by itself; data takes imports, which need Python.
+            # Programs are loaded here: processes that compute for this one end with its thread.
             with ThreadPoolExecutor(1) as aside:
-                made = aside.submit(_new_state, programs, program, run.seed)
-                loader = _open_data(run, program, stack)
-            state = made.result()
+                opened = aside.submit(_open_data, run, program, stack)
+                state = _new_state(programs, run.seed)
+            loader = opened.result()
             if beginning is not None:
                 state = _start_from(beginning, programs, state)
         step = programs["train"]
@@ -121,11 +122,10 @@ def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
     return PagesAhead(programs.peak_bytes() * here)
 
 
-def _new_state(programs: Programs, program: Program, seed: int) -> Tree:
+def _new_state(programs: Programs, seed: int) -> Tree:
     """A state of random weights, on its way; what takes the first step is loaded, too."""
-    with lowering.backend(Target.parse(program.target)).forbid_tracing():
-        state = programs["init"](np.uint32(seed))["state"]
-        programs["train"]
+    state = programs["init"](np.uint32(seed))["state"]
+    programs["train"]
     return state
 
 
@@ -259,6 +259,8 @@ class _Loop:
             outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
             state, done = outputs["state"], index + 1
             self._settle()
+            if index == self.start + 1 and self._target.platform == "cpu":
+                merge_pages()  # of the first step, which is finished
             self._pending = done, outputs["metrics"], rate, waited
             last = done == run.steps
             if last or (run.evaluate_every and done % run.evaluate_every == 0):

@@ -1,29 +1,30 @@
-"""Memory from the kernel in huge pages, before it is needed, where the C library is glibc."""
+"""Pages of memory: from the kernel before they are needed, and huge once a step has run."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import threading
 from pathlib import Path
+from typing import Any
 
 from lowering import host
 
-_HUGEPAGE = 14  # MADV_HUGEPAGE, which mmap has only where Python was built with it
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; mmap has no name for it
-_HUGE = 2 << 20  # bytes of a huge page
+_HUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 23, 25  # advice; since Linux 2.6.38, 5.14 and 6.1
 _PIECE = 16 << 20  # bytes that are asked for at once; others ask for memory in between
+_HUGE = 2 << 20  # bytes of a huge page
 _NODES = Path("/sys/devices/system/node/online")
+_MAPS = Path("/proc/self/maps")
 
 
 class PagesAhead:
-    """Has the kernel give this process huge pages while Python imports, until it is stopped.
+    """Has the kernel give this process pages while Python imports, until it is stopped.
 
     Otherwise init and the first step of a CPU take theirs one by one as they write: 0.3 processor
-    seconds of a 32M Llama's start, instead of 0.2 on a core that is idle. Every later step reads
-    gigabytes once, and a tenth of its time goes to finding pages of 4 kB. The memory is free all
+    seconds of a 32M Llama's start, instead of 0.2 on a core that is idle. The memory is free all
     the time, and whoever allocates takes it; so it begins only in a process that keeps what it
-    frees (host.keep_pages). What is not given when it is stopped comes in huge pages all the same.
+    frees (host.keep_pages), where the C library is glibc.
 
     Source: madvise(2)
     """
@@ -32,7 +33,7 @@ class PagesAhead:
         """Begin; size is in bytes."""
         self._given, self._stopped = 0, False
         self._thread = threading.Thread(target=self._give, args=(size,), daemon=True)
-        if size and host.keeps_pages():
+        if size and host.keeps_pages() and _has_one_node():
             self._thread.start()
 
     def stop(self) -> int:
@@ -44,22 +45,54 @@ class PagesAhead:
 
     def _give(self, size: int) -> None:
         with contextlib.suppress(OSError, AttributeError):  # another system, another C library
-            library = ctypes.CDLL(None)
-            library.malloc.restype = ctypes.c_void_p
-            library.malloc.argtypes = [ctypes.c_size_t]
-            library.free.argtypes = [ctypes.c_void_p]
-            library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            size += 2 * _HUGE  # it need not begin or end with one
-            if not (place := library.malloc(size)):
-                return
+            library = _library()
+            place = library.malloc(size)
             library.free(place)
-            first, end = (at // _HUGE * _HUGE for at in (place + _HUGE - 1, place + size))
-            library.madvise(first, end - first, _HUGEPAGE)
-            here = _has_one_node()
-            while here and not self._stopped and first + self._given + _PIECE <= end:
+            first = -(-(place or 0) // mmap.PAGESIZE) * mmap.PAGESIZE
+            while place and not self._stopped and self._given + _PIECE <= size:
                 if library.madvise(first + self._given, _PIECE, _POPULATE_WRITE):
                     return
                 self._given += _PIECE
+
+
+def merge_pages() -> threading.Thread | None:
+    """Have the kernel make huge pages of this process's heap, while others go on computing.
+
+    A step reads gigabytes once, and a tenth of its time goes to finding pages of 4 kB. To be called
+    when a step has taken its memory, which stays (host.keep_pages); asked for before, huge pages
+    would make the start wait for memory that lies together.
+
+    Returns:
+        The thread that does it; None where there is no heap of glibc, or it is not kept.
+
+    Source: madvise(2)
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        heap = [line for line in _MAPS.read_text().splitlines() if line.endswith("[heap]")]
+        if heap and host.keeps_pages():
+            begin = int(heap[0].split("-")[0], 16)
+            end = int(heap[-1].split()[0].split("-")[1], 16)
+            thread = threading.Thread(target=_merge, args=(_library(), begin, end), daemon=True)
+            thread.start()
+            return thread
+    return None
+
+
+def _merge(library: Any, begin: int, end: int) -> None:
+    begin = -(-begin // _HUGE) * _HUGE
+    for place in range(begin, end - _HUGE + 1, _PIECE):  # the process may end between two
+        size = min(_PIECE, (end - place) // _HUGE * _HUGE)
+        if library.madvise(place, size, _HUGEPAGE) == 0:
+            library.madvise(place, size, _COLLAPSE)
+
+
+def _library() -> Any:
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
 
 
 def _has_one_node() -> bool:

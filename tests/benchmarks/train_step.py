@@ -139,19 +139,20 @@ def torch_step(dtype: str, compiled: bool) -> Step:
 def serve(name: str, overrides: list[str]) -> None:
     """Take a turn for every line that comes in; answer with seconds of each step, and the loss."""
     from lowering import host
-    from lowering.pages import PagesAhead
+    from lowering.pages import merge_pages
 
     framework, dtype = name.split()
     kept = framework in ("graphtrain", "torch.compile+kept")
     if kept:
         host.keep_pages()
-        PagesAhead(8 << 30).stop()  # as a run does: what is taken from here on are huge pages
     if framework == "graphtrain":
         take = graphtrain_step(dtype, overrides)
     else:
         take = torch_step(dtype, compiled=framework != "torch")
     data = batches()
     take(*next(data))
+    if kept and (merging := merge_pages()):  # as a run does, which does not wait for it
+        merging.join()
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:
         seconds, loss, used = [], 0.0, 0.0

@@ -29,7 +29,6 @@ print(faults[2] - faults[1])
 
 AHEAD = """
 import resource, sys, threading
-from pathlib import Path
 from lowering import host
 from lowering.pages import PagesAhead
 
@@ -41,9 +40,28 @@ while threading.active_count() > 1:
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 given = ahead.stop()
 whole = bytearray(max(given - 4096, 0))
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-described = Path("/proc/self/smaps_rollup").read_text()
-print(given >> 20, faults, described.partition("AnonHugePages:")[2].split()[0])
+print(given >> 20, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+HUGE = """
+import sys
+from pathlib import Path
+from lowering import host
+from lowering.pages import merge_pages
+
+def huge():
+    described = Path("/proc/self/smaps_rollup").read_text()
+    return int(described.partition("AnonHugePages:")[2].split()[0])
+
+if sys.argv[1] == "kept":
+    host.keep_pages()
+filled = bytes(range(251)) * (128 << 12)
+before = huge()
+thread = merge_pages()
+if thread is not None:
+    thread.join()
+print((huge() - before) >> 10, len(filled) >> 20, filled == bytes(range(251)) * (128 << 12))
 """
 
 
@@ -64,11 +82,24 @@ def test_pages_that_come_ahead_are_those_that_are_used():
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return [int(word) for word in done.stdout.split()]
 
-    given, faults, kilobytes_of_huge_pages = measured("kept")
+    given, faults = measured("kept")
     if not given:
         pytest.skip("a kernel before Linux 5.14, or several memory nodes")
-    # Of 16,000: what lies before the first huge page is not given.
-    assert given == 64 and faults < 700
-    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        assert kilobytes_of_huge_pages >= given << 9  # half of it, at least
+    assert given == 64 and faults < 100
     assert measured("default")[0] == 0  # it would be given back
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_pages_that_are_merged_hold_what_they_held():
+    def measured(how: str) -> list[str]:
+        command = [sys.executable, "-c", HUGE, how]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("a kernel without huge pages")
+    merged, size, equal = measured("kept")
+    if merged == "0":
+        pytest.skip("a kernel before Linux 6.1")
+    assert int(merged) > int(size) / 2 and equal == "True"
+    assert measured("default")[0] == "0"  # it would be given back
