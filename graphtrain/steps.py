@@ -44,7 +44,7 @@ from graphtrain.requests import mesh_shape, stages_of
 from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
 from lowering.trees import Tree, flatten, unflatten
-from sharding_rules.arrays import ArraySpec, Role
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules
 
 _SCALAR = ArraySpec((), (), "float32", "activation")
@@ -164,13 +164,12 @@ def accumulate_gradients(
     objective = make(program, state, frozen, batch)
     if program.batch.reduce == "last" and can_defer():
         return reduce_last(objective, parameters, specs, batch, microbatches)
-    # Every gradient is reduced, so it goes straight to where it is used, and sums rest there.
-    role: Role = "optimizer"
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)
         (_, metrics), gradients = differentiate(parameters, microbatch, index)
-        return constrain_tree(gradients, specs, role), metrics
+        # Every gradient is reduced, so it goes straight to where it is used, and sums rest there.
+        return constrain_tree(gradients, specs, "optimizer"), metrics
 
     if microbatches == 1:
         return of(jax.tree.map(lambda array: array[0], batch), 0)
@@ -178,7 +177,7 @@ def accumulate_gradients(
     def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, of(*indexed)), None
 
-    zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, role)
+    zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, "optimizer")
     none = {name: jnp.zeros(()) for name in metric_names(program)}
     sums, _ = jax.lax.scan(add, (zeros, none), (batch, jnp.arange(microbatches)))
     return sums

@@ -16,15 +16,15 @@ from lowering.hlo import parse
 from lowering.target import Target
 from sharding_rules.rules import Rules
 
+_for_cards = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins"), reason="needs the extra gpu"
+)
 TARGETS = [
     pytest.param(
         "v5e:2x4",
         marks=pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="extra tpu"),
     ),
-    pytest.param(
-        "h100:8",
-        marks=pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu"),
-    ),
+    pytest.param("h100:8", marks=_for_cards),
 ]
 LAYERS, BATCH, LENGTH, EMBED, VOCAB = 3, 8, 256, 256, 4096
 MODEL = dataclasses.replace(
@@ -110,14 +110,14 @@ def test_a_ring_only_passes_on_and_goes_around_once_forward_and_once_backward(ta
     assert per_layer(again, "context") == per_layer(kept, "context")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu")
+@_for_cards
 def test_devices_of_cards_add_up_in_bfloat16_what_one_device_would_round():
     found = collectives("h100:8", Mesh(data=2, tensor=4), ("data", "tensor", "sequence"))
     moved = {each.dtype for each in found if each.axes == ("tensor",) and each.loops}
     assert moved == {"bf16"}
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="extra gpu")
+@_for_cards
 def test_older_cards_multiply_while_gradients_travel():
     of = program(target="a100:8", mesh=Mesh(data=8), rules=("data",), model=MODEL)
     machine = Target.parse(of.target)
