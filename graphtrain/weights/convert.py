@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -254,7 +255,16 @@ def making(destination: Path) -> Iterator[Path]:
     except OSError as error:
         raise WeightsError(f"{destination} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
+
+
+def _remove(directory: Path) -> None:
+    """Until it stays away: after an error TensorStore still ends the writes it has begun."""
+    for _ in range(20):
+        if not directory.exists():
+            return
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def summary(
