@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
-from lowering.pages import PagesAhead, merge_pages
+from lowering.pages import merge_pages
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -73,14 +74,11 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = together(lambda: Programs(program, cache, names, remedy))
         check_programs(programs)
-        ahead = _pages_ahead(programs, Target.parse(program.target))
-        stack.callback(ahead.stop)
         if processes.count() > 1:  # what cannot be loaded on one ends all, before any computes
             together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
-        given = ahead.stop()
-        began = host.forget_peak() - given
+        began = host.forget_peak()
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, arrangement_of(program)
         )
@@ -105,21 +103,14 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             frozen = (beginning.frozen(step.inputs("frozen")),)
         if restored is not None:
             loader.restore(restored.loader)
-        write = _writer(config, start, report, stack) if first else _silent
-        if first:
-            _keep_side(config, beginning if not saved else None)
         if first:
             stack.callback(_add_to_ledger, config, cache, programs, start, began)
-        loop = _Loop(config, programs, frozen, loader, checkpoints, write, start)
+        kept = None if saved else beginning
+        opens = partial(_open_journal, config, kept, start, report, stack) if first else _no_journal
+        loop = _Loop(config, programs, frozen, loader, checkpoints, opens, start)
         gc.freeze()  # what was imported stays; the command puts collections off until here
         gc.enable()
         return loop.take_steps(state, stop)
-
-
-def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
-    """Where a CPU trains, get its memory while JAX is imported."""
-    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
-    return PagesAhead(programs.peak_bytes() * here)
 
 
 def _new_state(programs: Programs, seed: int) -> Tree:
@@ -153,11 +144,14 @@ def _keep_side(config: Config, beginning: Beginning | None) -> None:
         keep_tokenizer(data, directory / SIDE)
 
 
-def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Report:
+def _open_journal(
+    config: Config, beginning: Beginning | None, start: int, report: Report, stack: ExitStack
+) -> Report:
     """Begin to write into the run's directory; only when the run is known to go on."""
     directory = Path(config.run.directory)
     with writing(directory):
         (directory / "config.toml").write_text(render(config))
+    _keep_side(config, beginning)
     journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
     stack.callback(journal.close)
 
@@ -168,8 +162,9 @@ def _writer(config: Config, start: int, report: Report, stack: ExitStack) -> Rep
     return write
 
 
-def _silent(record: Record) -> None:
+def _no_journal() -> Report:
     """Every process has the same metrics; the first writes them."""
+    return lambda record: None
 
 
 def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
@@ -233,8 +228,9 @@ class _Loop:
     frozen: tuple[Tree, ...]  # weights that no step changes, if there are any
     loader: Any
     checkpoints: Checkpoints
-    write: Report
+    open_journal: Callable[[], Report]
     start: int
+    _write: Report = field(init=False)
     _pending: tuple[int, Tree, float, float] | None = None  # step, metrics, rate, waited
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
@@ -258,6 +254,8 @@ class _Loop:
             batch, waited = self._next_batch()
             outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
             state, done = outputs["state"], index + 1
+            if index == self.start:
+                self._write = self.open_journal()  # while the step computes
             self._settle()
             if index == self.start + 1 and self._target.platform == "cpu":
                 merge_pages()  # of the first step, which is finished
@@ -298,7 +296,7 @@ class _Loop:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(self._not_finite(done, loss, norm))
         tokens_per_second = self.config.program.batch.tokens / seconds
-        self.write(
+        self._write(
             {
                 "step": done,
                 "loss": loss,
@@ -342,6 +340,6 @@ class _Loop:
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self._target)
-        self.write({"step": done, "validation_loss": loss})
+        self._write({"step": done, "validation_loss": loss})
         self._settled_at = time.perf_counter()  # the next step did not take this time
         return loss

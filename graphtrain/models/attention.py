@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 class Attention(nnx.Module):
     """Projections to query, key and value, attention, and the projection back."""
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: weights.Keys):
         self.model = model
-        self.query = weights.normal(model, rngs, "embed", "heads", "head_dim")
-        self.key = weights.normal(model, rngs, "embed", "kv_heads", "head_dim")
-        self.value = weights.normal(model, rngs, "embed", "kv_heads", "head_dim")
+        self.query = weights.normal(model, keys, "embed", "heads", "head_dim")
+        self.key = weights.normal(model, keys, "embed", "kv_heads", "head_dim")
+        self.value = weights.normal(model, keys, "embed", "kv_heads", "head_dim")
         self.output = weights.normal(
-            model, rngs, "heads", "head_dim", "embed", scale=(2 * model.layers) ** -0.5
+            model, keys, "heads", "head_dim", "embed", scale=(2 * model.layers) ** -0.5
         )
         if model.bias != "none":
             self.query_bias = weights.zeros(model, "heads", "head_dim")

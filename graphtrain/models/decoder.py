@@ -45,13 +45,13 @@ Parameters = Mapping[str, Any]  # nested; leaves are arrays
 class Embedding(nnx.Module):
     """Rows by token (NaN for one past the vocabulary) and, for learned positions, by position."""
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: weights.Keys):
         self.model = model
-        self.tokens = weights.normal(model, rngs, "vocab", "embed")
+        self.tokens = weights.normal(model, keys, "vocab", "embed")
         if model.embedding_norm:
             self.norm = Norm(model)
         if model.positions == "learned":
-            self.positions = weights.normal(model, rngs, "positions", "embed")
+            self.positions = weights.normal(model, keys, "positions", "embed")
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -116,13 +116,13 @@ rows_of.defvjp(_rows_forward, _rows_backward)
 class Decoder(nnx.Module):
     """Embedding, layers, norm and head."""
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: weights.Keys):
         self.model = model
-        self.embedding = Embedding(model, rngs)
-        self.layers = stack_layers(model, rngs)
+        self.embedding = Embedding(model, keys)
+        self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
         if not model.tied_head:
-            self.head = weights.normal(model, rngs, "embed", "vocab")
+            self.head = weights.normal(model, keys, "embed", "vocab")
 
     def hidden(
         self, tokens: jax.Array, dropout_key: jax.Array | None
@@ -163,7 +163,7 @@ def parameter_specs(model: Model) -> dict[str, Any]:
 
 def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
     """New float32 parameters, in the tree of parameter_specs."""
-    return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(key))))
+    return nnx.to_pure_dict(nnx.state(Decoder(model, weights.Keys(key))))
 
 
 def hidden(
@@ -235,7 +235,7 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, weights.Keys(jax.random.key(0)))))
 
 
 def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:

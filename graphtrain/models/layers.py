@@ -14,6 +14,7 @@ from graphtrain.models.mixture import MixtureMLP
 from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
+from graphtrain.models.weights import Keys
 from lowering.constrain import constrain, draw, reshard
 from lowering.pending import complete
 from lowering.rows import as_stored
@@ -24,15 +25,15 @@ Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weig
 class Block(nnx.Module):
     """Attention and MLP, each normed before and added to the residual stream."""
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: Keys):
         self.dropout = model.dropout
         self.post_norm = model.post_norm
         self.attention_norm = Norm(model)
-        self.attention = Attention(model, rngs)
+        self.attention = Attention(model, keys)
         self.mlp_norm = Norm(model)
         if model.post_norm:
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
-        self.mlp = MLP(model, rngs) if model.mixture is None else MixtureMLP(model, rngs)
+        self.mlp = MLP(model, keys) if model.mixture is None else MixtureMLP(model, keys)
 
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
@@ -98,10 +99,10 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-def stack_layers(model: Model, rngs: nnx.Rngs) -> Block:
+def stack_layers(model: Model, keys: Keys) -> Block:
     """All blocks of the model as one, whose parameters have a leading axis of layers."""
-    keys = jax.random.split(rngs.params(), model.layers)
-    return nnx.vmap(lambda key: Block(model, nnx.Rngs(key)))(keys)
+    of_layers = jax.random.split(keys(), model.layers)
+    return nnx.vmap(lambda key: Block(model, Keys(key)))(of_layers)
 
 
 def apply_layers(

@@ -48,22 +48,22 @@ class MixtureMLP(nnx.Module):
     2022, "MegaBlocks", https://arxiv.org/abs/2211.15841
     """
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: weights.Keys):
         assert model.mixture is not None
         self.model, self.mixture = model, model.mixture
-        self.router = weights.normal(model, rngs, "embed", "routes")
+        self.router = weights.normal(model, keys, "embed", "routes")
         if is_gated(model):
-            self.gate = weights.normal(model, rngs, "experts", "embed", "mlp")
-        self.up = weights.normal(model, rngs, "experts", "embed", "mlp")
+            self.gate = weights.normal(model, keys, "experts", "embed", "mlp")
+        self.up = weights.normal(model, keys, "experts", "embed", "mlp")
         self.down = weights.normal(
-            model, rngs, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
+            model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
 
         if self.mixture.shared is not None:
             for name in self._shared_names():
-                setattr(self, name, weights.normal(model, rngs, "embed", "shared"))
+                setattr(self, name, weights.normal(model, keys, "embed", "shared"))
             self.shared_down = weights.normal(
-                model, rngs, "shared", "embed", scale=(2 * model.layers) ** -0.5
+                model, keys, "shared", "embed", scale=(2 * model.layers) ** -0.5
             )
             self.shared_share = weights.zeros(model, "embed")
 

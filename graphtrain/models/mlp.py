@@ -27,11 +27,11 @@ class MLP(nnx.Module):
     Source: Shazeer 2020, "GLU variants improve Transformer", https://arxiv.org/abs/2002.05202
     """
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: Model, keys: weights.Keys):
         self.model = model
         for name, axes in _wide(model).items():
-            setattr(self, name, weights.normal(model, rngs, "embed", *axes))
-        self.down = weights.normal(model, rngs, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
+            setattr(self, name, weights.normal(model, keys, "embed", *axes))
+        self.down = weights.normal(model, keys, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
         if model.bias == "all":
             for name, axes in _wide(model).items():
                 setattr(self, f"{name}_bias", weights.zeros(model, *axes))

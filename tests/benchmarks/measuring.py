@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 # The checkout before an installed package, here and in the processes that are measured.
 sys.path.insert(0, str(ROOT))
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has bytecode, too
 
 
 def machine() -> dict[str, Any]:

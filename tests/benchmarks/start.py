@@ -287,9 +287,10 @@ def main() -> None:
             name: _parts(directory, f"{name}-{last}") for name in every if name in GOALS
         }
     mine = every["graphtrain"]
+    of_trainer = ("torch", "transformers") if "trainer" in every else ()
     results = {
-        "torch": metadata.version("torch"),
-        "transformers": metadata.version("transformers"),
+        **{name: metadata.version(name) for name in of_trainer},
+        "packages": len(list(metadata.distributions())),  # JAX looks at all while it is imported
         "size": arguments.size,
         "devices": arguments.devices,
         "goals": GOALS,

@@ -27,23 +27,6 @@ for _ in range(3):
 print(faults[2] - faults[1])
 """
 
-AHEAD = """
-import resource, sys, threading
-from lowering import host
-from lowering.pages import PagesAhead
-
-if sys.argv[1] == "kept":
-    host.keep_pages()
-ahead = PagesAhead(64 << 20)
-while threading.active_count() > 1:
-    pass
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-given = ahead.stop()
-whole = bytearray(max(given - 4096, 0))
-print(given >> 20, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
 HUGE = """
 import sys
 from pathlib import Path
@@ -73,20 +56,6 @@ def test_pages_are_taken_from_the_kernel_once():
 
     assert faults("default") > 16_000
     assert faults("kept") < 100
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_pages_that_come_ahead_are_those_that_are_used():
-    def measured(how: str) -> list[int]:
-        command = [sys.executable, "-c", AHEAD, how]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return [int(word) for word in done.stdout.split()]
-
-    given, faults = measured("kept")
-    if not given:
-        pytest.skip("a kernel before Linux 5.14, or several memory nodes")
-    assert given == 64 and faults < 100
-    assert measured("default")[0] == 0  # it would be given back
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
