@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# Raise it when records say more: a program whose record says less is then compiled again.
-RECORD_VERSION = 3
+# Raise it when records or payloads hold more: what was stored before is then compiled again.
+RECORD_VERSION = 4
 
 # str, int, finite float, bool, None, lists and mappings of these; spelt out, every use needs a cast
 JSON: TypeAlias = Any

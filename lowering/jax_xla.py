@@ -21,6 +21,7 @@ from lowering.collectives import read
 from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
+from lowering.in_order import keep_order
 from lowering.lowered import Lowered
 from lowering.on_cpu import KEEP_BARRIERS
 from lowering.overheard import overhear
@@ -223,6 +224,8 @@ def compile(lowered: Lowered) -> Artifact:
         compiled = _compile(lowered)
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
+    if lowered.target.platform == "cpu":
+        payload = keep_order(payload)
     memory = compiled.memory_analysis()
     record = lowered.facts | {
         "target": str(lowered.target),

@@ -47,6 +47,7 @@ def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
 
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
     from lowering import jax_xla
+    from lowering.in_order import order_executable
     from lowering.neuron.simulation import compile_module
 
     ranks = asked.simulated_ranks
@@ -61,7 +62,7 @@ def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
         "ranks": ranks,
         "temporaries": memory.temp_size_in_bytes,
     }
-    return neff.pack(header, executable.serialize())
+    return neff.pack(header, order_executable(executable.serialize()))
 
 
 def _parser() -> argparse.ArgumentParser:
