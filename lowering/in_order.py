@@ -14,7 +14,6 @@ xla/runtime/execution_graph.cc
 import functools
 import pickle
 import pickletools
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -53,32 +52,28 @@ def _messages() -> dict[str, Any]:
 
 
 def keep_order(payload: bytes) -> bytes:
-    """What JAX made of a CPU executable, with the order of its collectives in it."""
-    return _replace_executable(payload, order_executable)
+    """What JAX made of a CPU executable, with the order of its collectives in it.
 
-
-def _replace_executable(pickled: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """JAX pickles an executable as the bytes behind the string "exec", among shardings.
-
-    Frames, whose lengths would change, are left out; a pickle needs none.
+    JAX pickles an executable as the bytes behind the string "exec", among shardings. Frames, whose
+    lengths would change, are left out; a pickle needs none.
     """
-    steps = list(pickletools.genops(pickled))
-    ends = [position for _, _, position in steps[1:]] + [len(pickled)]
+    steps = list(pickletools.genops(payload))
+    ends = [position for _, _, position in steps[1:]] + [len(payload)]
     parts, text = [], ""
     for (step, argument, begin), end in zip(steps, ends, strict=True):
-        part = b"" if step.name == "FRAME" else pickled[begin:end]
+        part = b"" if step.name == "FRAME" else payload[begin:end]
         if isinstance(argument, str):
             text = argument
         elif isinstance(argument, bytes) and text == "exec":
-            edited = edit(argument)
-            part = pickle.BINBYTES8 + len(edited).to_bytes(8, "little") + edited
+            ordered = order_executable(argument)
+            part = pickle.BINBYTES8 + len(ordered).to_bytes(8, "little") + ordered
             text = ""
         parts.append(part)
     return b"".join(parts)
 
 
 def order_executable(stored: bytes) -> bytes:
-    """An executable as IFRT stores it: the length of a header, the header, and XLA's program."""
+    """The same of an executable as IFRT stores it: a header's length, the header, XLA's program."""
     length, begin = 0, 0
     while True:
         byte = stored[begin]

@@ -21,7 +21,6 @@ from lowering.collectives import read
 from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
-from lowering.in_order import keep_order
 from lowering.lowered import Lowered
 from lowering.on_cpu import KEEP_BARRIERS
 from lowering.overheard import overhear
@@ -225,6 +224,8 @@ def compile(lowered: Lowered) -> Artifact:
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     if lowered.target.platform == "cpu":
+        from lowering.in_order import keep_order  # only here: protobuf takes a run 0.03 s to import
+
         payload = keep_order(payload)
     memory = compiled.memory_analysis()
     record = lowered.facts | {
