@@ -88,10 +88,11 @@ def keeps_pages() -> bool:
 
 
 def peak_flops(dtype: str) -> float:
-    """Multiply-adds of this machine's cores, counted twice, per second; an upper bound.
+    """Multiply-adds of this machine's cores, counted twice, per second.
 
-    Per core and cycle: AMX 2048 for bfloat16; else float32 on two FMA units of 16 (AVX-512) or
-    8 (AVX2) lanes, and bfloat16 no faster than that. The clock is what the kernel reports now.
+    Per core and cycle: float32 on two FMA units of 16 (AVX-512) or 8 (AVX2) lanes; bfloat16 2048
+    with AMX, twice float32 with AVX512_BF16, else as float32. An upper bound, as far as the clock
+    is one: the kernel's figure, which in a virtual machine may be less than the cores run at.
     Source: Intel 64 and IA-32 Optimization Reference Manual, 248966-050, sections 18 and 20.
     """
     fields = _cpuinfo()
@@ -101,6 +102,8 @@ def peak_flops(dtype: str) -> float:
     per_cycle = 64 if "avx512f" in flags else 32 if "fma" in flags else 8
     if dtype == "bfloat16" and "amx_bf16" in flags:
         per_cycle = 2048
+    elif dtype == "bfloat16" and "avx512_bf16" in flags:
+        per_cycle *= 2
     hertz = float(fields.get("cpu MHz", 0)) * 1e6
     return per_cycle * hertz * _physical_cores()
 
