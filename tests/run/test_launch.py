@@ -103,8 +103,6 @@ def states(place: Place) -> str:
     return place.command("launch", "status", "config.toml")[0]
 
 
-@needs_slurm
-@pytest.mark.slow
 def test_a_directory_with_a_space_is_one_word_to_sbatch(cold: Place):
     words = ["--set", 'run.directory="my run"', "--dry-run"]
     out, _ = cold.command("launch", "slurm", "config.toml", *words)
@@ -119,6 +117,8 @@ def test_what_names_no_jobs_is_said(cold: Place):
     assert "run/launch/jobs.json does not name the jobs of a launch" in err
 
 
+@needs_slurm
+@pytest.mark.slow
 def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
     launched(cluster, "--workers", "2")
     wait_until(lambda: states(cluster).count(", completed") == 2, cluster)

@@ -162,8 +162,9 @@ def test_there_and_back(case, tmp_path):
     if CASES[case].module or CASES[case].config:
         again.load_state_dict(tensors(tmp_path / "back"))
     with torch.no_grad():
-        scores = logits_of(again.float().eval())
-        assert torch.equal(scores, logits_of(reference.float()))
+        # In float64: the last bits of float32 may depend on where arrays lie in memory (AMD).
+        scores = logits_of(again.double().eval())
+        torch.testing.assert_close(scores, logits_of(reference), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)
