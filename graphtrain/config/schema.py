@@ -132,9 +132,7 @@ class Model:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
     attention: HowAttended = "auto"  # flash: without scores in memory; see docs/targets.md
-    unroll: Positive = (
-        1  # layers written out in a turn of the loop over them; see docs/performance.md
-    )
+    unroll: Positive = 1  # layers written out in a turn of the loop; see docs/performance.md
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.embed % self.heads:
@@ -189,7 +187,7 @@ class Imported:
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what is computed again
     attention: HowAttended = "auto"  # as of a native model; see docs/targets.md
     # trace: by JAX, with blocks scanned. strict: PyTorch's own backward pass. auto: as it must be.
-    front_end: Literal["auto", "trace", "strict"] = "auto"
+    front_end: Literal["auto", "trace", "strict"] = "auto"  # see docs/torch.md, Two front ends
     parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch
 
     def __post_init__(self) -> None:
