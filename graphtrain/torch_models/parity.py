@@ -7,6 +7,7 @@ trace without a word, as a write through a view, and would only show as a worse 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from filelock import FileLock
 
+from graphtrain.cache import Cache
+from graphtrain.cache.writing import writing
 from graphtrain.key import CacheKey
 from graphtrain.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
@@ -80,14 +82,15 @@ def once(
         names: of what it finds. A record of others, or that cannot be read, is made anew.
     """
     path = _record(model, store, suffix)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # the other graphs wait for the first
+    with Cache(store).lock(_key(model)):  # the other graphs wait for the first
         if (known := _read(path, names)) is not None:
             return known
         found = check()
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(found) + "\n")
-        unfinished.rename(path)
+        with writing(path, 0):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(found) + "\n")
+            unfinished.rename(path)
     return found
 
 
@@ -107,7 +110,11 @@ def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
 
 
 def _record(model: Imported, store: Path, suffix: str = "") -> Path:
-    return store / "parity" / f"{CacheKey.of(**ingredients(model)).digest}{suffix}.json"
+    return store / "parity" / f"{_key(model).digest}{suffix}.json"
+
+
+def _key(model: Imported) -> CacheKey:
+    return CacheKey.of(**ingredients(model))
 
 
 def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
@@ -279,14 +286,16 @@ def _apart(
 ) -> dict[str, float]:
     """By parameter, the largest difference over the largest number.
 
-    A gradient that is zero but for rounding, as of the bias of keys, counts beside the others.
+    A gradient that is zero but for rounding, as of the bias of keys, counts beside the others; one
+    that is no number, on either side, is infinitely far, since NaN would lose every comparison.
     """
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
-    return {
-        name: float(np.abs(gradients[name] - gradient).max())
-        / max(float(np.abs(gradient).max()), 1e-3 * largest)
-        for name, gradient in expected.items()
-    }
+    apart = {}
+    for name, gradient in expected.items():
+        difference = float(np.abs(gradients[name] - gradient).max())
+        scale = max(float(np.abs(gradient).max()), 1e-3 * largest)
+        apart[name] = difference / scale if math.isfinite(difference) else math.inf
+    return apart
 
 
 def _mismatch(found: _Apart, eager: _Eager) -> str:

@@ -46,6 +46,12 @@ def test_done_right_it_has_the_gradients_of_pytorch(name):
     assert found.strict == ""
 
 
+def test_a_gradient_that_is_no_number_is_not_close():
+    refusal = r"gradients differ most of inner\.weight by inf"
+    with pytest.raises(ImportedModelError, match=refusal):
+        check_parity(model("NormOfZeros", "trace"), (2, 6))
+
+
 def test_positions_that_meet_elsewhere_than_in_attention_do_not_pass_for_apart():
     assert check_apart(model("Attending")) <= 1e-4
     with pytest.raises(ImportedModelError, match="see each other elsewhere than in attention"):
