@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _SOURCES = (
     *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "causes.py"),
     *("continuing.py", "experts.py", "functions.py", "interface.py", "joint.py", "making.py"),
-    *("model.py", "names.toml", "scanning.py", "staged.py", "strict.py", "transformers_model.py"),
+    *("model.py", "names.toml", "scanning.py", "sizes.py", "source.py", "staged.py", "strict.py"),
+    "transformers_model.py",
 )
 
 

@@ -1,9 +1,14 @@
+import ast
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from graphtrain import requests
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests, stages_of
+from graphtrain.torch_models import source
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
 
@@ -59,6 +64,48 @@ def test_what_is_traced_is_in_the_sources_and_the_loop_is_not():
     assert "graphtrain/models/decoder.py" in names
     assert "sharding_rules/presets/fsdp.toml" in names
     assert "graphtrain/run.py" not in names
+
+
+_ROOT = Path(requests.__file__).parents[1]
+# What is imported to trace and changes no program: errors, and how keys are written.
+_CHANGE_NOTHING = {
+    "graphtrain/errors.py",
+    "graphtrain/key.py",
+    "graphtrain/torch_models/__init__.py",
+} | {f"graphtrain/torch_models/{name}.py" for name in ("errors", "versions")}
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """What a module imports when it runs, in functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from _names(node)
+
+
+def _imported(first: str) -> set[str]:
+    """Files of ours that a file imports, and what those do."""
+    seen, waiting = set(), [_ROOT / first]
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in _names(ast.parse(path.read_text())):
+            stem = _ROOT.joinpath(*name.split("."))
+            if stem.is_relative_to(_ROOT):
+                found = (stem.with_suffix(".py"), stem / "__init__.py")
+                waiting += [file for file in found if file.is_file()]
+    return {path.relative_to(_ROOT).as_posix() for path in seen}
+
+
+def test_no_file_that_tracing_imports_is_missing_from_the_key():
+    of_torch = {f"graphtrain/torch_models/{name}" for name in source._SOURCES}
+    known = source_digests().keys() | of_torch | _CHANGE_NOTHING
+    assert _imported("graphtrain/steps.py") <= known
 
 
 def test_stages_are_known_when_the_target_is():
