@@ -83,7 +83,7 @@ def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
 
 def _refused(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
     """What the same compiler said of the same graph before."""
-    failure = cache.failure(task.request, task.label)
+    failure = cache.failure(task.request, task.graph)
     if failure is None:
         return None
     observe(task.label, "failed before")

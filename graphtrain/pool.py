@@ -228,7 +228,8 @@ class Pool:
         text, log = (_read(worker.scratch / name) for name in ("program.mlir", "log.txt"))
         task = worker.task
         try:
-            kept = self._cache.store_failure(task.request, task.label, text, log, reason)
+            # By its graph: what one command calls a task, another does not.
+            kept = self._cache.store_failure(task.request, task.graph, text, log, reason)
             return str(kept)
         except CacheError:
             return None
