@@ -94,4 +94,5 @@ def is_up_to_date(directory: Path, request: Request) -> bool:
 def _tokenizer_identity(spec: str, eod: str | None) -> str:
     if spec.startswith(_LEARNED):
         return f"{spec} by {importlib.metadata.version('sentencepiece')}"
-    return load_tokenizer(spec, eod).digest
+    tokenizer = load_tokenizer(spec, eod)  # what ends a document may stand in a file of its own
+    return f"{tokenizer.digest}, documents end with {tokenizer.eod}"

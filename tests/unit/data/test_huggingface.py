@@ -144,6 +144,15 @@ def test_prepare_takes_them_with_workers_and_reads_them_back(
     assert texts == [f"{text}<|im_end|>" for text in TEXTS]
 
 
+def test_another_end_of_documents_is_another_request(learned, make_corpus, tmp_path):
+    learned.save(tmp_path / "model")
+    for token, number in (("<|im_end|>", 2), ("<|im_start|>", 1)):
+        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        words = str(tmp_path / "model")
+        made = prepare([make_corpus(TEXTS)], tmp_path / "out", words, validation=0)
+        assert made.train.eod == number
+
+
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_a_learned_tokenizer_is_written_for_prepare(make_corpus, tmp_path, kind):
     corpus = make_corpus([f"document {i}: the quick brown fox" for i in range(200)])
