@@ -102,16 +102,20 @@ def _excess(
     foreign: frozenset[str],
     keep: frozenset[str],
 ) -> list[Entry]:
-    """The entries to remove; entries are sorted by last use, newest first."""
+    """The entries to remove; entries are sorted by last use, newest first.
+
+    What goes whatever the size goes first: nothing of use leaves to make room beside it.
+    """
     total = sum(entry.nbytes for entry in entries)
-    chosen = []
-    for entry in reversed(entries):
-        too_many = max_bytes is not None and total > max_bytes
-        if keep.isdisjoint((entry.program, *entry.requests)) and (
-            too_many or entry.last_used < oldest_use or entry.program in foreign
-        ):
-            chosen.append(entry)
-            total -= entry.nbytes
+    free = [one for one in reversed(entries) if keep.isdisjoint((one.program, *one.requests))]
+    chosen = [one for one in free if one.last_used < oldest_use or one.program in foreign]
+    total -= sum(one.nbytes for one in chosen)
+    for one in free:
+        if max_bytes is None or total <= max_bytes:
+            break
+        if one not in chosen:
+            chosen.append(one)
+            total -= one.nbytes
     return chosen
 
 

@@ -284,7 +284,7 @@ class Cache:
         other_toolchains: bool = False,
         keep: Collection[str] = (),
     ) -> collect.Collected:
-        """Remove what is left over, then programs that are too old or too many.
+        """Remove programs that are too old or too many, then what is left over.
 
         Left over are requests without a program, what killed processes left behind, and everything
         in quarantine. Programs go in the order of their last use; leased ones never.

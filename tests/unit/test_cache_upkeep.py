@@ -82,6 +82,17 @@ def test_gc_removes_what_other_versions_made(tmp_path):
     assert [entry.program for entry in removed] == [keys["elsewhere"].digest]
 
 
+def test_what_other_versions_made_makes_room_for_what_is_of_use(tmp_path):
+    cache = Cache(tmp_path)
+    foreign = CacheKey.of(toolchain={"versions": {"jax": "0.0.1"}, "environment": {}})
+    for days, key in enumerate((foreign, KEYS[0])):  # what is of use was used longer ago
+        cache.put(key, Artifact(bytes(10_000), {}))
+        used = time.time() - days * DAY
+        os.utime(tmp_path / "v1" / "programs" / key.digest / "payload", (used, used))
+    removed = cache.gc(max_bytes=15_000, other_toolchains=True).removed
+    assert [entry.program for entry in removed] == [foreign.digest]
+
+
 def test_use_saves_a_program_from_gc(cache):
     cache.find(REQUESTS[3])
     cache.gc(max_bytes=25_000)
