@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,7 +69,7 @@ def _problems(entry: Entry) -> Iterator[str]:
             yield "its flags do not give the key in its name"
         found = preflight(_binary(entry), _machine(written), written)
         yield from (str(finding) for finding in found if finding.severity == "error")
-    except (LoweringError, gzip.BadGzipFile) as error:
+    except (LoweringError, OSError, EOFError, zlib.error) as error:  # cut off, or damaged
         yield str(error)
 
 

@@ -44,6 +44,8 @@ def read(directory: Path) -> list[str]:
         return shlex.split((directory / TEXT_FILE).read_text())
     except FileNotFoundError:
         raise LoweringError(f"{directory} holds neither {JSON_FILE} nor {TEXT_FILE}") from None
+    except ValueError as error:  # a quotation without an end
+        raise LoweringError(f"{directory / TEXT_FILE} is no line of flags: {error}") from None
 
 
 def machine(flags: list[str]) -> str | None:

@@ -105,6 +105,11 @@ def test_flags_that_are_no_list_are_refused(entry, content):
         flags.read(entry({"compile_flags.json": content}))
 
 
+def test_a_line_of_flags_with_half_a_quotation_is_refused(entry):
+    with pytest.raises(LoweringError, match=r"compile_flags\.txt is no line of flags: No closing"):
+        flags.read(entry({"compile_flags.txt": "--model-type='transformer"}))
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -332,6 +337,15 @@ def test_the_analysis_counts_and_names_what_is_wrong(entry, tmp_path):
     said = [each["problem"] for each in found["problems"] if "MODULE_2" in each["entry"]]
     assert said[0] == "its flags do not give the key in its name"
     assert "that should be an HloModuleProto are not one" in said[1]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: data[:12] + b"\xff" * 9])
+def test_a_damaged_program_is_a_line_of_the_analysis(entry, tmp_path, damage):
+    directory = entry({"compile_flags.json": "[]"}, "MODULE_2+d7517139")
+    packed = damage(gzip.compress(bytes(range(256))))
+    (directory / "model.hlo_module.pb.gz").write_bytes(packed)
+    found = analysis.summarise(entries.scan(tmp_path, locks.Judge(HOURS)))
+    assert len(found["problems"]) == 1
 
 
 @pytest.mark.parametrize("flag", ["--cache_dir=/elsewhere", "--no_cache"])
