@@ -76,6 +76,12 @@ def devices(target: Target) -> list[Device]:
         raise LoweringError(
             f"{target} needs {target.devices} devices; this process began with {len(found)}"
         )
+    hosts = len({device.process_index for device in found})
+    if hosts > processes.count():  # a TPU slice; each host would take itself for the first
+        raise LoweringError(
+            f"the devices of {target} are on {hosts} hosts, of which this process knows none but "
+            "its own; give graphtrain on each of them --coordinator, --processes and --rank"
+        )
     return found[: target.devices]
 
 

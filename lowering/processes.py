@@ -22,6 +22,7 @@ _PATIENCE = 600  # seconds for the slowest process to come as far as the others
 _SILENCE = 60  # seconds without a sign of life after which a process counts as dead
 _GOODBYE = 5  # seconds that rank 0 waits for others that end with an error too
 _FAREWELL = 120  # seconds that the first to end waits for the last
+_SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _ALONE = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
@@ -45,7 +46,8 @@ def membership(
     count: int | None = None,
     rank: int | None = None,
 ) -> Membership | None:
-    """What was given, else what Slurm says of this step; None for a process alone.
+    """What was given, else what Slurm says of this step, or a TPU slice on Kubernetes of its hosts;
+    None for a process alone.
 
     Raises:
         LoweringError: only a part is given, or the rank is none of the processes.
@@ -60,6 +62,12 @@ def membership(
         raise LoweringError(f"several processes need {missing} as well")
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Membership(int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"]))
+    # As GKE sets them in the pods of a slice; one host is a process alone.
+    hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    if len(hosts) > 1 and "TPU_WORKER_ID" in environ:
+        return Membership(
+            int(environ["TPU_WORKER_ID"]), len(hosts), f"{hosts[0].strip()}:{_SLICE_PORT}"
+        )
     return None
 
 

@@ -37,7 +37,7 @@ def job(config: Config, arguments: Sequence[str], workers: int) -> Job:
     if target.processes is None:
         raise LaunchError(
             f"{target}: the hosts of a TPU slice are what its scheduler says; start graphtrain run "
-            "on each of them, and JAX finds the others"
+            "on each of them, with --coordinator, --processes and --rank (docs/clusters.md)"
         )
     directory = Path(config.run.directory)
     return Job(

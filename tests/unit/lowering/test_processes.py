@@ -1,0 +1,43 @@
+"""Which process of a run this is, by what starts it."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from lowering import jax_xla
+from lowering.errors import LoweringError
+from lowering.processes import Membership, membership
+from lowering.target import Target
+
+SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+SLICE = {"TPU_WORKER_HOSTNAMES": "t0.svc, t1.svc", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (SLURM, Membership(1, 2)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SLICE, Membership(1, 2, "t0.svc:8476")),
+        (SLICE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+    ],
+)
+def test_who_starts_it_says_which_it_is(environ, expected):
+    assert membership(environ) == expected
+
+
+def test_what_is_given_comes_before_what_the_environment_says():
+    given = membership(SLURM | SLICE, coordinator="host0:1", count=4, rank=3)
+    assert given == Membership(3, 4, "host0:1")
+
+
+def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
+    found = [SimpleNamespace(process_index=number // 4) for number in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda platform: found)
+    monkeypatch.setattr(jax_xla, "_settle", lambda *_: None)
+    with pytest.raises(
+        LoweringError, match=r"on 2 hosts, .* --coordinator, --processes and --rank"
+    ):
+        jax_xla.devices(Target.parse("v5p:2x2x2"))
