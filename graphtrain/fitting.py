@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.filler import with_filler
+from graphtrain.estimates.filler import hides_sizes, with_filler
 from graphtrain.estimates.memory import largest
 from graphtrain.requests import mesh_shape
 from graphtrain.torch_xla.graphs import Extracted
@@ -29,8 +29,8 @@ def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
 
 
 def explained(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
-    """The error with the arrays that take most; only the training step is estimated."""
-    if isinstance(program, Extracted) or error.graph != "train":
+    """The error with the arrays that take most, where an estimate of the training step has them."""
+    if isinstance(program, Extracted) or error.graph != "train" or hides_sizes(program):
         return error
     held = largest(with_filler(program), Rules.load(program.rules), mesh_shape(program))
     named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())

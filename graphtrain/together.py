@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from graphtrain.errors import GraphtrainError, MissingProgram, TrainingError
+from graphtrain.errors import USER_ERRORS, MissingProgram, TrainingError
 from graphtrain.key import CacheKey
 from graphtrain.loading import Programs
 from lowering import processes
-from lowering.errors import LoweringError
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ def together(action: Callable[[], T]) -> T:
     result, failed = None, None
     try:
         result = action()
-    except (GraphtrainError, LoweringError) as error:
+    except USER_ERRORS as error:
         failed = error
     answers = processes.exchange(f"{type(failed).__name__}: {failed}" if failed else "")
     if failed is not None:

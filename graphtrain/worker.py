@@ -24,7 +24,7 @@ from pathlib import Path
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Imported, Program, is_imported
-from graphtrain.errors import GraphtrainError
+from graphtrain.errors import USER_ERRORS
 from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
@@ -37,10 +37,7 @@ from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
 from lowering.target import Target
-from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
-
-USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)
 
 
 class Bundled(LoweringError):

@@ -104,10 +104,6 @@ def _others_wait() -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    from graphtrain.errors import GraphtrainError
-    from lowering.errors import LoweringError
-    from sharding_rules.errors import ShardingError
+    from graphtrain.errors import USER_ERRORS
 
-    if isinstance(error, GraphtrainError):
-        return error.exit_status
-    return 2 if isinstance(error, ShardingError | LoweringError) else None
+    return getattr(error, "exit_status", 2) if isinstance(error, USER_ERRORS) else None

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -79,6 +79,8 @@ def show(
     as_json: bool,
 ) -> None:
     """Show what each device holds, sends and waits for when it trains as CONFIG says."""
+    if results is not None and html is None:
+        raise click.UsageError("--results is shown on a page; give --html FILE")
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
 
@@ -102,12 +104,13 @@ def show(
     from graphtrain.cli.compile import progress
     from graphtrain.planning.answer import answer
 
+    searched = _searched(results) if results is not None else []
     with progress() as observe:
         found = answer(
             program, vary, Cache(cache), compile=ask_compiler, confirm=confirm, observe=observe
         )
     if html is not None:
-        _write_page(html, config, found, results)
+        _write_page(html, config, found, searched)
     if as_json:
         _print_json(found, pattern)
     elif blame:
@@ -178,9 +181,22 @@ def _print_json(found: "Answer", pattern: str | None) -> None:
     click.echo(json.dumps(about))
 
 
-def _write_page(path: Path, config: Path, found: "Answer", results: Path | None) -> None:
+def _searched(results: Path) -> list[dict[str, Any]]:
+    """The strategies that a search printed."""
+    from graphtrain.errors import PlanError
+
+    try:
+        return json.loads(results.read_text())["strategies"]
+    except OSError as error:
+        raise PlanError(f"{results} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise PlanError(f"{results} is not what graphtrain plan search --json prints") from None
+
+
+def _write_page(
+    path: Path, config: Path, found: "Answer", searched: Sequence[dict[str, Any]]
+) -> None:
     from graphtrain.planning.page import page
 
-    searched = json.loads(results.read_text())["strategies"] if results is not None else []
     write_file(path, page(config.stem, found, searched))
     click.echo(f"wrote {path}", err=True)

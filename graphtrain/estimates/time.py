@@ -44,7 +44,7 @@ def step_time(
         flash: whether attention is a kernel, which skips the half of its scores that is masked.
     """
     target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, target, flash) / attained
+    compute = _seconds_of_compute(program, mesh, target, flash) / attained
     communication = _communication(collectives, mesh, target)
     hideable = sum(
         seconds for axes, seconds in communication.items() if set(axes.split("+")) <= HIDDEN
@@ -73,15 +73,15 @@ def utilisation(program: Program, seconds: float, *, causal: bool = False) -> fl
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 
-def _seconds_of_compute(program: Program, target: Target, flash: bool) -> float:
+def _seconds_of_compute(program: Program, mesh: MeshShape, target: Target, flash: bool) -> float:
     peak = target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    done = step_flops_per_token(program, causal=flash) + _again(program, flash)
+    done = step_flops_per_token(program, causal=flash) + _again(program, mesh, flash)
     return done * program.batch.tokens / peak
 
 
-def _again(program: Program, flash: bool) -> float:
+def _again(program: Program, mesh: MeshShape, flash: bool) -> float:
     """Operations per token that the backward pass computes a second time.
 
     Stages of a pipeline are computed again from their input, and then by their own policy. A kernel
@@ -94,7 +94,7 @@ def _again(program: Program, flash: bool) -> float:
     if flash:
         forward, in_kernel = forward - attention / 2, 3 / 2 * attention / 2
         by_policy = in_kernel + (forward if model.remat == "full" else 0.0)
-    in_stages = program.mesh.stage != 1
+    in_stages = mesh.axes.get("stage", 1) > 1
     if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
         return forward + (by_policy if model.remat != "full" else 0.0)
     return by_policy

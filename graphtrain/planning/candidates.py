@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
+from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
@@ -19,8 +20,10 @@ from graphtrain.models.tuned import keeps_weights
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.errors import LoweringError
 from lowering.target import Target
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
 WIDEST_TENSOR = 64
@@ -82,6 +85,7 @@ class Choices:
     stages: bool = True
     context: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
+    arrays: Mapping[str, ArraySpec] | None = None  # parameters, where not those of a native model
 
 
 def candidates(
@@ -107,6 +111,8 @@ def candidates(
                     weights = place_weights(placed, rules, mesh)
                     in_step(placed, rules, mesh)
                     chunk_of(placed, rules, mesh)
+                    if choices.arrays is not None:
+                        make_plan(state_arrays(choices.arrays, placed.optimizer), rules, mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes that do not divide, or no kernel, whatever the schedule
                 for variant in _variants(placed, mesh, choices.remats):

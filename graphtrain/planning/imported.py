@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from graphtrain.config.schema import Imported, Program
-from graphtrain.estimates.arrays import state_arrays
 from graphtrain.planning.candidates import Candidate, Choices
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
-from sharding_rules.plan import make_plan
-from sharding_rules.rules import Rules
 
 _REMATS = ("none", "dots", "full")
 
@@ -41,19 +36,10 @@ class Ranked:
 
     @property
     def choices(self) -> Choices:
-        return Choices("stage" not in self.not_tried, context=False, remats=_REMATS)
+        return Choices("stage" not in self.not_tried, False, _REMATS, self.specs)
 
-    def take(self, ranked: Iterable[Candidate], count: int) -> Iterator[Candidate]:
-        """The first candidates that split the model's own arrays, as programs of the model."""
-        return islice(filter(None, map(self._taken, ranked)), count)
-
-    def _taken(self, candidate: Candidate) -> Candidate | None:
+    def of_model(self, candidate: Candidate) -> Candidate:
         """A candidate with the model in place of the native one of its sizes."""
         found = candidate.program
-        arrays = state_arrays(self.specs, found.optimizer)
-        try:
-            make_plan(arrays, Rules.load(found.rules), candidate.mesh)
-        except ShardingError:
-            return None
         model = replace(self.program.model, remat=found.model.remat)
         return replace(candidate, program=replace(found, model=model))

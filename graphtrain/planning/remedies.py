@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from graphtrain.cache import Cache
 from graphtrain.config.render import toml
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.errors import GraphtrainError
+from graphtrain.errors import USER_ERRORS
 from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.filler import with_filler
 from graphtrain.models.tuned import frozen_arrays, trained_arrays
@@ -18,9 +18,7 @@ from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Observer
-from lowering.errors import LoweringError
 from lowering.target import Target
-from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
@@ -97,7 +95,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
                 change = tuple(one for parts in changes for one in parts)
                 try:
                     assessment = _estimate(vary(change))
-                except (GraphtrainError, LoweringError, ShardingError):
+                except USER_ERRORS:
                     continue  # settings that do not go together
                 if assessment.memory.peak * error <= assessment.memory.capacity:
                     remedies.append(Remedy(change, assessment))

@@ -75,11 +75,12 @@ def search(program: Program, keep: int = 20) -> Found:
             f"{program.target}; choose a batch that the devices divide"
         )
     fitting.sort(key=lambda one: one.rank)
-    lost = _why_lost(program, fitting[0] if fitting else None, best_of)
+    kept = fitting[:keep]
+    lost = _why_lost(program, kept[0] if kept else None, best_of)
     if imported is not None:
         lost |= imported.not_tried
-        fitting = list(imported.take(fitting, keep))
-    return Found(tuple(fitting[:keep]), lost, considered, time.perf_counter() - began)
+        kept = [imported.of_model(one) for one in kept]
+    return Found(tuple(kept), lost, considered, time.perf_counter() - began)
 
 
 def _better(one: Candidate, other: Candidate) -> bool:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Program
-from graphtrain.errors import GraphtrainError
+from graphtrain.errors import USER_ERRORS
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.remedies import Vary
 from graphtrain.tasks import Observer
-from lowering.errors import LoweringError
-from sharding_rules.errors import ShardingError
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def compare_targets(
             program = vary([f"program.target={target}"])
             assess_all({target: program}, cache, compile=False)
             programs[target] = program
-        except (GraphtrainError, LoweringError, ShardingError) as error:
+        except USER_ERRORS as error:
             errors[target] = str(error)
     assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
     return [Row(name, assessed.get(name), errors.get(name, "")) for name in targets]

@@ -86,7 +86,8 @@ class ModuleWeights:
             for rows in _rows(name, count, there):
                 if all(self._folder.shape(row) == shape[leading:] for row in rows):
                     return _in_rows(rows, shape[:leading], stages)
-        alike = [name for name in there if name.rpartition(".")[0].endswith(dotted.split(".")[-2])]
+        owner = dotted.split(".")[-2:][0]  # a parameter of the module itself has none
+        alike = [name for name in there if name.rpartition(".")[0].endswith(owner)]
         found = f"; it has {alike[0]} of {self._folder.shape(alike[0])}" if alike else ""
         raise WeightsError(
             f"run.initial: {self._directory} does not hold {dotted} of shape {shape}{found}"

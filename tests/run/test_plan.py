@@ -69,6 +69,16 @@ def test_an_estimate_is_marked_and_needs_no_compiler(plan):
     assert answer["compile_seconds"] is None and err == ""
 
 
+def test_results_of_a_search_are_looked_at_before_anything_is_compiled(plan, place):
+    _, err = plan("config.toml", "--results", "none.json", *CUBE, status=2)
+    assert "--results is shown on a page; give --html FILE" in err
+    (place.path / "other.json").write_text("[]")
+    for name, said in (("none", "cannot be read"), ("other", "is not what graphtrain plan search")):
+        words = ["--html", "page.html", "--results", f"{name}.json"]
+        _, err = plan("config.toml", *words, *CUBE, status=2)
+        assert f"error: {name}.json {said}" in err and not (place.path / "page.html").exists()
+
+
 def test_one_array_is_shown_without_compiling(plan):
     out, err = plan("config.toml", "--array", "*mu*mlp/up", *CUBE)
     assert "optimizer/adam/mu/layers/mlp/up" in out and len(out.splitlines()) == 2 and err == ""

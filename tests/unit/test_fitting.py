@@ -1,0 +1,27 @@
+"""What is said of a program that its device cannot hold."""
+
+from dataclasses import replace
+
+from graphtrain.config.schema import Batch, Imported, Model, Program
+from graphtrain.fitting import explained
+from lowering.errors import OutOfMemory
+from lowering.target import Target
+
+PROGRAM = Program(
+    target="h100:1",
+    model=Model(layers=1, embed=8, heads=2, mlp=16, vocab=32),
+    batch=Batch(sequences=8, length=8),
+)
+
+
+def error(graph: str = "train") -> OutOfMemory:
+    return OutOfMemory(graph, Target.parse("h100:1"), "RESOURCE_EXHAUSTED: no room")
+
+
+def test_what_takes_most_is_named_by_an_estimate():
+    assert "largest, by estimate: " in str(explained(error(), PROGRAM))
+
+
+def test_a_module_whose_sizes_nothing_tells_is_not_made_for_it():
+    program = replace(PROGRAM, model=Imported(torch="nowhere:model", vocab=32))
+    assert str(explained(error(), program)) == str(error())
