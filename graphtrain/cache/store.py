@@ -43,7 +43,7 @@ _RENAME_ATTEMPTS = 3  # each loses only to another process that has just stored 
 def default_root() -> Path:
     """$GRAPHTRAIN_CACHE, else cache/ under the current directory."""
     named = os.environ.get("GRAPHTRAIN_CACHE")
-    return Path(named).expanduser() if named else Path.cwd() / "cache"
+    return Path(named).expanduser() if named else Path("cache")
 
 
 class Cache:

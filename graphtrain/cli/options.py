@@ -37,15 +37,27 @@ target_option = click.option(
     "--target", metavar="NAME", help="The machine to compile for, as in cpu:8; over program.target."
 )
 
-cache_option = click.option(
-    "--cache",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="cache",
-    show_default=True,
-    envvar="GRAPHTRAIN_CACHE",
-    show_envvar=True,
-    help="Store of compiled programs.",
-)
+
+def cache_as(make: Callable[[Path], Any]) -> Callable:
+    """--cache; the command is given what is made of its path as `cache`."""
+    return click.option(
+        "--cache",
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=_default_root,
+        show_default="$GRAPHTRAIN_CACHE, else ./cache",
+        callback=lambda _context, _option, root: make(root),
+        help="Store of compiled programs.",
+    )
+
+
+def _default_root() -> Path:
+    from graphtrain.cache import default_root
+
+    return default_root()
+
+
+cache_option = cache_as(Path)
 
 
 def process_options(command: Callable) -> Callable:
