@@ -134,13 +134,7 @@ class Cache:
     def has(self, request: CacheKey) -> bool:
         """Whether find would find a program, without reading its payload."""
         digest = self._answer(request)
-        if digest is None:
-            return False
-        try:
-            programs.check(self._layout.program(digest), digest, contents=False)
-        except Unusable:
-            return False
-        return True
+        return digest is not None and self.holds(digest)
 
     def lock(
         self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None
