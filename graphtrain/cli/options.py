@@ -154,8 +154,15 @@ def command_line(
     verb: str, config: Path, target: str | None, overrides: Sequence[str], cache: Path
 ) -> str:
     """Another command with the options of this one."""
-    words = ["graphtrain", verb, str(config)]
+    named = cache if cache != Path("cache") else None
+    return shlex.join(["graphtrain", verb, *arguments(config, target, overrides, named)])
+
+
+def arguments(
+    config: Path, target: str | None, overrides: Sequence[str], cache: Path | None = None
+) -> list[str]:
+    """CONFIG and options, as words of a command."""
+    words = [str(config)]
     words += ["--target", target] if target else []
     words += [word for override in overrides for word in ("--set", override)]
-    words += ["--cache", str(cache)] if cache != Path("cache") else []
-    return shlex.join(words)
+    return words + (["--cache", str(cache)] if cache else [])
