@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests, stages_of
+from graphtrain.requests import GRAPHS, mesh_shape, request_keys, source_digests, stages_of
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
 
@@ -21,7 +21,7 @@ def digests(**changes):
 
 
 def test_every_graph_has_its_own_key():
-    assert len(digests()) == len(graph_names(PROGRAM))
+    assert len(digests()) == len(GRAPHS)
 
 
 @pytest.mark.parametrize(
