@@ -114,11 +114,6 @@ def before_head(
     return decoder.before_head(model, parameters, tokens, dropout_key=dropout_key)
 
 
-def logits(model: Model, parameters: Tree, tokens: jax.Array) -> jax.Array:
-    """Scores of every next token, with nothing dropped."""
-    return forward(model, parameters, tokens)[0]
-
-
 def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
     """What is kept of so many sequences of so many tokens, to continue them.
 

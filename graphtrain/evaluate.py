@@ -162,5 +162,5 @@ def bigram_loss(config: Config) -> float:
     counted = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]
     if not isinstance(data.train, str):
         sizes = [int(one.pair_counts.sum()) for one in counted]
-        counted = [Bigram.blended(counted, blend_counts(data.train, sizes) / sum(sizes))]
+        counted = [Bigram.blended(counted, blend_counts(data.train, sizes))]
     return counted[0].loss(validation_batches(data, config.program, vocab, None))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.filler import hides_sizes, with_filler
+from graphtrain.estimates.filler import with_filler
+from graphtrain.estimates.look_alike import hides_sizes
 from graphtrain.estimates.memory import largest
 from graphtrain.requests import mesh_shape
 from graphtrain.torch_xla.graphs import Extracted

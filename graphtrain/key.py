@@ -61,11 +61,6 @@ class CacheKey:
         text = dict(self.parts).get(name)
         return None if text is None else json.loads(text)
 
-    def changed(self, other: "CacheKey") -> list[str]:
-        """Names of the parts that differ from other, e.g. ["program", "toolchain"]."""
-        mine, theirs = dict(self.parts), dict(other.parts)
-        return [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-
     def differences(self, other: "CacheKey") -> list[Difference]:
         """Every leaf that differs from other; empty only if the keys are equal."""
         return list(compare(self.to_json(), other.to_json()))

@@ -6,7 +6,6 @@ another has is put off, and looked for in the store later.
 """
 
 import math
-import os
 import signal
 import tempfile
 import time
@@ -23,6 +22,7 @@ from graphtrain.cache.sizes import readable
 from graphtrain.errors import CacheError
 from graphtrain.forkserver import ForkServer, end, scratch_directory
 from graphtrain.tasks import Limits, Observer, Outcome, Task
+from lowering import host
 
 # What would be said again, whatever else the machine is doing; full disks and kills are not that.
 _FINAL = ("OutOfMemory", "ShardingError")
@@ -72,8 +72,8 @@ class Pool:
     ) -> None:
         """known: what the store says of a graph now; asked when its lease is held."""
         self._cache = cache
-        self._jobs = limits.jobs or _cores()
-        self._memory = limits.memory or _available_memory()
+        self._jobs = limits.jobs or host.usable_cores()
+        self._memory = limits.memory or host.available_memory()
         self._timeout = limits.timeout or math.inf
         self._retries = limits.retries
         self._known = known
@@ -237,24 +237,6 @@ class Pool:
 
 def _again(queued: _Queued) -> _Queued:
     return _Queued(queued.task, queued.lease, queued.attempt + 1)
-
-
-def _cores() -> int:
-    """How many cores this process may use; Slurm and containers give some of the host's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _available_memory() -> int:
-    """Bytes that new processes can take: the host's, or what is left to this container."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no version 2 groups, or "max"
-        return available
-    return min(available, max(0, limit - used))
 
 
 def _resident(pid: int) -> int:

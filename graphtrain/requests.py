@@ -18,6 +18,8 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
 
+GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program takes
+
 _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
@@ -38,11 +40,6 @@ _SOURCES = (
     "lowering",
     "sharding_rules",
 )
-
-
-def graph_names(program: Program) -> tuple[str, ...]:
-    """Names of the graphs that training and evaluating a program takes."""
-    return ("init", "train", "evaluate")
 
 
 def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[str, CacheKey]:
@@ -69,7 +66,7 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
         "target": target.ingredients(),
         "toolchain": dataclasses.asdict(Toolchain.here(target.platform)),
     }
-    return {name: CacheKey.of(graph=name, **parts) for name in names or graph_names(program)}
+    return {name: CacheKey.of(graph=name, **parts) for name in names or GRAPHS}
 
 
 def mesh_shape(program: Program) -> MeshShape:

@@ -21,7 +21,7 @@ from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.errors import TrainingError
-from graphtrain.estimates.filler import estimable, hides_sizes
+from graphtrain.estimates.look_alike import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing

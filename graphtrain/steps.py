@@ -51,7 +51,7 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: Program, name: str) -> Graph:
-    """One of the graphs that `requests.graph_names` lists, or that continue a sequence."""
+    """One of the graphs that `requests.GRAPHS` lists, or that continue a sequence."""
     if name in TOKENS:
         return extend_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)

@@ -141,7 +141,7 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
 
 def _flops_per_token(program: Program) -> dict[str, float]:
     from graphtrain.errors import PlanError
-    from graphtrain.estimates.filler import estimable
+    from graphtrain.estimates.look_alike import estimable
     from graphtrain.models.counts import useful_flops_per_token
 
     try:

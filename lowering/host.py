@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_GROUP = Path("/sys/fs/cgroup")  # this container's
 # M_ARENA_MAX: one; M_MMAP_MAX: nothing from mmap; M_TRIM_THRESHOLD: never, it is unsigned.
 _KEEP = {-8: 1, -4: 0, -1: -1}
 _kept: list[bool] = []  # of each parameter, whether the C library took it
@@ -36,6 +37,25 @@ def processor() -> dict[str, str]:
 def memory_bytes() -> int:
     """Physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Bytes that new processes can take: the host's, or what is left to this container."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    try:
+        limit, used = (
+            int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no version 2 groups, or "max"
+        return available
+    return min(available, max(0, limit - used))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; Slurm and containers give some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident_bytes() -> int:

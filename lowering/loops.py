@@ -26,7 +26,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
     if test.opcode != "compare" or test.attribute("direction") not in ("LT", "LE"):
         return None
     counter, limit = test.operands
-    index = _index(module, condition, counter)
+    index = _index(condition, counter)
     start, step = _start(caller, loop, index), _step(module, body, index)
     end = _constant(condition, limit)
     if end is None or start is None or not step:
@@ -63,7 +63,7 @@ def _constant(computation: Computation, name: str) -> int | None:
     return int(origin.arguments) if is_number else None
 
 
-def _index(module: Module, computation: Computation, name: str) -> int | None:
+def _index(computation: Computation, name: str) -> int | None:
     """Where in the loop's state a value is."""
     origin = _origin(computation, name)
     if origin.opcode != "get-tuple-element":
@@ -89,6 +89,6 @@ def _step(module: Module, body: Computation, index: int | None) -> int | None:
     if added.opcode != "add":
         return None
     steps = [_constant(body, name) for name in added.operands]
-    counters = [_index(module, body, name) for name in added.operands]
+    counters = [_index(body, name) for name in added.operands]
     known = [step for step in steps if step is not None]
     return known[0] if len(known) == 1 and index in counters else None

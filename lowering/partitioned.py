@@ -32,11 +32,6 @@ class Partitioned:
     outputs: tuple[Any, ...]  # the sharding of each
 
 
-def partitioned(lowered: Any) -> bytes:
-    """The HloModuleProto of one device's program, as `partition(...)` finds it."""
-    return partition(lowered).hlo
-
-
 def partition(lowered: Any) -> Partitioned:
     """One device's program; processes differ in its module's id only.
 

@@ -43,7 +43,7 @@ _RENAME_ATTEMPTS = 3  # each loses only to another process that has just stored 
 def default_root() -> Path:
     """$GRAPHTRAIN_CACHE, else cache/ under the current directory."""
     named = os.environ.get("GRAPHTRAIN_CACHE")
-    return Path(named).expanduser() if named else Path.cwd() / "cache"
+    return Path(named).expanduser() if named else Path("cache")
 
 
 class Cache:
@@ -134,13 +134,7 @@ class Cache:
     def has(self, request: CacheKey) -> bool:
         """Whether find would find a program, without reading its payload."""
         digest = self._answer(request)
-        if digest is None:
-            return False
-        try:
-            programs.check(self._layout.program(digest), digest, contents=False)
-        except Unusable:
-            return False
-        return True
+        return digest is not None and self.holds(digest)
 
     def lock(
         self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,31 +10,17 @@ from typing import Any
 import click
 from rich.console import Console
 
-from graphtrain.cache import Cache, Entry, Explanation, default_root
+from graphtrain.cache import Cache, Entry, Explanation
 from graphtrain.cache.sizes import readable
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
-from graphtrain.cli.options import Size
+from graphtrain.cli.options import Size, cache_as, json_option, overrides_option, target_option
 from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 
 _DIGITS = 12  # of a digest in a table
 _LINES = 20  # differences of one explanation
 
-
-def _store(function: Callable) -> Callable:
-    """Add --cache; the function is given the store as `cache`."""
-    return click.option(
-        "--cache",
-        metavar="DIR",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=default_root,
-        show_default="$GRAPHTRAIN_CACHE, else ./cache",
-        callback=lambda _context, _option, root: Cache(root),
-        help="The store of compiled programs.",
-    )(function)
-
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+_store = cache_as(Cache)
 
 
 @click.group("cache")
@@ -44,7 +30,7 @@ def command() -> None:
 
 @command.command("ls")
 @_store
-@_as_json
+@json_option
 def ls(cache: Cache, as_json: bool) -> None:
     """List the stored programs, last used first; times are UTC."""
     entries = cache.list()
@@ -66,7 +52,7 @@ command.add_command(ls, "list")
 @command.command("show")
 @click.argument("digest_prefix")
 @_store
-@_as_json
+@json_option
 def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
     """Show what is recorded of a program; a request's digest shows its program."""
     facts = cache.describe(digest_prefix)
@@ -79,7 +65,7 @@ def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
 @command.command("verify")
 @_store
 @click.option("--repair", is_flag=True, help="Move what is damaged to quarantine.")
-@_as_json
+@json_option
 def verify(cache: Cache, repair: bool, as_json: bool) -> None:
     """Read every byte stored and say what is wrong; exits 2 if something is."""
     report = cache.verify(repair=repair)
@@ -102,10 +88,10 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
 
 @command.command("explain")
 @click.argument("config", type=click.Path(exists=True, path_type=Path))
-@click.option("--target", metavar="NAME", help="The machine compiled for, as cpu:8.")
-@click.option("--set", "overrides", multiple=True, metavar="K=V", help="A setting.")
+@target_option
+@overrides_option
 @_store
-@_as_json
+@json_option
 def explain(
     config: Path, target: str | None, overrides: tuple[str, ...], cache: Cache, as_json: bool
 ) -> None:

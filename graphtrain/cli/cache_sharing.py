@@ -13,6 +13,7 @@ import click
 
 from graphtrain.cache import Cache
 from graphtrain.cache.sizes import readable
+from graphtrain.cli.options import json_option, overrides_option, target_option
 
 if TYPE_CHECKING:
     from graphtrain.cache.exchange import Exchanged
@@ -25,9 +26,9 @@ def exchange_options(function: Callable) -> Callable:
     for option in (
         click.argument("configs", nargs=-1, type=click.Path(path_type=Path)),
         click.argument("store", metavar="STORE"),
-        click.option("--target", metavar="NAME", help="Of the configurations."),
-        click.option("--set", "overrides", metavar="SECTION.NAME=VALUE", multiple=True),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
+        target_option,
+        overrides_option,
+        json_option,
     ):
         function = option(function)
     return function

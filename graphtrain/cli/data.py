@@ -110,7 +110,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 
     It learns from the documents that `prepare`, given the same options, trains on.
     """
-    from graphtrain.data.learn import learn_tokenizer
+    from graphtrain.data.learn_tokenizer import learn_tokenizer
 
     inputs = corpus.pop("inputs")
     with _progress() as report:

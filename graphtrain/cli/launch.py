@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from graphtrain.cli.options import cache_option, config_argument, overrides_option, target_option
+from graphtrain.cli.options import (
+    arguments,
+    cache_option,
+    config_argument,
+    overrides_option,
+    target_option,
+)
 
 
 @click.group("launch")
@@ -78,8 +84,7 @@ def slurm(
     numbers = scheduler.submit(job, made)
     click.echo(f"compile: job {numbers['compile']}")
     click.echo(f"run:     job {numbers['run']}, once that has succeeded")
-    asked = ["graphtrain", "launch", "status", str(config)]
-    asked += [word for override in overrides for word in ("--set", override)]
+    asked = ["graphtrain", "launch", "status", *arguments(config, None, overrides)]
     click.echo(f"{shlex.join(asked)}; logs are in {job.directory}")
 
 
@@ -131,11 +136,7 @@ def _job(config: Path, target: str | None, overrides: Sequence[str], cache: Path
     from graphtrain.launch.job import job
 
     settings = load_config(config, overrides, target)
-    words = [str(config)]
-    words += ["--target", target] if target else []
-    words += [word for override in overrides for word in ("--set", override)]
-    words += ["--cache", str(cache)]
-    return job(settings, words, workers)
+    return job(settings, arguments(config, target, overrides, cache), workers)
 
 
 def _pair(text: str) -> tuple[str, str]:

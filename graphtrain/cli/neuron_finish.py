@@ -23,7 +23,7 @@ def command(bundles: Sequence[Path], cache: Path) -> None:
     """
     from graphtrain.cache import Cache
     from graphtrain.errors import GraphtrainError
-    from graphtrain.finish import finish
+    from graphtrain.neuron_finish import finish
     from lowering.errors import LoweringError
 
     failed = False

@@ -37,15 +37,27 @@ target_option = click.option(
     "--target", metavar="NAME", help="The machine to compile for, as in cpu:8; over program.target."
 )
 
-cache_option = click.option(
-    "--cache",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="cache",
-    show_default=True,
-    envvar="GRAPHTRAIN_CACHE",
-    show_envvar=True,
-    help="Store of compiled programs.",
-)
+
+def cache_as(make: Callable[[Path], Any]) -> Callable:
+    """--cache; the command is given what is made of its path as `cache`."""
+    return click.option(
+        "--cache",
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=_default_root,
+        show_default="$GRAPHTRAIN_CACHE, else ./cache",
+        callback=lambda _context, _option, root: make(root),
+        help="Store of compiled programs.",
+    )
+
+
+def _default_root() -> Path:
+    from graphtrain.cache import default_root
+
+    return default_root()
+
+
+cache_option = cache_as(Path)
 
 
 def process_options(command: Callable) -> Callable:
@@ -142,8 +154,15 @@ def command_line(
     verb: str, config: Path, target: str | None, overrides: Sequence[str], cache: Path
 ) -> str:
     """Another command with the options of this one."""
-    words = ["graphtrain", verb, str(config)]
+    named = cache if cache != Path("cache") else None
+    return shlex.join(["graphtrain", verb, *arguments(config, target, overrides, named)])
+
+
+def arguments(
+    config: Path, target: str | None, overrides: Sequence[str], cache: Path | None = None
+) -> list[str]:
+    """CONFIG and options, as words of a command."""
+    words = [str(config)]
     words += ["--target", target] if target else []
     words += [word for override in overrides for word in ("--set", override)]
-    words += ["--cache", str(cache)] if cache != Path("cache") else []
-    return shlex.join(words)
+    return words + (["--cache", str(cache)] if cache else [])

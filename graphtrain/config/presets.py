@@ -12,16 +12,6 @@ from graphtrain.errors import ConfigError
 _FILE = Path(__file__).with_name("presets.toml")
 
 
-def preset_names() -> tuple[str, ...]:
-    """Of the published models."""
-    return tuple(_read(_FILE))
-
-
-def published_parameters(name: str) -> float:
-    """How many numbers a published model holds, by its publisher; a float is in billions."""
-    return _read(_FILE)[name]["parameters"]
-
-
 def preset_settings(preset: str) -> dict[str, Any]:
     """The settings of a published model, or those in a .toml file with a [program.model].
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.data.indexed import IndexedDataset, dataset_paths
-from graphtrain.data.learned import Learned, learned_prefix
+from graphtrain.data.learned_spans import Learned, learned_prefix
 from graphtrain.data.replacing import content_digest, replacing
 from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError

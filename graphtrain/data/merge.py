@@ -14,7 +14,7 @@ from graphtrain.data.description import (
 )
 from graphtrain.data.indexed import DTYPES, IndexedDataset
 from graphtrain.data.indexed_writer import IndexedWriter
-from graphtrain.data.learned import learned_prefix, spans_writer
+from graphtrain.data.learned_spans import learned_prefix, spans_writer
 from graphtrain.data.replacing import replacing
 from graphtrain.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from graphtrain.errors import DataError

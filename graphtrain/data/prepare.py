@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from graphtrain.data.records import TextDocument
 from graphtrain.data.splits import Splits, are_there, split_names
 from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
+from lowering import host
 
 Report = Callable[[str, float], None]  # what is being done, and the fraction of it that is
 
@@ -250,10 +250,7 @@ def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
 def _workers_that_pay(corpus: Corpus, tokenizer: Tokenizer) -> int:
     if isinstance(tokenizer, ByteTokenizer):
         return 1  # moving text between processes takes longer than copying its bytes
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )
-    return max(1, min(processors or 1, corpus.nbytes // _PER_WORKER))
+    return max(1, min(host.usable_cores(), corpus.nbytes // _PER_WORKER))
 
 
 def _size(nbytes: float) -> str:

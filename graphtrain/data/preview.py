@@ -8,7 +8,7 @@ import numpy as np
 
 from graphtrain.data.description import dataset_tokenizer, read_description
 from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned import Learned
+from graphtrain.data.learned_spans import Learned
 from graphtrain.data.rows import Rows
 from graphtrain.data.tokenizer import Tokenizer
 from graphtrain.errors import DataError

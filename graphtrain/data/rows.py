@@ -6,7 +6,7 @@ from typing import Literal
 
 from graphtrain.data.description import read_description
 from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned import Learned
+from graphtrain.data.learned_spans import Learned
 from graphtrain.data.packing import Packing
 from graphtrain.data.whole import Longer, WholePacking
 from graphtrain.errors import DataError

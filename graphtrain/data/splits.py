@@ -19,7 +19,7 @@ from graphtrain.data.description import (
 from graphtrain.data.encode import Encoded
 from graphtrain.data.indexed import HEADER, dataset_paths, token_dtype
 from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
-from graphtrain.data.learned import SPANS, learned_prefix, spans_writer
+from graphtrain.data.learned_spans import SPANS, learned_prefix, spans_writer
 from graphtrain.data.progress import Progress, remove_progress, write_progress
 from graphtrain.data.replacing import partial_path
 from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer

@@ -11,7 +11,7 @@ from graphtrain.data.description import (
     read_description,
 )
 from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned import Learned, learned_prefix
+from graphtrain.data.learned_spans import Learned, learned_prefix
 from graphtrain.errors import DataError
 
 _CHUNK = 1 << 22  # tokens looked at a time

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned import Learned
+from graphtrain.data.learned_spans import Learned
 from graphtrain.data.packing import Batch, check_tokens, empty_batch
 from graphtrain.errors import DataError
 

@@ -166,38 +166,6 @@ def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(Decoder(model, weights.Keys(key))))
 
 
-def hidden(
-    model: Model,
-    parameters: Parameters,
-    tokens: Int[Array, "batch seq"],
-    *,
-    dropout_key: jax.Array | None = None,
-) -> Float[Array, "batch seq embed"]:
-    """What the head reads: the residual stream after the last norm, in the model's dtype.
-
-    Without a dropout key nothing is dropped.
-    """
-    return merge(model, parameters).hidden(tokens, dropout_key)[0]
-
-
-def unembed(
-    model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
-) -> Float[Array, "batch seq vocab"]:
-    """Scores of every token from hidden, in float32; any part of a sequence will do."""
-    return merge(model, parameters).unembed(hidden)
-
-
-def logits(
-    model: Model,
-    parameters: Parameters,
-    tokens: Int[Array, "batch seq"],
-    *,
-    dropout_key: jax.Array | None = None,
-) -> Float[Array, "batch seq vocab"]:
-    """Scores of every next token, in float32. Without a dropout key nothing is dropped."""
-    return forward(model, parameters, tokens, dropout_key=dropout_key)[0]
-
-
 def forward(
     model: Model,
     parameters: Parameters,
@@ -205,7 +173,10 @@ def forward(
     *,
     dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
-    """Scores of every next token, and what the layers add to the loss."""
+    """Scores of every next token, in float32, and what the layers add to the loss.
+
+    Without a dropout key nothing is dropped.
+    """
     decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     return decoder.unembed(x), auxiliary

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import PlanError
-from graphtrain.estimates.filler import estimable
+from graphtrain.estimates.look_alike import estimable
 from graphtrain.estimates.time import HIDDEN, crosses_hosts
 from graphtrain.planning.assessment import StepTime
 from graphtrain.planning.candidates import (

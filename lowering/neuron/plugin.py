@@ -23,7 +23,6 @@ _EXTRACTION = {
     "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
     "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",  # on machines without a Neuron device too
 }
-IGNORE_VARIABLE = "NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE"
 
 
 def environment(root: Path) -> dict[str, str]:

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", default=["huggingface", "sentencepiece"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from graphtrain.data.learn import learn_tokenizer
+    from graphtrain.data.learn_tokenizer import learn_tokenizer
 
     results = {}
     kinds = {"huggingface": "bpe", "sentencepiece": "sentencepiece"}

@@ -9,7 +9,7 @@ import pytest
 from programs import CUBE, GPT2, LLAMA, alone, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Batch, Mesh, Model
-from graphtrain.models.decoder import initialise, logits
+from graphtrain.models.decoder import forward, initialise
 from graphtrain.models.documents import apart
 from lowering.trees import flatten
 from sharding_rules.errors import ShardingError
@@ -27,13 +27,14 @@ def packed(model: Model, parameters):
     """Logits of one sequence of all documents."""
     numbers = np.repeat([1, 2, 3, 4], SIZES)[None]
     with apart(jnp.asarray(numbers)):
-        return logits(model, parameters, TOKENS[None])[0]
+        return forward(model, parameters, TOKENS[None])[0][0]
 
 
 def separate(model: Model, parameters):
     """Logits of each document from a row of its own; what follows it there is not seen by it."""
     begins = np.cumsum([0, *SIZES])[:-1]
-    each = logits(model, parameters, np.stack([np.roll(TOKENS, -begin) for begin in begins]))
+    rolled = np.stack([np.roll(TOKENS, -begin) for begin in begins])
+    each, _ = forward(model, parameters, rolled)
     return jnp.concatenate([row[:size] for row, size in zip(each, SIZES, strict=True)])
 
 

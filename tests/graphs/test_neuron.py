@@ -25,7 +25,7 @@ from lowering.neuron import backend, compiler, neff, preflight, simulation, simu
 from lowering.one_device import backend as one_device
 from lowering.one_device.normalise import entry_of, normalise
 from lowering.one_device.proto import array_bytes, read_module, write_module
-from lowering.partitioned import partitioned
+from lowering.partitioned import partition
 from lowering.target import Target
 from sharding_rules.rules import Rules
 
@@ -46,7 +46,7 @@ def lower(of, graph, of_backend=backend):
 @pytest.fixture(scope="module")
 def raw() -> bytes:
     """The train step of one of 8 devices, as XLA's partitioner leaves it."""
-    return partitioned(lower(program(**CUBE), "train", jax_xla).handle)
+    return partition(lower(program(**CUBE), "train", jax_xla).handle).hlo
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
     handle = lower(program(), "train", jax_xla).handle
     devices = jax_xla.devices(Target.parse("cpu:1"))
     quickly = {"xla_backend_optimization_level": 0}
-    simulated = simulation.compile_module(partitioned(handle), devices, quickly)
+    simulated = simulation.compile_module(partition(handle).hlo, devices, quickly)
     compiled = handle.compile(quickly)
     texts = compiled.as_text(), simulated.hlo_modules()[0].to_string()
     ours, theirs = (Counter(re.findall(r" = (\S+) ([a-z][\w-]*)\(", text)) for text in texts)
@@ -217,7 +217,7 @@ def simulate(tmp_path, hlo: bytes, *flags: str) -> int:
 
 def module_of(step, *shapes: tuple[int, ...]) -> bytes:
     described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    return partitioned(jax.jit(step).lower(*described))
+    return partition(jax.jit(step).lower(*described)).hlo
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_rank_cannot_be_asked_for_in_a_conditional():
         return jax.lax.cond(x[0] > 0, lambda: x + jax.lax.axis_index("data"), lambda: x + rank)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
-    binary = partitioned(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32)))
+    binary = partition(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
     with pytest.raises(LoweringError, match="conditional asks for the rank"):
         normalise(binary, name="train", ranks=4)
 

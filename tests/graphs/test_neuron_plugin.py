@@ -4,7 +4,7 @@ import jax
 import pytest
 from programs import CUBE, program
 
-from graphtrain.extract import extract
+from graphtrain.neuron_extract import extract
 from lowering.errors import LoweringError
 from lowering.neuron import plugin
 from lowering.target import Target

@@ -18,7 +18,7 @@ from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
 from lowering.one_device.normalise import normalise
 from lowering.one_device.proto import read_module
-from lowering.partitioned import partitioned
+from lowering.partitioned import partition
 from lowering.target import Target
 from sharding_rules.rules import Rules
 
@@ -27,7 +27,7 @@ INTEGERS = np.zeros((4, 8), np.int32)
 
 
 def normalised(step, *inputs):
-    return normalise(partitioned(jax.jit(step).lower(*inputs)), name="step", ranks=1)
+    return normalise(partition(jax.jit(step).lower(*inputs)).hlo, name="step", ranks=1)
 
 
 def codes(step, *inputs, target="trn1:1", flags=()):

@@ -10,7 +10,7 @@ import pytest
 from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Loss, Optimizer
-from graphtrain.models.decoder import logits
+from graphtrain.models.decoder import forward
 from lowering import jax_xla
 from lowering.target import Target
 from lowering.tracing import tracing_for
@@ -36,7 +36,7 @@ def reference_steps(of, state, batches, rate):
     def loss(parameters, inputs):
         tree = unflatten(parameters)
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-            logits(of.model, tree, inputs["tokens"][0]), inputs["targets"][0]
+            forward(of.model, tree, inputs["tokens"][0])[0], inputs["targets"][0]
         )
         return (losses * inputs["weights"][0]).sum() / inputs["weights"].sum()
 

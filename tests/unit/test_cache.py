@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -168,7 +169,6 @@ def test_the_default_store_is_named_by_the_environment(monkeypatch, tmp_path):
     assert default_root() == tmp_path / "named"
 
 
-def test_the_default_store_is_under_the_current_directory(monkeypatch, tmp_path):
+def test_the_default_store_is_under_the_current_directory(monkeypatch):
     monkeypatch.delenv("GRAPHTRAIN_CACHE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert default_root() == tmp_path / "cache"
+    assert default_root() == Path("cache")

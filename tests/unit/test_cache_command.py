@@ -63,6 +63,12 @@ def test_the_environment_names_the_store(cache, monkeypatch):
     assert KEY.digest[:12] in CliRunner().invoke(command, ["ls"]).stdout
 
 
+def test_a_tilde_in_the_environment_is_the_home_folder(cache, monkeypatch):
+    monkeypatch.setenv("HOME", str(cache.root.parent))
+    monkeypatch.setenv("GRAPHTRAIN_CACHE", f"~/{cache.root.name}")
+    assert KEY.digest[:12] in CliRunner().invoke(command, ["ls"]).stdout
+
+
 def test_show_is_the_record(invoke):
     assert json.loads(invoke("show", KEY.digest[:6]).stdout)["record"] == {"compile_seconds": 4.2}
     facts = json.loads(invoke("show", REQUEST.digest[:6], "--json").stdout)

@@ -98,11 +98,6 @@ def test_what_is_not_json_is_refused_with_its_place(value, message):
         CacheKey.of(a={"b": value})
 
 
-def test_changed_names_the_parts_that_differ():
-    other = key(toolchain={"versions": {"jax": "0.10.1"}}, program={"mesh": {"data": 8}})
-    assert key().changed(other) == ["program", "toolchain"]
-
-
 def test_differences_are_leaves_with_their_paths():
     other = key(
         toolchain={"versions": {"jax": "0.10.1"}},

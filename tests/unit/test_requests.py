@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain import requests
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.requests import graph_names, mesh_shape, request_keys, source_digests, stages_of
+from graphtrain.requests import GRAPHS, mesh_shape, request_keys, source_digests, stages_of
 from graphtrain.torch_models import source
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
@@ -26,7 +26,7 @@ def digests(**changes):
 
 
 def test_every_graph_has_its_own_key():
-    assert len(digests()) == len(graph_names(PROGRAM))
+    assert len(digests()) == len(GRAPHS)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from lowering import host
 from lowering.errors import LoweringError
 from lowering.neuron.compiler import Compiler, arguments, environment, forwarded, tied
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
@@ -72,9 +73,8 @@ class _Running:
 
 
 def default_jobs() -> int:
-    """Compilers that the host's memory and cores bear."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(os.cpu_count() or 1, -(-memory // _MEMORY_OF_ONE)))
+    """Compilers that the memory and cores left to us bear."""
+    return max(1, min(host.usable_cores(), -(-host.available_memory() // _MEMORY_OF_ONE)))
 
 
 def compile_entries(

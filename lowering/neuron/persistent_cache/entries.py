@@ -20,9 +20,6 @@ NEFF, DONE, LOG = "model.neff", "model.done", "model.log"
 ATTEMPT = "graphtrain.log"
 
 State = Literal["done", "not compiled", "failed", "locked", "stale lock", "incomplete"]
-STATES: tuple[State, ...] = (
-    "done", "not compiled", "failed", "locked", "stale lock", "incomplete",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,5 @@ def test_the_cache_is_an_option_then_the_environment_then_a_folder_here():
     assert shown(GRAPHTRAIN_CACHE=None) == "cache"
     assert shown(GRAPHTRAIN_CACHE="b") == "b"
     assert shown("--cache", "a", GRAPHTRAIN_CACHE="b") == "a"
+    assert shown(GRAPHTRAIN_CACHE="~/c", HOME="/home/of") == "/home/of/c"
+    assert "$GRAPHTRAIN_CACHE" in shown("--help")

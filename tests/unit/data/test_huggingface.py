@@ -10,8 +10,8 @@ pytest.importorskip("tokenizers")
 from graphtrain.data.description import dataset_tokenizer
 from graphtrain.data.huggingface import HuggingFaceTokenizer, train_bpe
 from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learn import learn_tokenizer
 from graphtrain.data.learn_sentencepiece import train_sentencepiece
+from graphtrain.data.learn_tokenizer import learn_tokenizer
 from graphtrain.data.prepare import prepare
 from graphtrain.data.tokenizer import load_tokenizer
 from graphtrain.errors import DataError

@@ -193,7 +193,7 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     ],
 )
 def test_verify_finds_learned_parts_that_are_not_of_the_document(tmp_path, spans, words):
-    from graphtrain.data.learned import spans_writer
+    from graphtrain.data.learned_spans import spans_writer
 
     made(tmp_path, [conversation(0)])
     prefix = tmp_path / "out/train"

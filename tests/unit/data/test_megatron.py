@@ -10,7 +10,7 @@ import pytest
 
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.instruct import instruct
-from graphtrain.data.learned import Learned
+from graphtrain.data.learned_spans import Learned
 
 # In a process of its own: importing megatron-core warns, and takes torch.
 PROGRAM = """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graphtrain.config.schema import Part
 from graphtrain.data.indexed import IndexedDataset
 from graphtrain.data.instruct import instruct
-from graphtrain.data.learned import Learned
+from graphtrain.data.learned_spans import Learned
 from graphtrain.data.loader import Loader, evaluation_batches
 from graphtrain.data.prepare import prepare
 from graphtrain.data.whole import best_fit

@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain.config.schema import Model
 from graphtrain.models.counts import parameter_count
-from graphtrain.models.decoder import logits, parameter_specs
+from graphtrain.models.decoder import forward, parameter_specs
 
 MODEL = Model(
     layers=2, embed=16, heads=2, mlp=24, vocab=32, bias="all", norm="layer", dtype="float32"
@@ -16,7 +16,7 @@ TOKENS = np.random.default_rng(1).integers(0, 32, (2, 8), np.int32)
 
 
 def loss(model, parameters):
-    return jnp.square(logits(model, parameters, TOKENS)).sum()
+    return jnp.square(forward(model, parameters, TOKENS)[0]).sum()
 
 
 def merge(layers):

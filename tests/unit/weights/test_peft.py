@@ -17,7 +17,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.families import family_of
 from graphtrain.loss import cross_entropy
 from graphtrain.models.adapters import combine
-from graphtrain.models.decoder import logits
+from graphtrain.models.decoder import forward
 from graphtrain.models.tuned import A, B, adapted_paths, frozen_arrays, trained_arrays
 from graphtrain.requests import mesh_shape
 from graphtrain.weights.convert import from_hugging_face, read_config
@@ -111,7 +111,7 @@ def test_logits_and_gradients_are_those_of_peft(case, tmp_path):
     targets, weights = np.roll(TOKENS, -1, 1), np.ones(TOKENS.shape, np.float32)
 
     def loss(trained):
-        out = logits(program.model, combine(program, trained, frozen), TOKENS)
+        out = forward(program.model, combine(program, trained, frozen), TOKENS)[0]
         return cross_entropy(out, targets, weights)[0], out
 
     (_, got), gradients = quickly(jax.value_and_grad(loss, has_aux=True))(unflatten(adapter.arrays))
@@ -181,7 +181,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp
     with torch.no_grad():
         want = loaded(torch.tensor(TOKENS)).logits.numpy()
     weights = combine(program, unflatten(ours), frozen_of(tmp_path, program))
-    assert_close(quickly(lambda tree: logits(program.model, tree, TOKENS))(weights), want)
+    assert_close(quickly(lambda tree: forward(program.model, tree, TOKENS)[0])(weights), want)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from graphtrain.config.schema import Program
-from graphtrain.requests import graph_names, mesh_shape
+from graphtrain.requests import GRAPHS, mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
 from lowering.neuron import plugin
@@ -21,7 +21,7 @@ def extract(program: Program, observe: Callable[[str, str], None]) -> None:
     target = Target.parse(program.target)
     placed_on = plugin.devices(target)
     rules = Rules.load(program.rules)
-    for name in graph_names(program):
+    for name in GRAPHS:
         graph = build_graph(program, name)
         lowered = jax_xla.lower(graph, rules, mesh_shape(program), target, placed_on)
         plugin.give(lowered)

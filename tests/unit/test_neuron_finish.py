@@ -7,8 +7,8 @@ import pytest
 
 from graphtrain.cache import Cache
 from graphtrain.errors import CacheError
-from graphtrain.finish import finish
 from graphtrain.key import CacheKey
+from graphtrain.neuron_finish import finish
 from lowering.errors import LoweringError
 from lowering.neuron.compiler import FLAGS_FILE, HLO_FILE, NEFF_FILE
 

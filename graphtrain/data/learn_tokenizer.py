@@ -13,7 +13,7 @@ from graphtrain.errors import DataError
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedTokenizer:
     """A tokenizer on disk."""
 
     path: Path
@@ -29,7 +29,7 @@ def learn_tokenizer(
     special: Sequence[str] = (),
     report: Callable[[str, float], None] = lambda stage, fraction: None,
     **corpus: Any,
-) -> Learned:
+) -> LearnedTokenizer:
     """Learn from the training documents of the inputs; write the tokenizer into a directory.
 
     Args:
@@ -50,4 +50,4 @@ def learn_tokenizer(
         names = tokenizer.save(Path(output))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    return Learned(Path(output) / names[0], tokenizer.vocab)
+    return LearnedTokenizer(Path(output) / names[0], tokenizer.vocab)
