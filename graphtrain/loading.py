@@ -47,6 +47,11 @@ class Programs:
             if artifact is not None
         }
 
+    def peak_bytes(self) -> int:
+        """Most that training holds on a device at once, before it is loaded; 0: not known."""
+        artifact = self._artifacts.get("train")
+        return 0 if artifact is None else artifact.record.get("memory", {}).get("peak", 0)
+
     def __getitem__(self, name: str) -> Any:
         """The executable of a graph.
 

@@ -31,7 +31,7 @@ from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
 from lowering import host, processes
-from lowering.pages import merge_pages
+from lowering.pages import PagesAhead, merge_pages
 from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -74,11 +74,14 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = together(lambda: Programs(program, cache, names, remedy))
         check_programs(programs)
+        ahead = _pages_ahead(programs, Target.parse(program.target))
+        stack.callback(ahead.stop)
         if processes.count() > 1:  # what cannot be loaded on one ends all, before any computes
             together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
-        began = host.forget_peak()
+        given = ahead.stop()
+        began = host.forget_peak() - given
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, arrangement_of(program)
         )
@@ -111,6 +114,12 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         gc.freeze()  # what was imported stays; the command puts collections off until here
         gc.enable()
         return loop.take_steps(state, stop)
+
+
+def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
+    """Where a CPU trains, get its memory while JAX is imported."""
+    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
+    return PagesAhead(programs.peak_bytes() * here)
 
 
 def _new_state(programs: Programs, seed: int) -> Tree:
