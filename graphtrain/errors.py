@@ -1,8 +1,5 @@
 """What a user can fix; the command prints these in one line and exits with their status."""
 
-from lowering.errors import LoweringError
-from sharding_rules.errors import ShardingError
-
 
 class GraphtrainError(Exception):
     """Base of the errors of this package that a user can fix."""
@@ -46,6 +43,3 @@ class WeightsError(GraphtrainError):
 
 class ExtractionError(GraphtrainError):
     """The graphs of a torch-xla script cannot be extracted, or read."""
-
-
-USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)  # all that a user can fix

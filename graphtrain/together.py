@@ -9,9 +9,10 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from graphtrain.errors import USER_ERRORS, MissingProgram, TrainingError
+from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.key import CacheKey
 from graphtrain.loading import Programs
+from graphtrain.user_errors import USER_ERRORS
 from lowering import processes
 
 T = TypeVar("T")

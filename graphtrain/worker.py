@@ -24,7 +24,6 @@ from pathlib import Path
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Imported, Program, is_imported
-from graphtrain.errors import USER_ERRORS
 from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
 from graphtrain.key import CacheKey
@@ -32,6 +31,7 @@ from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from graphtrain.torch_xla.compiling import read_module
 from graphtrain.torch_xla.graphs import Extracted
+from graphtrain.user_errors import USER_ERRORS
 from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from graphtrain.cache import Cache
 from graphtrain.config.render import toml
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.errors import USER_ERRORS
 from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.filler import with_filler
 from graphtrain.models.tuned import frozen_arrays, trained_arrays
@@ -18,6 +17,7 @@ from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Observer
+from graphtrain.user_errors import USER_ERRORS
 from lowering.target import Target
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
