@@ -106,16 +106,17 @@ def _excess(
 
     What goes whatever the size goes first: nothing of use leaves to make room beside it.
     """
-    total = sum(entry.nbytes for entry in entries)
-    free = [one for one in reversed(entries) if keep.isdisjoint((one.program, *one.requests))]
-    chosen = [one for one in free if one.last_used < oldest_use or one.program in foreign]
-    total -= sum(one.nbytes for one in chosen)
-    for one in free:
+    chosen, spared = [], []
+    for one in reversed(entries):
+        if keep.isdisjoint((one.program, *one.requests)):
+            goes = one.last_used < oldest_use or one.program in foreign
+            (chosen if goes else spared).append(one)
+    total = sum(one.nbytes for one in entries) - sum(one.nbytes for one in chosen)
+    for one in spared:
         if max_bytes is None or total <= max_bytes:
             break
-        if one not in chosen:
-            chosen.append(one)
-            total -= one.nbytes
+        chosen.append(one)
+        total -= one.nbytes
     return chosen
 
 

@@ -36,7 +36,8 @@ class Ranked:
 
     @property
     def choices(self) -> Choices:
-        return Choices("stage" not in self.not_tried, False, _REMATS, self.specs)
+        staged = "stage" not in self.not_tried
+        return Choices(staged, context=False, remats=_REMATS, arrays=self.specs)
 
     def of_model(self, candidate: Candidate) -> Candidate:
         """A candidate with the model in place of the native one of its sizes."""

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from graphtrain.cache import Cache
-from graphtrain.cache.writing import writing
+from graphtrain.cache.layout import Layout
+from graphtrain.cache.writing import replace_file, writing
 from graphtrain.key import CacheKey
 from graphtrain.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
@@ -81,22 +82,21 @@ def once(
         check: finds it.
         names: of what it finds. A record of others, or that cannot be read, is made anew.
     """
-    path = _record(model, store, suffix)
-    with Cache(store).lock(_key(model)):  # the other graphs wait for the first
+    key = _key(model)
+    path = _record(key, store, suffix)
+    with Cache(store).lock(key):  # the other graphs wait for the first
         if (known := _read(path, names)) is not None:
             return known
         found = check()
-        unfinished = path.with_suffix(".unfinished")
-        with writing(path, 0):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(found) + "\n")
-            unfinished.rename(path)
+        text = (json.dumps(found) + "\n").encode()
+        with writing(path, len(text)):
+            replace_file(Layout(store), path, text)
     return found
 
 
 def known_parity(model: Imported, store: Path) -> Parity | None:
     """What was found, if the model has been compared."""
-    found = _read(_record(model, store), _PARITY)
+    found = _read(_record(_key(model), store), _PARITY)
     return None if found is None else Parity(**found)
 
 
@@ -109,8 +109,8 @@ def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() == names else None
 
 
-def _record(model: Imported, store: Path, suffix: str = "") -> Path:
-    return store / "parity" / f"{_key(model).digest}{suffix}.json"
+def _record(key: CacheKey, store: Path, suffix: str = "") -> Path:
+    return store / "parity" / f"{key.digest}{suffix}.json"
 
 
 def _key(model: Imported) -> CacheKey:
