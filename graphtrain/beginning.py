@@ -10,7 +10,7 @@ import lowering
 from graphtrain.config.schema import Config, Program
 from graphtrain.metrics import writing
 from graphtrain.models.tuned import keeps_weights
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from graphtrain.arrangement import Index, Rows, Stacked, part
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
 from graphtrain.requests import rows_of_layers, stages_of
-from lowering import processes
-from lowering.target import Target
+from lowering.machine import distributed
+from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 
@@ -177,8 +177,8 @@ class Checkpoints:
                     # Named processes meet at a barrier of the service; else at a collective, which
                     # JAX would compile.
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
-                        active_processes=set(range(processes.count()))
-                        if processes.count() > 1
+                        active_processes=set(range(distributed.count()))
+                        if distributed.count() > 1
                         else None
                     ),
                 ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.models.counts import step_flops_per_token
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

@@ -10,7 +10,7 @@ from dataclasses import replace
 from graphtrain.cache import Cache
 from graphtrain.tasks import Limits, Observer, Outcome, Report, Task
 from lowering.errors import OutOfMemory
-from lowering.target import Target
+from lowering.machine.target import Target
 
 _LONGEST_FIRST = ("train", "init", "evaluate")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lowering import host
 from lowering.ascend import here
-from lowering.toolchain import Toolchain
+from lowering.machine import host
+from lowering.machine.toolchain import Toolchain
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from graphtrain.data.loader import evaluation_batches
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.models.tuned import keeps_weights
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import Tree
 
 

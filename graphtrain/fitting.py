@@ -12,7 +12,7 @@ from graphtrain.estimates.memory import largest
 from graphtrain.requests import mesh_shape
 from graphtrain.torch_xla.graphs import Extracted
 from lowering.errors import OutOfMemory
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 

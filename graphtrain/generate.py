@@ -18,7 +18,7 @@ from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.requests import mesh_shape, request_keys
 from graphtrain.tasks import Observer, Task
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lowering import processes
+from lowering.machine import distributed
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -26,7 +26,7 @@ class SharedStop(StopRequest):
     """The same for several processes: a signal to one stops all, after the same step."""
 
     def is_due(self, step: int) -> bool:
-        if processes.is_stop_agreed(step):
+        if distributed.is_stop_agreed(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
 
@@ -34,7 +34,7 @@ class SharedStop(StopRequest):
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """While inside, the first signal is noted and the second ends the process as usual."""
-    if processes.count() > 1:
+    if distributed.count() > 1:
         with _interrupt_as_termination():
             yield SharedStop()
         return

@@ -10,7 +10,7 @@ from graphtrain.config.schema import Program
 from graphtrain.errors import MissingProgram
 from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
-from lowering.target import Target
+from lowering.machine.target import Target
 
 
 class Programs:

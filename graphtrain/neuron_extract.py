@@ -6,8 +6,8 @@ from graphtrain.config.schema import Program
 from graphtrain.requests import GRAPHS, mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
+from lowering.machine.target import Target
 from lowering.neuron import plugin
-from lowering.target import Target
 from sharding_rules.rules import Rules
 
 

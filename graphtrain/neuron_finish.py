@@ -9,9 +9,9 @@ from graphtrain.cache.bundles import read
 from graphtrain.errors import CacheError
 from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
+from lowering.machine.toolchain import Toolchain
 from lowering.neuron import bundle
 from lowering.neuron.compiler import HLO_FILE
-from lowering.toolchain import Toolchain
 
 
 def finish(directory: Path, cache: Cache) -> str:

@@ -17,7 +17,7 @@ from graphtrain.models.adapters import combine, reference
 from graphtrain.models.documents import apart
 from graphtrain.models.layers import Auxiliary
 from graphtrain.requests import mesh_shape
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.threefry import UNROLLED
 from lowering.trees import Tree
 from sharding_rules.rules import Rules

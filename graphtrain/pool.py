@@ -22,7 +22,7 @@ from graphtrain.cache.sizes import readable
 from graphtrain.errors import CacheError
 from graphtrain.forkserver import ForkServer, end, scratch_directory
 from graphtrain.tasks import Limits, Observer, Outcome, Task
-from lowering import host
+from lowering.machine import host
 
 # What would be said again, whatever else the machine is doing; full disks and kills are not that.
 _FINAL = ("OutOfMemory", "ShardingError")

@@ -12,8 +12,8 @@ from pathlib import Path
 from graphtrain.config.schema import Program, check_pipeline, is_imported
 from graphtrain.errors import PlanError
 from graphtrain.key import CacheKey
-from lowering.target import Target
-from lowering.toolchain import Toolchain
+from lowering.machine.target import Target
+from lowering.machine.toolchain import Toolchain
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules

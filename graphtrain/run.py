@@ -30,9 +30,9 @@ from graphtrain.models.tuned import keeps_weights
 from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together
-from lowering import host, processes
-from lowering.pages import PagesAhead, merge_pages
-from lowering.target import Target
+from lowering.machine import distributed, host
+from lowering.machine.memory_pages import PagesAhead, merge_pages
+from lowering.machine.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
@@ -64,7 +64,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
     """
     run, program = config.run, config.program
     directory = Path(run.directory)
-    first = processes.rank() == 0  # writes what all share
+    first = distributed.rank() == 0  # writes what all share
     with ExitStack() as stack:
         together(lambda: stack.enter_context(owned(directory)) if first else None)
         saved = saved_steps(directory / "checkpoints")
@@ -76,7 +76,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         check_programs(programs)
         ahead = _pages_ahead(programs, Target.parse(program.target))
         stack.callback(ahead.stop)
-        if processes.count() > 1:  # what cannot be loaded on one ends all, before any computes
+        if distributed.count() > 1:  # what cannot be loaded on one ends all, before any computes
             together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())

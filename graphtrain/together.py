@@ -13,7 +13,7 @@ from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.key import CacheKey
 from graphtrain.loading import Programs
 from graphtrain.user_errors import USER_ERRORS
-from lowering import processes
+from lowering.machine import distributed
 
 T = TypeVar("T")
 
@@ -24,14 +24,14 @@ def together(action: Callable[[], T]) -> T:
     Raises:
         GraphtrainError: the error of this process, or one that names the rank that failed.
     """
-    if processes.count() == 1:
+    if distributed.count() == 1:
         return action()
     result, failed = None, None
     try:
         result = action()
     except USER_ERRORS as error:
         failed = error
-    answers = processes.exchange(f"{type(failed).__name__}: {failed}" if failed else "")
+    answers = distributed.exchange(f"{type(failed).__name__}: {failed}" if failed else "")
     if failed is not None:
         raise failed
     for rank, answer in enumerate(answers):
@@ -48,7 +48,7 @@ def check_steps(directory: str, steps: list[int]) -> None:
     Raises:
         TrainingError: its directory is not shared.
     """
-    seen = processes.exchange(json.dumps(steps))
+    seen = distributed.exchange(json.dumps(steps))
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise TrainingError(
@@ -64,7 +64,7 @@ def check_programs(programs: Programs) -> None:
         TrainingError: names the graph, the ranks, and the ingredient of the key that differs.
     """
     mine = programs.digests()
-    found = [json.loads(word) for word in processes.exchange(json.dumps(mine))]
+    found = [json.loads(word) for word in distributed.exchange(json.dumps(mine))]
     differing = next((name for name in mine if len({one[name] for one in found}) > 1), None)
     if differing is None:
         return
@@ -73,7 +73,7 @@ def check_programs(programs: Programs) -> None:
         [r for r, d in enumerate(digests) if d == digest] for digest in dict.fromkeys(digests)
     ]
     ranks = " and ".join(f"ranks {', '.join(map(str, group))}" for group in groups)
-    keys = processes.exchange(json.dumps(programs.keys[differing].to_json()))
+    keys = distributed.exchange(json.dumps(programs.keys[differing].to_json()))
     raise TrainingError(
         f"{ranks} found different executables of {differing}: "
         f"{_difference(keys[groups[0][0]], keys[groups[1][0]])}"

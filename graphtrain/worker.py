@@ -36,7 +36,7 @@ from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend(
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 

@@ -6,7 +6,7 @@ May import `sharding_rules`; knows nothing of language models.
 import importlib
 from types import ModuleType
 
-from lowering.target import Target
+from lowering.machine.target import Target
 
 _XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
 _BACKENDS: dict[str, str] = _XLA | {

@@ -21,8 +21,8 @@ import lowering
 from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.lowered import Lowered
+from lowering.machine.target import Target
 from lowering.modules import HloModule, Input
-from lowering.target import Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Layout, Plan

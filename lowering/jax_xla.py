@@ -15,16 +15,16 @@ import numpy as np
 from jax.experimental import mesh_utils, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering import deviceless, host, processes
 from lowering.artifact import Artifact
 from lowering.collectives import read
 from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
+from lowering.machine import aot_devices, distributed, host
+from lowering.machine.target import Target
 from lowering.on_cpu import KEEP_BARRIERS
 from lowering.overheard import overhear
-from lowering.target import Target
 from lowering.tracing import tracing_for
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.mesh import MeshShape
@@ -54,11 +54,11 @@ def described_devices(target: Target) -> list[Device]:
         LoweringError: the target's compiler is not installed, or knows no such topology.
     """
     if target.platform in _COMPILED_WHERE_THEY_ARE:
-        if target.platform == "cpu" and target.processes != processes.count():
-            processes.stand_in(target)
+        if target.platform == "cpu" and target.processes != distributed.count():
+            distributed.stand_in(target)
         return devices(target)
     _settle("cpu", 1)
-    return list(deviceless.devices(target))
+    return list(aot_devices.devices(target))
 
 
 def devices(target: Target) -> list[Device]:
@@ -77,7 +77,7 @@ def devices(target: Target) -> list[Device]:
             f"{target} needs {target.devices} devices; this process began with {len(found)}"
         )
     hosts = len({device.process_index for device in found})
-    if hosts > processes.count():  # a TPU slice; each host would take itself for the first
+    if hosts > distributed.count():  # a TPU slice; each host would take itself for the first
         raise LoweringError(
             f"the devices of {target} are on {hosts} hosts, of which this process knows none but "
             "its own; give graphtrain on each of them --coordinator, --processes and --rank"
@@ -369,7 +369,7 @@ def forbid_tracing() -> AbstractContextManager[Any]:
 def put(tree: Tree, described: Tree) -> Tree:
     """Host arrays onto the devices, where an executable's inputs() say; of several processes each
     puts what its own devices hold."""
-    if processes.count() == 1:
+    if distributed.count() == 1:
         return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
 
     def placed(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:

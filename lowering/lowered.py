@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.plan import Plan
 
 

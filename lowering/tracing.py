@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+from lowering.machine.target import Target
 from lowering.scoped import scoped
-from lowering.target import Target
 
 _target: ContextVar[Target | None] = ContextVar("target", default=None)
 

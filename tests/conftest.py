@@ -3,7 +3,7 @@
 from hypothesis import settings
 
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 
 jax_xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number
 

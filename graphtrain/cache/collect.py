@@ -16,7 +16,7 @@ from graphtrain.cache.programs import Damaged, Unusable, is_present, read_record
 from graphtrain.cache.requests import digests
 from graphtrain.cache.summaries import interpret, read_summaries
 from graphtrain.cache.writing import discard, is_stale, removing
-from lowering.toolchain import version
+from lowering.machine.toolchain import version
 
 _DAY = 86_400  # seconds
 

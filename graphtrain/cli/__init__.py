@@ -93,13 +93,13 @@ def _exit(status: int) -> NoReturn:
     if _others_wait():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.processes"].leave()
+        sys.modules["lowering.machine.distributed"].leave()
         os._exit(status)
     sys.exit(status)
 
 
 def _others_wait() -> bool:
-    processes = sys.modules.get("lowering.processes")
+    processes = sys.modules.get("lowering.machine.distributed")
     return processes is not None and processes.count() > 1
 
 

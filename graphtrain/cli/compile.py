@@ -182,7 +182,7 @@ def _print_what_a_run_lacks(target: str, run: str) -> None:
     if not target.startswith("ascend"):  # spares the import
         return
     from lowering.ascend.here import lacks
-    from lowering.target import Target
+    from lowering.machine.target import Target
 
     if lacking := lacks(Target.parse(target)):
         click.echo(

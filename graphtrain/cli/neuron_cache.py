@@ -179,8 +179,8 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
     """Give every graph of CONFIG to JAX's plugin for Neuron; for neuron-cache collect."""
     from graphtrain.config import load_config
     from lowering.errors import LoweringError
+    from lowering.machine.target import Target
     from lowering.neuron import plugin
-    from lowering.target import Target
 
     program = load_config(config, overrides, target).program
     machine = Target.parse(program.target)

@@ -90,16 +90,16 @@ def enter_run(target: str, coordinator: str | None, count: int | None, rank: int
     Raises:
         LoweringError: the target runs in another number of processes.
     """
-    from lowering import host, processes
-    from lowering.target import Target
+    from lowering.machine import distributed, host
+    from lowering.machine.target import Target
 
-    member = processes.membership(coordinator=coordinator, count=count, rank=rank)
+    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
     machine = Target.parse(target)
     if machine.on_host:
         host.keep_pages()
-    processes.check_target(machine, member)
+    distributed.check_target(machine, member)
     if member is not None and member.count > 1:
-        processes.join(member, machine)
+        distributed.join(member, machine)
 
 
 def pull_shared(store: Any, programs: Iterable[Any]) -> None:
@@ -123,9 +123,9 @@ def pull_requests(store: Any, requests: Iterable[Any]) -> None:
 
 def is_first() -> bool:
     """Whether this process speaks for all of a run."""
-    from lowering import processes
+    from lowering.machine import distributed
 
-    return processes.rank() == 0
+    return distributed.rank() == 0
 
 
 def write_file(path: Path, text: str) -> None:

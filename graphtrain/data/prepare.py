@@ -20,7 +20,7 @@ from graphtrain.data.records import TextDocument
 from graphtrain.data.splits import Splits, are_there, split_names
 from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
-from lowering import host
+from lowering.machine import host
 
 Report = Callable[[str, float], None]  # what is being done, and the fraction of it that is
 

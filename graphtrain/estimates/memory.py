@@ -11,7 +11,7 @@ from graphtrain.estimates.weights import Weight, place_weights
 from graphtrain.models.counts import is_gated
 from graphtrain.models.kernels import in_step
 from graphtrain.planning.assessment import Memory
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

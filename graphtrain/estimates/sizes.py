@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 

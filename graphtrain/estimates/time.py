@@ -14,7 +14,7 @@ from graphtrain.models.counts import (
     step_flops_per_token,
 )
 from graphtrain.planning.assessment import Memory, StepTime
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 
 if TYPE_CHECKING:

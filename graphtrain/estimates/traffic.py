@@ -10,7 +10,7 @@ from graphtrain.config.schema import Program
 from graphtrain.estimates.sizes import Sizes
 from graphtrain.estimates.weights import Weight, place_weights
 from lowering.collectives import Collective
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import bubble

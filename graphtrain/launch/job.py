@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graphtrain.config.schema import Config
 from graphtrain.errors import LaunchError
-from lowering.target import Target
+from lowering.machine.target import Target
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import HowAttended, Model, Program
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 

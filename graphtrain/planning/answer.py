@@ -16,7 +16,7 @@ from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, Vary, find_remedies
 from graphtrain.requests import request_keys
 from graphtrain.tasks import Observer
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 

@@ -19,7 +19,7 @@ from graphtrain.models.kernels import in_step
 from graphtrain.models.tuned import keeps_weights
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape

@@ -14,8 +14,8 @@ from pathlib import Path
 from graphtrain.errors import PlanError
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.diff import placement
-from lowering.target import Target
-from lowering.toolchain import Toolchain
+from lowering.machine.target import Target
+from lowering.machine.toolchain import Toolchain
 
 _SUFFIX = ".plan"
 

@@ -17,7 +17,7 @@ from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.text import answer_as_json, verdict
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.pipeline import bubble, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"

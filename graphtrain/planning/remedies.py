@@ -18,7 +18,7 @@ from graphtrain.planning.assessment import Assessment
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Observer
 from graphtrain.user_errors import USER_ERRORS
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 

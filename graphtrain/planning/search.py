@@ -22,7 +22,7 @@ from graphtrain.planning.candidates import (
     divisors,
     undivided,
 )
-from lowering.target import Target
+from lowering.machine.target import Target
 
 FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule", "remat")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.planning.blame import flagged
 from graphtrain.planning.traffic import by_axes
 from graphtrain.report import plan_as_json, plan_table
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphtrain.torch_models.errors import ImportedModelError
-from lowering.toolchain import version
+from lowering.machine.toolchain import version
 
 TORCHAX = "0.0.14.dev20261026"
 _INSTALL = (

@@ -17,7 +17,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.requests import stages_of
 from graphtrain.torch_models.source import read_config
 from graphtrain.weights.files import SafetensorsFolder, open_folder
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, host, jax_xla, processes, regions
+from lowering import collectives, jax_xla, regions
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
@@ -28,9 +28,10 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
+from lowering.machine import distributed, host
+from lowering.machine.target import Target
 from lowering.one_device import backend as one_device
 from lowering.one_device.backend import OneDevice
-from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -63,7 +64,7 @@ def devices(target: Target) -> list[Device]:
 
     Of several processes each has as many as it has ranks, in the same order.
     """
-    count = processes.count()
+    count = distributed.count()
     if count == 1:
         return one_device.devices(target)
     return jax_xla.devices(Target("cpu", (count, target.devices // count)))

@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from lowering.target import Target
+from lowering.machine.target import Target
 
 INSTALL = "pip install 'graphtrain[ascend]'"
 

@@ -20,8 +20,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lowering import processes
 from lowering.errors import LoweringError
+from lowering.machine import distributed
 
 PATIENCE = 180  # seconds for all ranks to begin
 
@@ -49,20 +49,20 @@ def agree(count: int, problem: str) -> Cluster:
     Raises:
         LoweringError: the problem, of this host or of another.
     """
-    name = processes.first_host()
+    name = distributed.first_host()
     try:
         address = str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
     except OSError as error:
         address = ""
         problem = problem or f"{name}, the first host of the run, has no address here: {error}"
     offer = {"problem": problem, "address": address, "port": _free_port()}
-    offers = [json.loads(word) for word in processes.exchange(json.dumps(offer))]
+    offers = [json.loads(word) for word in distributed.exchange(json.dumps(offer))]
     if problem:
         raise LoweringError(problem)
     for rank, other in enumerate(offers):
         if other["problem"]:
             raise LoweringError(f"process {rank}: {other['problem']}")
-    each, first = count // len(offers), processes.rank() * (count // len(offers))
+    each, first = count // len(offers), distributed.rank() * (count // len(offers))
     # As the last host resolves it: many hosts take their own name for 127.0.0.1.
     return Cluster(count, range(first, first + each), offers[-1]["address"], offers[0]["port"])
 

@@ -20,11 +20,11 @@ from lowering.jax_xla import (
     put,
 )
 from lowering.lowered import Lowered
+from lowering.machine.target import Target
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
 from lowering.one_device import backend as one_device
 from lowering.one_device.backend import OneDevice
-from lowering.target import Target
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowering.errors import CompilerMissing, LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
-from lowering.target import Target
 
 ABOUT_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
 

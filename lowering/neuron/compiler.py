@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowering.errors import LoweringError, OutOfMemory
+from lowering.machine.target import Target
 from lowering.neuron import neff
-from lowering.target import Target
 
 HLO_FILE, NEFF_FILE, FLAGS_FILE = "model.hlo_module.pb", "model.neff", "compile_flags.json"
 

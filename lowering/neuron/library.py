@@ -8,9 +8,9 @@ import importlib
 from typing import Any
 
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
 from lowering.neuron.persistent_cache import flags as cache_flags
-from lowering.target import Target
 
 
 def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:

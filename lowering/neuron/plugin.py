@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 from lowering.lowered import Lowered
-from lowering.target import Target
+from lowering.machine.target import Target
 
 # Source: environment of neuron_parallel_compile and of other launchers of an extraction.
 _EXTRACTION = {

@@ -16,11 +16,11 @@ from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.jax_xla import Device
 from lowering.lowered import Lowered
+from lowering.machine.target import Target
 from lowering.one_device.normalise import Normalised, normalise
 from lowering.one_device.proto import array_bytes, read_module
 from lowering.overheard import overhear
 from lowering.partitioned import partition
-from lowering.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 

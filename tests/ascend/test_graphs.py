@@ -21,9 +21,9 @@ from lowering.ascend.personal import groups_of, personal
 from lowering.ascend.schema import TENSOR_TYPES
 from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.one_device.normalise import normalise
 from lowering.partitioned import partition
-from lowering.target import Target
 from lowering.trees import flatten
 from sharding_rules.rules import Rules
 

@@ -85,7 +85,7 @@ def graphtrain_step(directory: Path | None, model: str, target: str) -> Step:
     from graphtrain.requests import mesh_shape
     from graphtrain.steps import build_graph
     from lowering import jax_xla
-    from lowering.target import Target
+    from lowering.machine.target import Target
     from sharding_rules.rules import Rules
 
     of, there = program(model, target), Target.parse(target)

@@ -19,7 +19,7 @@ ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has byteco
 
 def machine() -> dict[str, Any]:
     """Versions and processor, without which a figure means nothing."""
-    from lowering import host
+    from lowering.machine import host
 
     return {
         "python": platform.python_version(),

@@ -187,7 +187,7 @@ def stages() -> None:
 
     gc.disable()
     marks = Marks()
-    from lowering import host
+    from lowering.machine import host
 
     host.keep_pages()
     from graphtrain.cache import Cache
@@ -202,7 +202,7 @@ def stages() -> None:
     import graphtrain.run  # noqa: F401
     import lowering
     from graphtrain.requests import request_keys
-    from lowering.target import Target
+    from lowering.machine.target import Target
 
     target = Target.parse(settings.program.target)
     backend = lowering.backend(target)

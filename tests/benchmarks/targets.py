@@ -60,7 +60,7 @@ def measure(name: str) -> None:
 
 def _divisible(target: str, overrides: tuple[str, ...]) -> list[str]:
     """The quickstart's 16 sequences, or one for each device where there are more."""
-    from lowering.target import Target
+    from lowering.machine.target import Target
 
     devices = Target.parse(target).devices
     return [f"program.batch.sequences={max(16, devices)}", *overrides]

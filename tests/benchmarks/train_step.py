@@ -60,7 +60,7 @@ def graphtrain_step(dtype: str, overrides: list[str]) -> Step:
     from graphtrain.config import load_config
     from graphtrain.requests import mesh_shape
     from graphtrain.steps import build_graph
-    from lowering.target import Target
+    from lowering.machine.target import Target
     from sharding_rules.rules import Rules
 
     with tempfile.TemporaryDirectory() as directory:
@@ -138,8 +138,8 @@ def torch_step(dtype: str, compiled: bool) -> Step:
 
 def serve(name: str, overrides: list[str]) -> None:
     """Take a turn for every line that comes in; answer with seconds of each step, and the loss."""
-    from lowering import host
-    from lowering.pages import merge_pages
+    from lowering.machine import host
+    from lowering.machine.memory_pages import merge_pages
 
     framework, dtype = name.split()
     kept = framework in ("graphtrain", "torch.compile+kept")

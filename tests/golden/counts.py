@@ -19,7 +19,7 @@ from graphtrain.config import load_config
 from lowering import jax_xla
 from lowering.hlo import arrays, item_bits, parse
 from lowering.lowered import Lowered
-from lowering.target import Target
+from lowering.machine.target import Target
 
 ROOT = Path(__file__).parents[2]
 Counts = Mapping[str, int | str]

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from counts import CONFIGS, count, difference, render
 
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from lowering import jax_xla
 from lowering.graph import Graph
 from lowering.jax_xla import Executable
 from lowering.lowered import Lowered
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules

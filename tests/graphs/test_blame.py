@@ -18,7 +18,7 @@ from lowering import jax_xla
 from lowering.collectives import Reading
 from lowering.constrain import constrain
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")

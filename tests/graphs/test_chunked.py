@@ -15,7 +15,7 @@ from graphtrain.chunked import Scored, chunked_cross_entropy
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
 from graphtrain.requests import mesh_shape
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 

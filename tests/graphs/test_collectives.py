@@ -13,7 +13,7 @@ from graphtrain.models.counts import attention_flops_per_token, flops_per_token
 from lowering import jax_xla
 from lowering.collectives import Reading, read
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 
 MESH = MeshShape({"data": 2, "tensor": 4})

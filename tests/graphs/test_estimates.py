@@ -12,7 +12,7 @@ from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
 from lowering.collectives import Collective
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from programs import program
 from graphtrain.worker import lower
 from lowering import jax_xla
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 
 
 def test_a_program_for_another_processor_is_refused():

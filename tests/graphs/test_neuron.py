@@ -21,12 +21,12 @@ from lowering import jax_xla
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.groups import groups_of
 from lowering.hlo import parse
+from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.one_device import backend as one_device
 from lowering.one_device.normalise import entry_of, normalise
 from lowering.one_device.proto import array_bytes, read_module, write_module
 from lowering.partitioned import partition
-from lowering.target import Target
 from sharding_rules.rules import Rules
 
 STAGES = {
@@ -133,7 +133,7 @@ _PRINT_DIGEST = """
 import hashlib, sys
 sys.path[:0] = sys.argv[1:]
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 jax_xla.devices(Target.parse("cpu:8"))
 from programs import CUBE, program
 import test_neuron

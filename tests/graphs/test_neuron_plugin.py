@@ -6,8 +6,8 @@ from programs import CUBE, program
 
 from graphtrain.neuron_extract import extract
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import plugin
-from lowering.target import Target
 
 OF = program(**(CUBE | {"target": "trn1:8"}))
 

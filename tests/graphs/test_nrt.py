@@ -10,10 +10,10 @@ import pytest
 
 from lowering import jax_xla
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import backend, device
 from lowering.neuron.device import Program
 from lowering.neuron.nrt import Runtime
-from lowering.target import Target
 from sharding_rules.mesh import MeshShape
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -12,7 +12,7 @@ from programs import LLAMA, gradients_graph, program
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.requests import mesh_shape
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(

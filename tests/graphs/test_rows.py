@@ -11,7 +11,7 @@ from programs import CUBE, batch, loaded, placed_inputs, program, state_of
 from graphtrain import worker
 from graphtrain.config.schema import Batch, Mesh, Model
 from lowering import rows
-from lowering.target import Target
+from lowering.machine.target import Target
 
 MODEL = Model(layers=4, embed=256, heads=4, mlp=512, vocab=512)
 

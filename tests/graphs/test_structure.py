@@ -13,7 +13,7 @@ from graphtrain.requests import mesh_shape
 from lowering import jax_xla
 from lowering.collectives import read
 from lowering.hlo import parse
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 _for_cards = pytest.mark.skipif(

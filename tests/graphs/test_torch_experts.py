@@ -16,7 +16,7 @@ from graphtrain.torch_models import experts
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.parity import check_parity
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 

@@ -24,7 +24,7 @@ from graphtrain.torch_models import experts
 from graphtrain.torch_models.model import open_model
 from graphtrain.torch_models.parity import real_module, stacked
 from graphtrain.torch_models.weights import ModuleWeights, export
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
 

@@ -12,7 +12,7 @@ from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 from graphtrain.config.schema import Loss, Optimizer
 from graphtrain.models.decoder import forward
 from lowering import jax_xla
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.tracing import tracing_for
 from lowering.trees import flatten, unflatten
 

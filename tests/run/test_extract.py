@@ -22,7 +22,7 @@ from pathlib import Path
 import jax, numpy as np
 import lowering
 from graphtrain.cache import Cache
-from lowering.target import Target
+from lowering.machine.target import Target
 
 root, digest, name, inputs = sys.argv[1:]
 jax.config.update("jax_enable_x64", True)

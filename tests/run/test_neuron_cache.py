@@ -79,7 +79,7 @@ from lowering.neuron import compiler, plugin
 from lowering.one_device.normalise import normalise
 from lowering.neuron.persistent_cache import flags
 from lowering.partitioned import partition
-from lowering.target import Target
+from lowering.machine.target import Target
 def put(self):
     hlo = normalise(partition(self).hlo, name="step", ranks=4).hlo
     written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)

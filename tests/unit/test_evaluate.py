@@ -9,7 +9,7 @@ import pytest
 from graphtrain.config.schema import Batch, Loss, Model, Program
 from graphtrain.errors import DataError
 from graphtrain.evaluate import check_validation, perplexity, validation_loss
-from lowering.target import Target
+from lowering.machine.target import Target
 
 
 def test_a_validation_set_in_which_nothing_counts_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 from graphtrain.config.schema import Batch, Imported, Model, Program
 from graphtrain.fitting import explained
 from lowering.errors import OutOfMemory
-from lowering.target import Target
+from lowering.machine.target import Target
 
 PROGRAM = Program(
     target="h100:1",

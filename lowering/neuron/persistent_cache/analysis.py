@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron.persistent_cache import flags
 from lowering.neuron.persistent_cache.entries import Entry
-from lowering.target import Target
 
 
 def summarise(entries: Sequence[Entry]) -> dict[str, Any]:

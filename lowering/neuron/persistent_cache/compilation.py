@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from lowering import host
 from lowering.errors import LoweringError
+from lowering.machine import host
 from lowering.neuron.compiler import Compiler, arguments, environment, forwarded, tied
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
 from lowering.neuron.persistent_cache.entries import Entry

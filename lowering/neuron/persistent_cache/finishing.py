@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import compiler
 from lowering.neuron.persistent_cache import entries, locks
 from lowering.neuron.persistent_cache.compilation import (
@@ -16,7 +17,6 @@ from lowering.neuron.persistent_cache.compilation import (
     compile_entries,
 )
 from lowering.neuron.persistent_cache.entries import Entry
-from lowering.target import Target
 
 
 @dataclass(frozen=True)

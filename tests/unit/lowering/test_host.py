@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lowering import host
+from lowering.machine import host
 from lowering.neuron.persistent_cache.compilation import default_jobs
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import neff, plugin
 from lowering.neuron.persistent_cache import (
     analysis,
@@ -25,7 +26,6 @@ from lowering.neuron.persistent_cache import (
 from lowering.neuron.persistent_cache.compilation import Outcome
 from lowering.neuron.persistent_cache.failures import Failure, classify
 from lowering.neuron.persistent_cache.finishing import Finished
-from lowering.target import Target
 
 COMPILER = "neuronxcc-2.21.33363.0+82129205"
 NAME = "MODULE_10065576681553525797+e30acd3a"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lowering.errors import LoweringError, OutOfMemory
+from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
 from lowering.neuron.compiler import CompilerFailed, CompilerInterrupted, failure, flags
-from lowering.target import Target
 
 TRN1, TRN2, SIMULATED = (Target.parse(name) for name in ("trn1:32", "trn2:64", "neuron-sim:4"))
 

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from lowering.errors import LoweringError
+from lowering.machine.target import Target
 from lowering.neuron import compiler, library, neff
-from lowering.target import Target
 
 TRN1 = Target.parse("trn1:32")
 FLAGS = ["--target=trn1", "--model-type=transformer"]

@@ -31,7 +31,7 @@ print(faults[2] - faults[1])
 AHEAD = """
 import resource, sys, threading
 from lowering import host
-from lowering.pages import PagesAhead
+from lowering.machine.memory_pages import PagesAhead
 
 host.usable_cores = lambda: 2
 if sys.argv[1] == "kept":
@@ -50,7 +50,7 @@ HUGE = """
 import sys
 from pathlib import Path
 from lowering import host
-from lowering.pages import merge_pages
+from lowering.machine.memory_pages import merge_pages
 
 def huge():
     described = Path("/proc/self/smaps_rollup").read_text()

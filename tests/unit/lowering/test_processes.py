@@ -7,8 +7,8 @@ import pytest
 
 from lowering import jax_xla
 from lowering.errors import LoweringError
-from lowering.processes import Membership, membership
-from lowering.target import Target
+from lowering.machine.distributed import Membership, membership
+from lowering.machine.target import Target
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 SLICE = {"TPU_WORKER_HOSTNAMES": "t0.svc, t1.svc", "TPU_WORKER_ID": "1"}

@@ -1,8 +1,8 @@
 import pytest
 
-from lowering import host
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine import host
+from lowering.machine.target import Target
 
 
 def test_a_name_gives_machine_and_devices():
@@ -70,7 +70,7 @@ def test_a_cpu_is_told_from_another_by_its_instruction_set():
 
 
 def test_every_machine_says_where_its_numbers_are_from():
-    from lowering.target import _topologies
+    from lowering.machine.target import _topologies
 
     for name, machine in _topologies().items():
         assert machine["source"] and machine["memory"] > 1e9, name

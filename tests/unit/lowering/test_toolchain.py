@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from lowering.errors import LoweringError
-from lowering.toolchain import Toolchain
+from lowering.machine.toolchain import Toolchain
 
 
 def test_versions_are_those_that_are_imported():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from graphtrain.models.dot import dot, dots
-from lowering.target import Target
+from lowering.machine.target import Target
 from lowering.tracing import tracing_for
 
 EQUATIONS = {

@@ -13,7 +13,7 @@ from graphtrain.models.flash import gpu_kernel, tpu_kernel
 from graphtrain.models.kernels import Asked, obstacle, takes_kernel
 from graphtrain.models.scores import Scoring
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 1, 64
 DOCUMENTS = np.repeat([[0, 1, 2], [0, 0, 1]], [100, 56, 100], axis=1).astype(np.int32)

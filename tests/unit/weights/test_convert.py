@@ -212,7 +212,7 @@ def test_a_converted_folder_that_lost_a_file_is_refused(source):
 MEASURE = """
 import sys
 from pathlib import Path
-from lowering.host import peak_resident_bytes, resident_bytes
+from lowering.machine.host import peak_resident_bytes, resident_bytes
 import graphtrain.weights.convert as convert
 import einops, ml_dtypes, safetensors
 before = resident_bytes()

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lowering import host
+from lowering.machine import host
 
 _HUGEPAGE, _COLLAPSE = 14, 25  # advice; since Linux 2.6.38 and 6.1
 _PIECE = 16 << 20  # bytes that are asked for at once; others ask for memory in between

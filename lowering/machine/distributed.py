@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.target import Target
+from lowering.machine.target import Target
 
 _PATIENCE = 600  # seconds for the slowest process to come as far as the others
 _SILENCE = 60  # seconds without a sign of life after which a process counts as dead

@@ -11,7 +11,7 @@ from importlib import util
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.target import CHIPS_OF_A_HOST, Target
+from lowering.machine.target import CHIPS_OF_A_HOST, Target
 
 
 @cache

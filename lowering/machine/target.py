@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowering import host
 from lowering.errors import LoweringError
+from lowering.machine import host
 
 CHIPS_OF_A_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
