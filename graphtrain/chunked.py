@@ -27,9 +27,9 @@ from graphtrain.chunks import check_chunk
 from graphtrain.loss import hits, target_scores
 from graphtrain.models.dot import dot
 from graphtrain.models.scores import cap
-from lowering.constrain import constrain, placement, size_of, split_of
-from lowering.on_cpu import computed_once
-from lowering.pending import vary
+from lowering.tracing.constrain import constrain, placement, size_of, split_of
+from lowering.tracing.cpu_hints import computed_once
+from lowering.tracing.deferred_gradient import vary
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import layout
 

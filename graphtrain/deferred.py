@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lowering.constrain import by_hand, constrain_tree, placement, split_of
-from lowering.pending import Pending, vary
+from lowering.tracing.constrain import by_hand, constrain_tree, placement, split_of
+from lowering.tracing.deferred_gradient import Pending, vary
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import layout

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Loss
-from lowering.constrain import split_of
-from lowering.on_cpu import computed_once, on_cpu
+from lowering.tracing.constrain import split_of
+from lowering.tracing.cpu_hints import computed_once, on_cpu
 
 
 @jax.named_scope("loss")

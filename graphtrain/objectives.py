@@ -18,7 +18,7 @@ from graphtrain.models.documents import apart
 from graphtrain.models.layers import Auxiliary
 from graphtrain.requests import mesh_shape
 from lowering.machine.target import Target
-from lowering.threefry import UNROLLED
+from lowering.tracing.threefry import UNROLLED
 from lowering.trees import Tree
 from sharding_rules.rules import Rules
 

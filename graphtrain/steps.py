@@ -41,8 +41,8 @@ from graphtrain.objectives import (
 from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.pipelined import pipelined_gradients, pipelined_loss
 from graphtrain.requests import mesh_shape, stages_of
-from lowering.constrain import constrain_tree, fetch
 from lowering.graph import Graph
+from lowering.tracing.constrain import constrain_tree, fetch
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules

@@ -17,15 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.artifact import Artifact
 from lowering.collectives import read
-from lowering.constrain import MEMORY_KINDS, placed, sharding
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine import aot_devices, distributed, host
 from lowering.machine.target import Target
-from lowering.on_cpu import KEEP_BARRIERS
 from lowering.overheard import overhear
-from lowering.tracing import tracing_for
+from lowering.tracing.constrain import MEMORY_KINDS, placed, sharding
+from lowering.tracing.cpu_hints import KEEP_BARRIERS
+from lowering.tracing.current_target import tracing_for
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan

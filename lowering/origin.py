@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lowering.hlo import Computation, Instruction, Module
-from lowering.sources import line_of
+from lowering.tracing.source_lines import line_of
 
 # An operand, all of it or a piece, in another place, dtype or layout.
 _MOVES = {

@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lowering.constrain import by_hand, placement, split_of
 from lowering.one_forward_one_backward import gradients_by_ticks
 from lowering.ring import Ring, only_if, read_column, replace_column
+from lowering.tracing.constrain import by_hand, placement, split_of
 from lowering.trees import Tree
 
 Scalars = Any  # a tree of scalars

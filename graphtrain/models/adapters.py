@@ -18,7 +18,7 @@ from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.models.blocks import NF4, Kind
 from graphtrain.models.dot import dot, dots
 from graphtrain.models.tuned import CODES, SCALES, A, B, adapted_paths
-from lowering.constrain import constrain, draw, size_of
+from lowering.tracing.constrain import constrain, draw, size_of
 from lowering.trees import Tree, flatten, unflatten
 
 _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}

@@ -24,9 +24,9 @@ from graphtrain.models.positions import frequencies, rotate
 from graphtrain.models.projection import project, projects
 from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
-from lowering.constrain import constrain, size_of, split_of
-from lowering.on_cpu import on_cpu
-from lowering.tracing import traced_target
+from lowering.tracing.constrain import constrain, size_of, split_of
+from lowering.tracing.cpu_hints import on_cpu
+from lowering.tracing.current_target import traced_target
 
 if TYPE_CHECKING:
     from jax import Array

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from graphtrain.models.documents import numbers
 from graphtrain.models.dot import dot
 from graphtrain.models.scores import Scoring, score, steepness
-from lowering.on_cpu import cast, computed_once
+from lowering.tracing.cpu_hints import cast, computed_once
 
 if TYPE_CHECKING:
     from jax import Array

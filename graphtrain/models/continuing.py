@@ -9,7 +9,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models.decoder import Parameters, merge
 from graphtrain.models.kept import beginning, keeping
 from graphtrain.models.layers import Block, full_layers
-from lowering.pending import complete
+from lowering.tracing.deferred_gradient import complete
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 

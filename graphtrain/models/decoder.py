@@ -31,8 +31,8 @@ from graphtrain.models.layers import (
 from graphtrain.models.norms import Norm
 from graphtrain.models.order import ordered
 from graphtrain.models.scores import cap
-from lowering.constrain import by_hand_now, constrain
-from lowering.pending import complete
+from lowering.tracing.constrain import by_hand_now, constrain
+from lowering.tracing.deferred_gradient import complete
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from lowering.constrain import constrain
-from lowering.scoped import scoped
+from lowering.tracing.constrain import constrain
+from lowering.tracing.context import scoped
 
 if TYPE_CHECKING:
     from jax import Array

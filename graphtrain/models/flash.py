@@ -23,7 +23,7 @@ from graphtrain.models.documents import numbers
 from graphtrain.models.kernels import BLOCK
 from graphtrain.models.projection import PROJECTION
 from graphtrain.models.scores import Scoring
-from lowering.constrain import placement, size_of, split_of
+from lowering.tracing.constrain import placement, size_of, split_of
 
 if TYPE_CHECKING:
     from jax import Array

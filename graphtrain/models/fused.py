@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from graphtrain.models.documents import apart, numbers
 from graphtrain.models.mixing import attention, mix, scores_of
 from graphtrain.models.scores import Scoring
-from lowering.regions import is_marked, region
+from lowering.tracing.operator_regions import is_marked, region
 
 if TYPE_CHECKING:
     from jax import Array

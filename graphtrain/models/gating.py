@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from lowering.on_cpu import computed_once, on_cpu
+from lowering.tracing.cpu_hints import computed_once, on_cpu
 
 Activation = Callable[[jax.Array], jax.Array]
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowering.scoped import scoped
+from lowering.tracing.context import scoped
 
 
 @dataclass

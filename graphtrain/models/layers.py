@@ -15,9 +15,9 @@ from graphtrain.models.mlp import MLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
 from graphtrain.models.weights import Keys
-from lowering.constrain import constrain, draw, reshard
-from lowering.pending import complete
-from lowering.rows import as_stored
+from lowering.tracing.constrain import constrain, draw, reshard
+from lowering.tracing.deferred_gradient import complete
+from lowering.tracing.weight_layout import as_stored
 
 Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
 

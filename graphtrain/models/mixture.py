@@ -31,7 +31,7 @@ from graphtrain.models.dot import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.order import positions
 from graphtrain.models.projection import PROJECTION, project, projects
-from lowering.constrain import constrain, placement, split_of
+from lowering.tracing.constrain import constrain, placement, split_of
 
 if TYPE_CHECKING:
     from jax import Array

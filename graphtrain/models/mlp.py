@@ -10,7 +10,7 @@ from graphtrain.models import weights
 from graphtrain.models.counts import is_gated
 from graphtrain.models.gating import activated
 from graphtrain.models.projection import project, projects
-from lowering.constrain import constrain
+from lowering.tracing.constrain import constrain
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,

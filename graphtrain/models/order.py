@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from graphtrain.models import kept
 from graphtrain.models.documents import places
-from lowering.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, size_of, split_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Model, RopeScaling
-from lowering.on_cpu import computed_once
+from lowering.tracing.cpu_hints import computed_once
 
 if TYPE_CHECKING:
     from jax import Array

@@ -47,7 +47,7 @@ from graphtrain.models.tiles import (
     join_queries,
     merge,
 )
-from lowering.constrain import Placement, by_hand, placement
+from lowering.tracing.constrain import Placement, by_hand, placement
 
 if TYPE_CHECKING:
     from jax import Array

@@ -14,7 +14,7 @@ from graphtrain.models.dot import dot
 from graphtrain.models.kept import begins, kept
 from graphtrain.models.scores import Scoring
 from graphtrain.models.scores import cap as bent
-from lowering.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, size_of, split_of
 
 
 def only_native() -> str | None:

@@ -31,7 +31,7 @@ from graphtrain.torch_models.causes import here, innermost, raised
 from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_models.functions import apply_function
 from graphtrain.torch_models.joint import changes_buffer
-from lowering.constrain import by_hand_now, constrain
+from lowering.tracing.constrain import by_hand_now, constrain
 
 # Operations of several tensors, each of which may have no dimensions.
 _PROMOTING = (

@@ -15,7 +15,7 @@ from transformers.integrations import moe
 
 from graphtrain.models.mixture import send_to_experts
 from graphtrain.torch_models.errors import ImportedModelError
-from lowering.constrain import placement
+from lowering.tracing.constrain import placement
 
 NAME = "graphtrain"
 

@@ -29,8 +29,8 @@ from graphtrain.torch_models.making import Change, Made, make
 from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
 from graphtrain.torch_models.source import find, read_config, split_name, with_here
 from graphtrain.torch_models.strict import StrictEnvironment, StrictGraph
-from lowering.constrain import by_hand_now, constrain
-from lowering.pending import Pending, complete
+from lowering.tracing.constrain import by_hand_now, constrain
+from lowering.tracing.deferred_gradient import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError

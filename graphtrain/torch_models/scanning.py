@@ -23,8 +23,8 @@ from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_models.balance import Balance, Sums
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.bridge import Environment, Tensor
-from lowering.constrain import constrain
-from lowering.pending import Pending, complete
+from lowering.tracing.constrain import constrain
+from lowering.tracing.deferred_gradient import Pending, complete
 
 Arrays = Mapping[str, jax.Array]
 

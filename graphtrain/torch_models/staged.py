@@ -21,9 +21,9 @@ from graphtrain.models.stages import Keys, Score, arrange_rows, arrange_spec
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.model import OpenedModel
 from graphtrain.torch_models.scanning import Scan, Taken, Through, residual
-from lowering.constrain import draw, placement
 from lowering.pipeline import Pipeline
 from lowering.ring import read_column
+from lowering.tracing.constrain import draw, placement
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError

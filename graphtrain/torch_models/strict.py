@@ -22,7 +22,7 @@ from graphtrain.models.dot import dot
 from graphtrain.torch_models.bridge import Environment, Tensor, integers_of_32_bits
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.joint import Joint
-from lowering.constrain import constrain
+from lowering.tracing.constrain import constrain
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _IGNORED = (torch.ops.aten._assert_tensor_metadata.default,)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, jax_xla, regions
+from lowering import collectives, jax_xla
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
@@ -32,6 +32,7 @@ from lowering.machine import distributed, host
 from lowering.machine.target import Target
 from lowering.one_device import backend as one_device
 from lowering.one_device.backend import OneDevice
+from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -72,7 +73,7 @@ def devices(target: Target) -> list[Device]:
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
     """The program of one device; raises as one_device.lower."""
-    with regions.marked("attention"):
+    with operator_regions.marked("attention"):
         program = one_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
     return _translated(program, target)
 

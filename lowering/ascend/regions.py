@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.one_device.marks import ENTRY, EXIT, SETTINGS
 from lowering.one_device.proto import Message
+from lowering.tracing.region_marks import ENTRY, EXIT, SETTINGS
 
 _FOREIGN = ("parameter", "partition-id", "replica-id", "custom-call", "while", "conditional")
 _COLLECTIVES = ("all-", "collective-", "reduce-scatter")

@@ -17,7 +17,7 @@ from graphtrain.models.fused import fused_attention
 from graphtrain.models.mixing import attention
 from graphtrain.models.scores import Scoring
 from lowering.ascend import mindir
-from lowering.regions import marked
+from lowering.tracing.operator_regions import marked
 
 LENGTH = 40  # as long as nothing else
 MODEL = dataclasses.replace(LLAMA, head_dim=16, dtype="bfloat16")

@@ -16,9 +16,9 @@ from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
 from lowering.collectives import Reading
-from lowering.constrain import constrain
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
+from lowering.tracing.constrain import constrain
 from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")

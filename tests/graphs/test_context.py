@@ -17,7 +17,7 @@ from graphtrain.models.order import ordered, positions
 from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
 from lowering import jax_xla
-from lowering.constrain import placed
+from lowering.tracing.constrain import placed
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

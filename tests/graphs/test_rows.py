@@ -10,8 +10,8 @@ from programs import CUBE, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain import worker
 from graphtrain.config.schema import Batch, Mesh, Model
-from lowering import rows
 from lowering.machine.target import Target
+from lowering.tracing import weight_layout
 
 MODEL = Model(layers=4, embed=256, heads=4, mlp=512, vocab=512)
 
@@ -19,7 +19,7 @@ MODEL = Model(layers=4, embed=256, heads=4, mlp=512, vocab=512)
 def test_a_step_computes_the_same(monkeypatch):
     of = program(**CUBE)
     want = gradients(of)
-    monkeypatch.setattr(rows, "traced_target", lambda: Target.parse("h100:8"))
+    monkeypatch.setattr(weight_layout, "traced_target", lambda: Target.parse("h100:8"))
     got = gradients(of)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

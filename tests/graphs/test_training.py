@@ -13,7 +13,7 @@ from graphtrain.config.schema import Loss, Optimizer
 from graphtrain.models.decoder import forward
 from lowering import jax_xla
 from lowering.machine.target import Target
-from lowering.tracing import tracing_for
+from lowering.tracing.current_target import tracing_for
 from lowering.trees import flatten, unflatten
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     from graphtrain.requests import mesh_shape
     from graphtrain.steps import build_graph
     from lowering import jax_xla
-    from lowering.constrain import placed, sharding
+    from lowering.tracing.constrain import placed, sharding
     from lowering.trees import flatten, unflatten
     from sharding_rules.rules import Rules
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowering.threefry import UNROLLED, threefry
+from lowering.tracing.threefry import UNROLLED, threefry
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (128, 65)])

@@ -9,7 +9,7 @@ import pytest
 
 from graphtrain.models.dot import dot, dots
 from lowering.machine.target import Target
-from lowering.tracing import tracing_for
+from lowering.tracing.current_target import tracing_for
 
 EQUATIONS = {
     "bse,em->bsm": ((4, 64, 16), (16, 24)),

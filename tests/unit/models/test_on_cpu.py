@@ -14,8 +14,8 @@ from graphtrain.models.mixing import attention
 from graphtrain.models.scores import Scoring
 from graphtrain.optimizer import _clip
 from lowering.machine.target import Target
-from lowering.on_cpu import KEEP_BARRIERS, cast, computed_once
-from lowering.tracing import tracing_for
+from lowering.tracing.cpu_hints import KEEP_BARRIERS, cast, computed_once
+from lowering.tracing.current_target import tracing_for
 
 LENGTH = 19  # no multiple of a block
 

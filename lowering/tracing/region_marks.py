@@ -1,4 +1,4 @@
-"""Attributes of the instructions between which a region lies; see lowering.regions."""
+"""Attributes of the HLO instructions that begin and end a region; see operator_regions."""
 
 from collections.abc import Mapping
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from lowering.tracing import traced_target
+from lowering.tracing.current_target import traced_target
 
 # By XLA's name of the pass that takes barriers out (jaxlib 0.10, 0.11).
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}

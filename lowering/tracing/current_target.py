@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from lowering.machine.target import Target
-from lowering.scoped import scoped
+from lowering.tracing.context import scoped
 
 _target: ContextVar[Target | None] = ContextVar("target", default=None)
 

@@ -17,8 +17,8 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from lowering.one_device.marks import ENTRY, EXIT, SETTINGS
-from lowering.scoped import scoped
+from lowering.tracing.context import scoped
+from lowering.tracing.region_marks import ENTRY, EXIT, SETTINGS
 
 _wanted: ContextVar[frozenset[str]] = ContextVar("regions", default=frozenset())
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _OURS = ("graphtrain/", "lowering/", "sharding_rules/")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
 # Code called from everywhere: the line that called it says more.

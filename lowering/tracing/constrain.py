@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lowering.scoped import scoped
-from lowering.sources import current_line
+from lowering.tracing.context import scoped
+from lowering.tracing.source_lines import current_line
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.mesh import MeshShape

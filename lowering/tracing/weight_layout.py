@@ -12,8 +12,8 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from lowering.constrain import placement
-from lowering.tracing import traced_target
+from lowering.tracing.constrain import placement
+from lowering.tracing.current_target import traced_target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import layout
 
