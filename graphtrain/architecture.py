@@ -12,7 +12,7 @@ import jax
 from graphtrain.config.schema import Model, is_imported
 from graphtrain.models import continuing, decoder
 from graphtrain.models import stages as native
-from lowering.pipeline import Pipeline
+from lowering.pipeline.schedules import Pipeline
 from lowering.trees import Tree, unflatten
 from sharding_rules.pipeline import Stages
 

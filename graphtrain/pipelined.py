@@ -9,7 +9,7 @@ from graphtrain.architecture import divide, drops, join, pipeline
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.loss import cross_entropy
 from graphtrain.models.stages import split_batch
-from lowering.pipeline import Value
+from lowering.pipeline.schedules import Value
 from lowering.tracing.constrain import placement, split_of
 from lowering.trees import Tree
 from sharding_rules.pipeline import Stages

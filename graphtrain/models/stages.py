@@ -14,7 +14,7 @@ import numpy as np
 from graphtrain.config.schema import Model
 from graphtrain.models.decoder import Parameters, merge
 from graphtrain.models.layers import apply_stack, full_layers, layer_keys, split_key
-from lowering.pipeline import Pipeline
+from lowering.pipeline.schedules import Pipeline
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.pipeline import Stages

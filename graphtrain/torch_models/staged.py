@@ -21,8 +21,8 @@ from graphtrain.models.stages import Keys, Score, arrange_rows, arrange_spec
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.model import OpenedModel
 from graphtrain.torch_models.scanning import Scan, Taken, Through, residual
-from lowering.pipeline import Pipeline
-from lowering.ring import read_column
+from lowering.pipeline.ring import read_column
+from lowering.pipeline.schedules import Pipeline
 from lowering.tracing.constrain import draw, placement
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec

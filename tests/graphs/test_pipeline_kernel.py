@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from unoptimized import OPTIONS
 
 from lowering.jax_xla import make_mesh
-from lowering.pipeline import Pipeline, Value
+from lowering.pipeline.schedules import Pipeline, Value
 from lowering.tracing.constrain import by_hand, placed, placement
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import ticks

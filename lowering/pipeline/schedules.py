@@ -35,8 +35,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lowering.one_forward_one_backward import gradients_by_ticks
-from lowering.ring import Ring, only_if, read_column, replace_column
+from lowering.pipeline.one_f_one_b import gradients_by_ticks
+from lowering.pipeline.ring import Ring, only_if, read_column, replace_column
 from lowering.tracing.constrain import by_hand, placement, split_of
 from lowering.trees import Tree
 

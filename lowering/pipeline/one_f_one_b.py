@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowering.ring import Ring, only_if, read_column, replace_column
+from lowering.pipeline.ring import Ring, only_if, read_column, replace_column
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
-    from lowering.pipeline import Pipeline, Value
+    from lowering.pipeline.schedules import Pipeline, Value
 
 
 def gradients_by_ticks(

@@ -1,0 +1,1 @@
+"""Pipeline parallelism inside one program: schedules of microbatches over stages on devices."""
