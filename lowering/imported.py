@@ -20,9 +20,9 @@ from jaxlib.mlir.dialects import func
 import lowering
 from lowering import jax_xla
 from lowering.errors import LoweringError
+from lowering.hlo.module import HloModule, Input
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.modules import HloModule, Input
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Layout, Plan

@@ -17,7 +17,7 @@ import pickletools
 from itertools import pairwise
 from typing import Any
 
-from lowering.protobuf import classes
+from lowering.hlo.protobuf import classes
 
 # What XLA stores. Fields that are not named stay as they are.
 _FIELDS = {

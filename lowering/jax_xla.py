@@ -16,9 +16,9 @@ from jax.experimental import mesh_utils, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.artifact import Artifact
-from lowering.collectives import read
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
+from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
 from lowering.machine import aot_devices, distributed, host
 from lowering.machine.target import Target

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from lowering.errors import LoweringError
-from lowering.one_device.proto import read_dump, write_module
+from lowering.hlo.proto import read_dump, write_module
 
 # The pass after which a module is that of one device; the second name is for a single device.
 _PASSES = ("spmd-partitioning", "sharding-remover")

@@ -18,7 +18,7 @@ from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 
 if TYPE_CHECKING:
-    from lowering.collectives import Collective
+    from lowering.hlo.collectives import Collective
 
 # What waits for nothing: gradients and gathered weights travel beside the work of other layers.
 HIDDEN = {"data", "fsdp"}

@@ -9,7 +9,7 @@ from functools import partial
 from graphtrain.config.schema import Program
 from graphtrain.estimates.sizes import Sizes
 from graphtrain.estimates.weights import Weight, place_weights
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape

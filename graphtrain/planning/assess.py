@@ -23,7 +23,7 @@ from graphtrain.models.kernels import in_step
 from graphtrain.planning.assessment import Assessment, Memory
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Limits, Observer, Outcome, tasks_of
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
 

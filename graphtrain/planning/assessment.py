@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from lowering.collectives import Collective
+    from lowering.hlo.collectives import Collective
     from sharding_rules.plan import Plan
 
 Source = Literal["compiler", "estimate"]

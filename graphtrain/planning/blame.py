@@ -15,7 +15,7 @@ from typing import Any
 from graphtrain.config.schema import Program
 from graphtrain.planning.moved import Moved, Parameters
 from graphtrain.planning.reasons import Reason, Reasons
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 

@@ -17,7 +17,7 @@ from graphtrain.models.kernels import in_step
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
 from graphtrain.requests import mesh_shape, request_keys
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules
 
 

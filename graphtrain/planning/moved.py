@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphtrain.planning.scopes import Scope, scopes
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import Program
 from graphtrain.planning.moved import Moved, Parameters
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
 
 # Sums over these are sums over tokens.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowering.collectives import Collective
+    from lowering.hlo.collectives import Collective
 
 
 @dataclass(frozen=True)

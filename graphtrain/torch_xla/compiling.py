@@ -13,9 +13,9 @@ from graphtrain.requests import source_digests
 from graphtrain.tasks import Task
 from graphtrain.torch_xla.graphs import Extracted, Extraction, Graph
 from lowering.errors import LoweringError
+from lowering.hlo.module import HloModule
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
-from lowering.modules import HloModule
 
 _SOURCES = ("lowering/", "sharding_rules/")  # nothing else of ours is in an extracted program
 

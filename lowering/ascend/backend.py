@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, jax_xla
+from lowering import jax_xla
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
@@ -18,6 +18,7 @@ from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import Translated, translate
 from lowering.errors import LoweringError
 from lowering.graph import Graph
+from lowering.hlo import collectives
 from lowering.jax_xla import (
     Device,
     Executable,

@@ -16,8 +16,8 @@ from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import hlo_type, reduced, settled, shape_of, signed
 from lowering.ascend.values import Value, known
-from lowering.groups import Groups
-from lowering.one_device.proto import Message
+from lowering.hlo.proto import Message
+from lowering.hlo.replica_groups import Groups
 
 _HCCL = {
     "add": "sum",

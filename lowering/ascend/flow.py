@@ -11,7 +11,7 @@ from lowering.ascend.control import Control, Function
 from lowering.ascend.emitter import Emitter, unsupported
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.values import Value, known
-from lowering.one_device.proto import TYPE_NAMES, TYPES, Message
+from lowering.hlo.proto import TYPE_NAMES, TYPES, Message
 
 _UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
 

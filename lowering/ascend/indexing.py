@@ -13,7 +13,7 @@ import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.values import Value, known
-from lowering.one_device.proto import Message
+from lowering.hlo.proto import Message
 
 _SCATTERS = {
     "add": "TensorScatterAdd",

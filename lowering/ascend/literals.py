@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from lowering.errors import LoweringError
-from lowering.one_device.proto import TYPE_NAMES, Message
+from lowering.hlo.proto import TYPE_NAMES, Message
 
 _FIELDS: dict[str, tuple[str, type]] = {
     "pred": ("preds", np.bool_),

@@ -30,7 +30,7 @@ from lowering.ascend.schema import (
     TUPLE,
     UMONAD,
 )
-from lowering.protobuf import classes
+from lowering.hlo.protobuf import classes
 
 Shape = tuple[int, ...]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.values import Value, known
-from lowering.one_device.proto import TYPE_NAMES, Message
+from lowering.hlo.proto import TYPE_NAMES, Message
 
 FLOATS = ("f16", "f32", "f64", "bf16")
 _BITS = {

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.one_device.proto import Message
+from lowering.hlo.proto import Message
 from lowering.tracing.region_marks import ENTRY, EXIT, SETTINGS
 
 _FOREIGN = ("parameter", "partition-id", "replica-id", "custom-call", "while", "conditional")

@@ -10,7 +10,7 @@ from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.mindir import Tensor
 from lowering.ascend.operations import FLOATS, hlo_type, settled, shape_of
 from lowering.ascend.values import Value, known
-from lowering.one_device.proto import Message
+from lowering.hlo.proto import Message
 
 Evaluate = Callable[[Sequence[Value]], Value]  # a comparison, of two elements of each operand
 

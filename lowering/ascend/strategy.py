@@ -88,6 +88,6 @@ def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape)
 
 @functools.cache
 def _classes() -> dict[str, Any]:
-    from lowering.protobuf import classes
+    from lowering.hlo.protobuf import classes
 
     return classes("graphtrain.strategy", _MESSAGES, "proto2")

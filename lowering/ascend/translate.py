@@ -25,9 +25,9 @@ from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
 from lowering.ascend.regions import Marked, find
 from lowering.ascend.values import Value
 from lowering.errors import LoweringError
-from lowering.groups import Groups
+from lowering.hlo.proto import TYPE_NAMES, Message, read_module
+from lowering.hlo.replica_groups import Groups
 from lowering.one_device.normalise import Normalised, entry_of
-from lowering.one_device.proto import TYPE_NAMES, Message, read_module
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from lowering import collectives, jax_xla
+from lowering import jax_xla
 from lowering.artifact import Artifact
 from lowering.graph import Graph
+from lowering.hlo import collectives
 from lowering.jax_xla import (
     Device,
     Executable,

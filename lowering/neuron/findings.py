@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lowering.hlo.proto import TYPE_NAMES, Message
 from lowering.machine.target import Target
-from lowering.one_device.proto import TYPE_NAMES, Message
 
 
 @dataclass(frozen=True)

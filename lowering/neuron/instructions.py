@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lowering.one_device.proto import TYPES, Message
+from lowering.hlo.proto import TYPES, Message
 
 TOO_LOW = 4  # times, by which an estimate was below a published count
 _ROWS, _COLUMNS = 128, 512

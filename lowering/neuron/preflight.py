@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowering.errors import LoweringError, OutOfMemory
+from lowering.hlo.proto import TYPES, Message, array_bytes, read_module
 from lowering.machine.target import Target
 from lowering.neuron.compiler import TOO_LITTLE_MEMORY
 from lowering.neuron.findings import Finding, Module, told
 from lowering.neuron.instructions import TOO_LOW, Instructions, estimate
 from lowering.neuron.rules import RULES
-from lowering.one_device.proto import TYPES, Message, array_bytes, read_module
 
 _INSTRUCTIONS = 5_000_000  # of a NEFF, unless a flag says otherwise
 _LIMIT_FLAG = "--internal-max-instruction-limit"  # as AWS's tutorial of AXLearn raises it

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lowering.hlo.proto import Message
 from lowering.neuron.findings import Finding, Module, type_of
-from lowering.one_device.proto import Message
 
 Rule = Callable[[Message, Module], Iterator[Finding]]
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering.one_device.proto import Message, read_module, write_module
+from lowering.hlo.proto import Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
 
 # No public name compiles HLO or runs what it gives (jax 0.11).

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowering.errors import LoweringError
+from lowering.hlo.proto import read_module
 from lowering.machine.target import Target
 from lowering.neuron import neff
 from lowering.neuron.preflight import preflight
-from lowering.one_device.proto import read_module
 
 _REFUSED = 70  # the status of neuronx-cc
 

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.graph import Graph
+from lowering.hlo.proto import array_bytes, read_module
 from lowering.jax_xla import Device
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.one_device.normalise import Normalised, normalise
-from lowering.one_device.proto import array_bytes, read_module
 from lowering.overheard import overhear
 from lowering.partitioned import partition
 from sharding_rules.mesh import MeshShape

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
+from lowering.hlo.proto import TYPES, Message, read_module, unknown, write_module
 from lowering.one_device.precision import drop_exact_roundings
-from lowering.one_device.proto import TYPES, Message, read_module, unknown, write_module
 from lowering.one_device.rank import rank_as_input
 from lowering.one_device.replica_groups import write_explicitly
 from lowering.tracing.region_marks import marks

@@ -4,7 +4,7 @@ JAX rounds every value that it keeps for the backward pass to the bits of its ow
 keeps no more of it. Source: AWS Neuron documentation, known issues of JAX on Neuron, SDK 2.32.
 """
 
-from lowering.one_device.proto import TYPE_NAMES, Message
+from lowering.hlo.proto import TYPE_NAMES, Message
 
 # Bits of exponent and mantissa of what a device computes in.
 _BITS = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10), "f8e5m2": (5, 2), "f8e4m3": (4, 3)}

@@ -8,7 +8,7 @@ neuronx-cc takes partition-id, and vLLM's and NxD's programs for Neuron take the
 from collections.abc import Iterable
 
 from lowering.errors import LoweringError
-from lowering.one_device.proto import TYPES, Message, message
+from lowering.hlo.proto import TYPES, Message, message
 
 _ASKS = ("partition-id", "replica-id")
 

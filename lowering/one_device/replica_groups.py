@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from lowering.groups import Groups, along_axes, of_iota
-from lowering.one_device.proto import Message, message
+from lowering.hlo.proto import Message, message
+from lowering.hlo.replica_groups import Groups, along_axes, of_iota
 
 _COLLECTIVES = {
     "all-gather",

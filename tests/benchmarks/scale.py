@@ -139,7 +139,7 @@ def _texts_read() -> list[str]:
 
 def _by_axes(collectives: list[dict[str, Any]]) -> dict[str, float]:
     """Bytes that a device sends in a step, by mesh axes."""
-    from lowering.collectives import Collective
+    from lowering.hlo.collectives import Collective
 
     sent: Counter[str] = Counter()
     for each in map(Collective.from_record, collectives):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from graphtrain import worker
 from graphtrain.config import load_config
 from lowering import jax_xla
-from lowering.hlo import arrays, item_bits, parse
+from lowering.hlo.text import arrays, item_bits, parse
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 

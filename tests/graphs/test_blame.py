@@ -15,8 +15,8 @@ from graphtrain.planning.blame import blame, flagged
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
-from lowering.collectives import Reading
 from lowering.errors import LoweringError
+from lowering.hlo.collectives import Reading
 from lowering.machine.target import Target
 from lowering.tracing.constrain import constrain
 from sharding_rules.rules import Rules

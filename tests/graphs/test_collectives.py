@@ -11,8 +11,8 @@ from programs import LLAMA, loaded, program
 from graphtrain.config.schema import Mesh
 from graphtrain.models.counts import attention_flops_per_token, flops_per_token
 from lowering import jax_xla
-from lowering.collectives import Reading, read
 from lowering.errors import LoweringError
+from lowering.hlo.collectives import Reading, read
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 

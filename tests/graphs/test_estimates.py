@@ -11,7 +11,7 @@ from graphtrain.estimates.traffic import traffic
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
-from lowering.collectives import Collective
+from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 

@@ -18,7 +18,7 @@ from graphtrain.models import attention, flash
 from graphtrain.models.counts import attention_flops_per_token, step_flops_per_token
 from graphtrain.requests import mesh_shape
 from lowering import jax_xla
-from lowering.collectives import read
+from lowering.hlo.collectives import read
 from lowering.machine.target import Target
 
 NARROW = Model(layers=2, embed=192, heads=4, kv_heads=2, head_dim=64, mlp=384, vocab=320)

@@ -19,13 +19,13 @@ from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering import jax_xla
 from lowering.errors import LoweringError, OutOfMemory
-from lowering.groups import groups_of
-from lowering.hlo import parse
+from lowering.hlo.proto import array_bytes, read_module, write_module
+from lowering.hlo.replica_groups import groups_of
+from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.one_device import backend as one_device
 from lowering.one_device.normalise import entry_of, normalise
-from lowering.one_device.proto import array_bytes, read_module, write_module
 from lowering.partitioned import partition
 from sharding_rules.rules import Rules
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.errors import LoweringError
-from lowering.one_device.proto import read_module, unknown, write_module
+from lowering.hlo.proto import read_module, unknown, write_module
 from lowering.partitioned import partition
 
 

@@ -13,12 +13,12 @@ from graphtrain.config.schema import Batch, Mesh, Mixture, Model
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering.errors import LoweringError, OutOfMemory
+from lowering.hlo.proto import read_module
 from lowering.machine.target import Target
 from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
 from lowering.one_device.normalise import normalise
-from lowering.one_device.proto import read_module
 from lowering.partitioned import partition
 from sharding_rules.rules import Rules
 

@@ -11,8 +11,8 @@ from programs import LLAMA, gradients_graph, program
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
 from lowering import jax_xla
-from lowering.collectives import read
-from lowering.hlo import parse
+from lowering.hlo.collectives import read
+from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 

@@ -8,8 +8,8 @@ import pytest
 from graphtrain.key import CacheKey
 from graphtrain.optimizer import moment_specs
 from graphtrain.planning.diff import Change, _without_followers
-from lowering.collectives import read
-from lowering.groups import axes_of, groups_of
+from lowering.hlo.collectives import read
+from lowering.hlo.replica_groups import axes_of, groups_of
 from lowering.trees import unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowering.collectives import Collective, Reading, read
+from lowering.hlo.collectives import Collective, Reading, read
 from sharding_rules.mesh import MeshShape
 
 MESH = MeshShape({"data": 2, "tensor": 4})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowering.groups import axes_of, groups_of
+from lowering.hlo.replica_groups import axes_of, groups_of
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 

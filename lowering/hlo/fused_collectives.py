@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowering.hlo import Computation, Instruction
+from lowering.hlo.text import Computation, Instruction
 
 _WINDOWS = {
     "windowed_dot_general_body_ag": "all-gather",

@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as AnyMessage
 
 from lowering.errors import LoweringError
-from lowering.hlo import item_bits
-from lowering.one_device.schema import MESSAGES
-from lowering.protobuf import classes
+from lowering.hlo.protobuf import classes
+from lowering.hlo.schema import MESSAGES
+from lowering.hlo.text import item_bits
 
 Message = Any  # a message of one of the classes below; protobuf makes them when they are asked for
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowering.one_device.proto import TYPE_NAMES, TYPES, Message, read_dump, write_module
+from lowering.hlo.proto import TYPE_NAMES, TYPES, Message, read_dump, write_module
 from sharding_rules.arrays import ArraySpec
 
 # HLO's names of what JAX calls otherwise; the others are as s64, which is int64.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo import Computation, Instruction, Module
+from lowering.hlo.text import Computation, Instruction, Module
 from lowering.tracing.source_lines import line_of
 
 # An operand, all of it or a piece, in another place, dtype or layout.

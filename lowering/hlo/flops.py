@@ -10,7 +10,7 @@ import functools
 import math
 import re
 
-from lowering.hlo import Computation, Instruction, arrays
+from lowering.hlo.text import Computation, Instruction, arrays
 
 _DIMENSIONS = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')

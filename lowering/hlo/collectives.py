@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowering import fused
-from lowering.flops import flops_of
-from lowering.groups import axes_of, groups_of
-from lowering.hlo import Computation, Instruction, Module, arrays, nbytes, parse
-from lowering.loops import trip_count
-from lowering.origin import Origins
+from lowering.hlo import fused_collectives
+from lowering.hlo.flops import flops_of
+from lowering.hlo.provenance import Origins
+from lowering.hlo.replica_groups import axes_of, groups_of
+from lowering.hlo.text import Computation, Instruction, Module, arrays, nbytes, parse
+from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
 _DIMENSION = re.compile(r"[ ,]dimensions=\{(\d+)\}")
@@ -198,7 +198,7 @@ class _Reader:
     def _collective(
         self, computation: Computation, instruction: Instruction, op: str
     ) -> Collective | None:
-        if fused.is_repeated(computation, instruction):
+        if fused_collectives.is_repeated(computation, instruction):
             return None
         groups = groups_of(instruction.rest, self.mesh.devices)
         axes = axes_of(groups, self.mesh)
@@ -209,7 +209,7 @@ class _Reader:
         is_permute = op == "collective-permute"
         devices = self.mesh.size(axes) if is_permute else len(groups[0])
         size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
-        if op == "all-reduce" and fused.is_scattered(computation, instruction):
+        if op == "all-reduce" and fused_collectives.is_scattered(computation, instruction):
             op = "reduce-scatter"
         scope, source = self.origins.place(computation, instruction)
         return Collective(
@@ -224,7 +224,7 @@ class _Reader:
             arrays=self.origins.arrays(computation, instruction, through_loops=is_permute),
             shapes=tuple(shape.partition("{")[0] for shape in moved),
             dimension=_dimension(instruction),
-            instead_of=fused.window(computation) if is_permute else "",
+            instead_of=fused_collectives.window(computation) if is_permute else "",
         )
 
 

@@ -1,0 +1,1 @@
+"""Reading of compiled programs: HLO text and protos, collectives, FLOPs, provenance."""
