@@ -5,9 +5,9 @@ from collections.abc import Callable
 from graphtrain.config.schema import Program
 from graphtrain.requests import GRAPHS, mesh_shape
 from graphtrain.steps import build_graph
-from lowering import jax_xla
 from lowering.machine.target import Target
 from lowering.neuron import plugin
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 
@@ -23,6 +23,6 @@ def extract(program: Program, observe: Callable[[str, str], None]) -> None:
     rules = Rules.load(program.rules)
     for name in GRAPHS:
         graph = build_graph(program, name)
-        lowered = jax_xla.lower(graph, rules, mesh_shape(program), target, placed_on)
+        lowered = xla.lower(graph, rules, mesh_shape(program), target, placed_on)
         plugin.give(lowered)
         observe(name, "extracted")

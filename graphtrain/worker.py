@@ -32,11 +32,11 @@ from graphtrain.steps import build_graph
 from graphtrain.torch_xla.compiling import read_module
 from graphtrain.torch_xla.graphs import Extracted
 from graphtrain.user_errors import USER_ERRORS
-from lowering import jax_xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
+from lowering.xla import backend as xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from sharding_rules.rules import Rules
 
 
@@ -201,7 +201,7 @@ def lower(program: Program | Extracted, name: str) -> Lowered:
 
 
 def _lower_extracted(extracted: Extracted, target: Target) -> Lowered:
-    from lowering.imported import Imported, lower
+    from lowering.xla.imported_hlo import Imported, lower
 
     module = read_module(extracted.file)
     return lower(Imported("torch-xla", module, extracted.meshes), target)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from lowering.machine.target import Target
 
-_XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.jax_xla")
+_XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.xla.backend")
 _BACKENDS: dict[str, str] = _XLA | {
     "ascend": "lowering.ascend.backend",
     "neuron": "lowering.neuron.backend",

@@ -2,10 +2,10 @@
 
 from hypothesis import settings
 
-from lowering import jax_xla
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
-jax_xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number
+xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
 settings.load_profile("untimed")

@@ -47,7 +47,7 @@ def _of_weights(
     rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
     # XLA for GPUs moves an all-reduce out of the loop that adds its results up, and gathers once
-    # what a layer's backward pass uses twice, and the head, as lowering/jax_xla.py asks.
+    # what a layer's backward pass uses twice, and the head, as lowering/xla/backend.py asks.
     on_cards = Target.parse(program.target).platform == "cuda"
     for weight in weights:
         if weight.of_a_layer < 1e5:

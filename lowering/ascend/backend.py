@@ -1,4 +1,4 @@
-"""The backend of Ascend: what lowering.jax_xla is to XLA's own targets."""
+"""The backend of Ascend: what lowering.xla.backend is to XLA's own targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from lowering import jax_xla
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
 from lowering.ascend.device import DeviceArray, Program
@@ -19,7 +18,15 @@ from lowering.ascend.translate import Translated, translate
 from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo import collectives
-from lowering.jax_xla import (
+from lowering.lowered import Lowered
+from lowering.machine import distributed, host
+from lowering.machine.target import Target
+from lowering.one_device import backend as one_device
+from lowering.one_device.backend import OneDevice
+from lowering.tracing import operator_regions
+from lowering.trees import Tree
+from lowering.xla import backend as xla
+from lowering.xla.backend import (
     Device,
     Executable,
     fill,
@@ -28,13 +35,6 @@ from lowering.jax_xla import (
     plan_graph,
     put,
 )
-from lowering.lowered import Lowered
-from lowering.machine import distributed, host
-from lowering.machine.target import Target
-from lowering.one_device import backend as one_device
-from lowering.one_device.backend import OneDevice
-from lowering.tracing import operator_regions
-from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -69,7 +69,7 @@ def devices(target: Target) -> list[Device]:
     count = distributed.count()
     if count == 1:
         return one_device.devices(target)
-    return jax_xla.devices(Target("cpu", (count, target.devices // count)))
+    return xla.devices(Target("cpu", (count, target.devices // count)))
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:

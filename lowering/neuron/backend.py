@@ -1,15 +1,22 @@
-"""The backend of Trainium: what lowering.jax_xla is to XLA's own targets."""
+"""The backend of Trainium: what lowering.xla.backend is to XLA's own targets."""
 
 import hashlib
 from typing import Any
 
 import jax
 
-from lowering import jax_xla
 from lowering.artifact import Artifact
 from lowering.graph import Graph
 from lowering.hlo import collectives
-from lowering.jax_xla import (
+from lowering.lowered import Lowered
+from lowering.machine.target import Target
+from lowering.neuron import bundle, compiler, neff, preflight, simulation
+from lowering.neuron.device import DeviceArray, Program
+from lowering.one_device import backend as one_device
+from lowering.one_device.backend import OneDevice
+from lowering.trees import Tree
+from lowering.xla import backend as xla
+from lowering.xla.backend import (
     Device,
     Executable,
     fill,
@@ -20,13 +27,6 @@ from lowering.jax_xla import (
     plan_graph,
     put,
 )
-from lowering.lowered import Lowered
-from lowering.machine.target import Target
-from lowering.neuron import bundle, compiler, neff, preflight, simulation
-from lowering.neuron.device import DeviceArray, Program
-from lowering.one_device import backend as one_device
-from lowering.one_device.backend import OneDevice
-from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -112,7 +112,7 @@ def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
     if target.on_host:
-        about["fingerprint"] = jax_xla.fingerprint(devices(target))
+        about["fingerprint"] = xla.fingerprint(devices(target))
     return lowered.facts | about
 
 
@@ -130,7 +130,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
     mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
     if not target.on_host:
         return Executable(Program(artifact.payload, about, mesh), about, mesh)
-    jax_xla.check_fingerprint(about, placed_on)
+    xla.check_fingerprint(about, placed_on)
     _, executable = neff.unpack(artifact.payload)
     loaded = simulation.load_module(executable, placed_on)
     return Executable(simulation.Program(loaded, about, mesh), about, mesh)

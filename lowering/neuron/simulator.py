@@ -46,12 +46,12 @@ def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
 
 
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
-    from lowering import jax_xla
-    from lowering.in_order import order_executable
     from lowering.neuron.simulation import compile_module
+    from lowering.xla import backend as xla
+    from lowering.xla.cpu_collective_order import order_executable
 
     ranks = asked.simulated_ranks
-    devices = jax_xla.devices(Target("cpu", (ranks,)))
+    devices = xla.devices(Target("cpu", (ranks,)))
     # LLVM takes most of the time.
     quickly = {"xla_backend_optimization_level": 1} if asked.optlevel == 1 else {}
     executable = compile_module(hlo, devices, quickly)

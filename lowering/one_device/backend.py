@@ -11,16 +11,16 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo.proto import array_bytes, read_module
-from lowering.jax_xla import Device
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.one_device.normalise import Normalised, normalise
-from lowering.overheard import overhear
-from lowering.partitioned import partition
+from lowering.xla import backend as xla
+from lowering.xla.backend import Device
+from lowering.xla.compiler_log import overhear
+from lowering.xla.spmd_module import partition
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -32,7 +32,7 @@ xla_client: Any = _client
 
 def devices(target: Target) -> list[Device]:
     """As many devices of the CPU as the target has."""
-    return jax_xla.devices(Target("cpu", (target.devices,)))
+    return xla.devices(Target("cpu", (target.devices,)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def lower(
                 "set program.optimizer.offload = false"
             )
     on_cpu = Target("cpu", (target.devices,))
-    whole = jax_xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
+    whole = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
     return take(whole, target, rank_input=rank_input)
 
 

@@ -51,7 +51,7 @@ class Normalised:
 
 
 def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
-    """Rewrite the module of one device, as lowering.partitioned.partitioned gives it.
+    """Rewrite the module of one device, as lowering.xla.spmd_module.partitioned gives it.
 
     Args:
         name: of the module; XLA's own is that of a Python function.

@@ -2,7 +2,7 @@
 
 XLA:CPU fuses into a loop whatever the loop reads, and computes it again for each element that does:
 the angles of rotary positions once a head. An optimization barrier says what to compute once and
-keep. `jax_xla` has XLA:CPU leave them in, which by default takes them out before it fuses.
+keep. `lowering.xla` has XLA:CPU leave them in, which by default takes them out before it fuses.
 
 XLA:CPU takes two to three times as long to round to bfloat16 in a loop over rows as to do the same
 by integers. It fuses those into fewer loops, so cast is for what ends in a barrier anyway.

@@ -23,8 +23,8 @@ from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.one_device.normalise import normalise
-from lowering.partitioned import partition
 from lowering.trees import flatten
+from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules
 
 BFLOAT16 = dataclasses.replace(LLAMA, dtype="bfloat16")

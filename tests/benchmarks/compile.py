@@ -32,14 +32,14 @@ def measure(layers: int) -> None:
     """Compile once and print what it took."""
     from graphtrain.config.schema import Batch, Mesh, Model, Program
     from graphtrain.worker import lower
-    from lowering import jax_xla
+    from lowering.xla import backend as xla
 
     model = Model(layers=layers, embed=128, heads=4, mlp=352, vocab=1024)
     batch = Batch(sequences=8, length=128)
     began = time.perf_counter()
     lowered = lower(Program(target="cpu:1", mesh=Mesh(), model=model, batch=batch), "train")
     traced = time.perf_counter() - began
-    artifact = jax_xla.compile(lowered)
+    artifact = xla.compile(lowered)
     sizes = {"stablehlo_bytes": len(lowered.text), "executable_bytes": len(artifact.payload)}
     if "--hlo" in sys.argv:  # compiles again, so only when asked
         text = lowered.handle.compile().as_text()

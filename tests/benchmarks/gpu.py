@@ -56,13 +56,13 @@ def compile_to(directory: Path, model: str, target: str, graphs: list[str]) -> d
     from graphtrain import worker
     from graphtrain.estimates.memory import memory
     from graphtrain.requests import mesh_shape
-    from lowering import jax_xla
+    from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
 
     of, record = program(model, target), {}
     for name in graphs:
         lowered = worker.lower(of, name)
-        artifact = jax_xla.compile(lowered)
+        artifact = xla.compile(lowered)
         (directory / name).write_bytes(pickle.dumps(artifact))
         record = artifact.record | {"options": lowered.options, "payload": len(artifact.payload)}
     predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
@@ -84,18 +84,18 @@ def graphtrain_step(directory: Path | None, model: str, target: str) -> Step:
 
     from graphtrain.requests import mesh_shape
     from graphtrain.steps import build_graph
-    from lowering import jax_xla
     from lowering.machine.target import Target
+    from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
 
     of, there = program(model, target), Target.parse(target)
 
     def loaded(name: str) -> Any:
         if directory is not None:  # written by this script a moment ago
-            return jax_xla.load(pickle.loads((directory / name).read_bytes()), there)
+            return xla.load(pickle.loads((directory / name).read_bytes()), there)
         graph, rules = build_graph(of, name), Rules.load(of.rules)
-        card = jax_xla.devices(there)
-        lowered = jax_xla.lower(graph, rules, mesh_shape(of), there, card)
+        card = xla.devices(there)
+        lowered = xla.lower(graph, rules, mesh_shape(of), there, card)
         return lowered.handle.compile()  # with XLA's own options: it tunes all of its products
 
     init, step = loaded("init"), loaded("train")

@@ -67,8 +67,8 @@ def measure(name: str, devices: int) -> None:
     """Compile once and print what it took."""
     from graphtrain import worker
     from graphtrain.planning.assess import estimate, plan_program
-    from lowering import jax_xla
     from lowering.errors import OutOfMemory
+    from lowering.xla import backend as xla
 
     of = program(name, devices)
     ends, texts = _ends_of_phases(), _texts_read()
@@ -82,7 +82,7 @@ def measure(name: str, devices: int) -> None:
         "stablehlo_bytes": len(lowered.text),
     }
     try:
-        artifact = jax_xla.compile(lowered)
+        artifact = xla.compile(lowered)
     except OutOfMemory as error:
         print(json.dumps(figures | {"refused": str(error).partition("\n")[0]}))
         return
@@ -125,15 +125,15 @@ def _ends_of_phases() -> dict[str, float]:
 
 def _texts_read() -> list[str]:
     """Filled with the optimized programs as they are read for the record."""
-    from lowering import jax_xla
+    from lowering.xla import backend as xla
 
-    texts, read = [], jax_xla.read
+    texts, read = [], xla.read
 
     def keep(text: str, *rest: Any) -> Any:
         texts.append(text)
         return read(text, *rest)
 
-    jax_xla.read = keep
+    xla.read = keep
     return texts
 
 

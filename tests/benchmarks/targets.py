@@ -35,8 +35,8 @@ def measure(name: str) -> None:
     """Compile once and print what it took."""
     from graphtrain.config import load_config
     from graphtrain.worker import lower
-    from lowering import jax_xla
     from lowering.errors import OutOfMemory
+    from lowering.xla import backend as xla
 
     path, target, overrides = ROWS[name]
     program = load_config(path, _divisible(target, overrides), target).program
@@ -44,7 +44,7 @@ def measure(name: str) -> None:
     lowered = lower(program, "train")
     traced = time.perf_counter() - began
     try:
-        artifact = jax_xla.compile(lowered)
+        artifact = xla.compile(lowered)
     except OutOfMemory as error:
         print(json.dumps({"does_not_fit": str(error)}))
         return

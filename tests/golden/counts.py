@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from graphtrain import worker
 from graphtrain.config import load_config
-from lowering import jax_xla
 from lowering.hlo.text import arrays, item_bits, parse
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
 ROOT = Path(__file__).parents[2]
 Counts = Mapping[str, int | str]
@@ -113,7 +113,7 @@ def _tensor_bytes(tensor: tuple[str, str]) -> int:
 def _of_optimized(lowered: Lowered) -> Counts:
     """Of one device's program, as its record tells and as its text has it."""
     text = lowered.handle.compile(compiler_options=lowered.options).as_text()
-    reading = jax_xla.read(text, lowered.plan.mesh)
+    reading = xla.read(text, lowered.plan.mesh)
     counted: Counter[str] = Counter()
     for computation in parse(text).computations.values():
         for each in computation.instructions.values():

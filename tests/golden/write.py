@@ -10,12 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from counts import CONFIGS, count, difference, render
 
-from lowering import jax_xla
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
 
 def main() -> None:
-    jax_xla.devices(Target.parse("cpu:8"))  # before another target asks for fewer
+    xla.devices(Target.parse("cpu:8"))  # before another target asks for fewer
     for config in CONFIGS:
         if config.missing:
             print(f"{config}: not written, for want of {config.missing}", file=sys.stderr)

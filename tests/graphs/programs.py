@@ -12,12 +12,12 @@ from graphtrain.architecture import arrange, parameter_specs
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.requests import mesh_shape, stages_of
 from graphtrain.steps import accumulate_gradients, build_graph
-from lowering import jax_xla
 from lowering.graph import Graph
-from lowering.jax_xla import Executable
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.trees import Tree
+from lowering.xla import backend as xla
+from lowering.xla.backend import Executable
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules
 
@@ -73,12 +73,10 @@ def loaded(
     """
     built = gradients_graph(of) if graph == "gradients" else build_graph(of, graph)
     target = Target.parse(of.target)
-    lowered = jax_xla.lower(
-        built, Rules.load(of.rules), mesh_shape(of), target, traced_for=traced_for
-    )
+    lowered = xla.lower(built, Rules.load(of.rules), mesh_shape(of), target, traced_for=traced_for)
     if not optimized:
         lowered = unoptimized(lowered)
-    return jax_xla.load(jax_xla.compile(lowered), target)
+    return xla.load(xla.compile(lowered), target)
 
 
 def unoptimized(lowered: Lowered) -> Lowered:
@@ -143,4 +141,4 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:
     """Host arrays where an argument of an executable lives."""
-    return jax_xla.put(tree, executable.inputs(name))
+    return xla.put(tree, executable.inputs(name))

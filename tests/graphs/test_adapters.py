@@ -14,8 +14,8 @@ from graphtrain.families import family_of
 from graphtrain.families.family import to_decoder
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.weights.frozen import frozen_parameters
-from lowering import jax_xla
 from lowering.trees import flatten, unflatten
+from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
@@ -42,7 +42,7 @@ class Base:
 def frozen_of(of, graph):
     """The weights that a program keeps, read as a run reads them."""
     described = loaded(of, graph).inputs("frozen")
-    return frozen_parameters(Base(of.model), of, described, jax_xla.fill)
+    return frozen_parameters(Base(of.model), of, described, xla.fill)
 
 
 def new_state(of):

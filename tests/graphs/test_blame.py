@@ -14,11 +14,11 @@ from graphtrain.models.projection import project
 from graphtrain.planning.blame import blame, flagged
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import Reading
 from lowering.machine.target import Target
 from lowering.tracing.constrain import constrain
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")
@@ -59,10 +59,10 @@ def causes(target, **settings):
     of = program(target=target, **defaults | settings)
     on, rules = Target.parse(target), Rules.load(of.rules)
     try:
-        lowered = jax_xla.lower(build_graph(of, "train"), rules, mesh_shape(of), on)
+        lowered = xla.lower(build_graph(of, "train"), rules, mesh_shape(of), on)
     except LoweringError as error:
         pytest.skip(str(error))
-    record = jax_xla.compile(unoptimized(lowered)).record
+    record = xla.compile(unoptimized(lowered)).record
     assert record["unknown_loops"] == 0
     return blame(
         of,

@@ -14,8 +14,8 @@ from test_parallel import loss_and_gradients
 from graphtrain.chunked import Scored, chunked_cross_entropy
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
 from graphtrain.requests import mesh_shape
-from lowering import jax_xla
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 
@@ -55,7 +55,7 @@ def test_all_logits_never_exist():
     def most_rows(loss):
         of = program(loss=loss)
         target = Target.parse(of.target)
-        text = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+        text = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
         shapes = re.findall(rf"tensor<([\dx]+)x{VOCAB}xf32>", text)
         return max(math.prod(map(int, shape.split("x"))) for shape in shapes)
 

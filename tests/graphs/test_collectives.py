@@ -10,10 +10,10 @@ from programs import LLAMA, loaded, program
 
 from graphtrain.config.schema import Mesh
 from graphtrain.models.counts import attention_flops_per_token, flops_per_token
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import Reading, read
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.mesh import MeshShape
 
 MESH = MeshShape({"data": 2, "tensor": 4})
@@ -28,10 +28,10 @@ def compiled_text(target, step, *shapes, mesh=MESH, out=WHOLE):
     """The optimized text of a step whose inputs are whole arrays split over the mesh."""
     on = Target.parse(target)
     try:
-        placed_on = jax_xla.described_devices(on)
+        placed_on = xla.described_devices(on)
     except LoweringError as error:
         pytest.skip(str(error))
-    grid = jax_xla.make_mesh(mesh, placed_on)
+    grid = xla.make_mesh(mesh, placed_on)
     inputs = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(grid, split))
         for shape, dtype, split in shapes

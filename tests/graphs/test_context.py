@@ -16,8 +16,8 @@ from graphtrain.models import tiles
 from graphtrain.models.order import ordered, positions
 from graphtrain.models.ring import ring_attention
 from graphtrain.models.scores import Scoring
-from lowering import jax_xla
 from lowering.tracing.constrain import placed
+from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -93,7 +93,7 @@ def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
 
 
 def test_positions_are_in_the_order_of_the_tokens():
-    mesh = jax_xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
+    mesh = xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
     with placed(mesh, Rules.load(["context"])):
         assert positions(24).tolist() == ordered(jnp.arange(24), 0).tolist()
         assert positions(16).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
@@ -126,7 +126,7 @@ def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
 
 def test_every_device_of_a_ring_does_half_the_products():
     devices, length, heads, head_dim = 8, 64, 2, 4
-    mesh = jax_xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
+    mesh = xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
     array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
     with placed(mesh, Rules.load(["context"])):
         run = partial(ring_attention, scoring=Scoring(head_dim**-0.5), mesh_axes=("context",))

@@ -10,9 +10,9 @@ from graphtrain.config.schema import Batch, Mesh, Model
 from graphtrain.estimates.traffic import traffic
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
-from lowering import jax_xla
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(
@@ -38,8 +38,8 @@ def case(request):
     model = replace(MODEL, remat=remat[0]) if remat else MODEL
     of = program(target="h100:8", model=model, rules=rules, mesh=mesh, batch=batch)
     target, table = Target.parse(of.target), Rules.load(of.rules)
-    lowered = jax_xla.lower(build_graph(of, "train"), table, mesh_shape(of), target)
-    return of, table, jax_xla.compile(lowered).record
+    lowered = xla.lower(build_graph(of, "train"), table, mesh_shape(of), target)
+    return of, table, xla.compile(lowered).record
 
 
 def sent(collectives):

@@ -17,9 +17,9 @@ from graphtrain.estimates.time import utilisation
 from graphtrain.models import attention, flash
 from graphtrain.models.counts import attention_flops_per_token, step_flops_per_token
 from graphtrain.requests import mesh_shape
-from lowering import jax_xla
 from lowering.hlo.collectives import read
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
 NARROW = Model(layers=2, embed=192, heads=4, kv_heads=2, head_dim=64, mlp=384, vocab=320)
 CUBE = Mesh(data=2, fsdp=2, tensor=2)
@@ -94,7 +94,7 @@ def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatc
 def _gradients(of: Program):
     step = loaded(of, "gradients")
     given = {"state": state_of(of), "batch": batch(of)}
-    placed = (jax_xla.put(given[name], step.inputs(name)) for name in given)
+    placed = (xla.put(given[name], step.inputs(name)) for name in given)
     return jax.device_get(step(*placed))
 
 

@@ -5,31 +5,31 @@ import pytest
 from programs import program
 
 from graphtrain.worker import lower
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
 
 def test_a_program_for_another_processor_is_refused():
-    artifact = jax_xla.compile(lower(program(), "evaluate"))
+    artifact = xla.compile(lower(program(), "evaluate"))
     other = dataclasses.replace(artifact, record=artifact.record | {"fingerprint": "0" * 16})
     with pytest.raises(LoweringError, match=r"made for another processor .* compile for the mach"):
-        jax_xla.load(other, Target.parse("cpu:1"))
+        xla.load(other, Target.parse("cpu:1"))
 
 
 def test_more_devices_than_the_process_has_are_refused():
     with pytest.raises(LoweringError, match=r"cpu:64 needs 64 devices; this process began with 8"):
-        jax_xla.devices(Target.parse("cpu:64"))
+        xla.devices(Target.parse("cpu:64"))
 
 
 @pytest.mark.parametrize("target", ["h200:1", "mi300x:8", "v5e:2x4"])
 def test_a_machine_that_is_not_here_cannot_run(target):
     with pytest.raises(LoweringError, match=rf"^{target}: JAX finds no \w+ device here .* it "):
-        jax_xla.devices(Target.parse(target))
+        xla.devices(Target.parse(target))
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu")
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:1x1", "v5e:1x2", "v5p:2x2x2", "tpu7x:2x2x1"])
 def test_a_tpu_is_described_by_its_devices(target):
     parsed = Target.parse(target)
-    assert len(jax_xla.described_devices(parsed)) == parsed.devices
+    assert len(xla.described_devices(parsed)) == parsed.devices

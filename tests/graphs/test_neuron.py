@@ -17,7 +17,6 @@ from unoptimized import OPTIONS
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
-from lowering import jax_xla
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import array_bytes, read_module, write_module
 from lowering.hlo.replica_groups import groups_of
@@ -26,7 +25,8 @@ from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.one_device import backend as one_device
 from lowering.one_device.normalise import entry_of, normalise
-from lowering.partitioned import partition
+from lowering.xla import backend as xla
+from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules
 
 STAGES = {
@@ -46,7 +46,7 @@ def lower(of, graph, of_backend=backend):
 @pytest.fixture(scope="module")
 def raw() -> bytes:
     """The train step of one of 8 devices, as XLA's partitioner leaves it."""
-    return partition(lower(program(**CUBE), "train", jax_xla).handle).hlo
+    return partition(lower(program(**CUBE), "train", xla).handle).hlo
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,9 @@ def test_a_field_that_the_reader_would_skip_is_refused(raw):
 _PRINT_DIGEST = """
 import hashlib, sys
 sys.path[:0] = sys.argv[1:]
-from lowering import jax_xla
+from lowering.xla import backend as xla
 from lowering.machine.target import Target
-jax_xla.devices(Target.parse("cpu:8"))
+xla.devices(Target.parse("cpu:8"))
 from programs import CUBE, program
 import test_neuron
 lowered = test_neuron.lower(program(**CUBE | {"target": "neuron-sim:8"}), "train")
@@ -165,13 +165,13 @@ def test_the_simulator_computes_what_xla_computes(settings):
     of = program(**settings)
     target = "neuron-sim:8"
     simulated = lower(program(**settings | {"target": target}), "train")
-    devices = jax_xla.devices(Target.parse("cpu:8"))
+    devices = xla.devices(Target.parse("cpu:8"))
     executable = simulation.compile_module(simulated.handle.hlo, devices, OPTIONS)
     want = loaded(of, "train", traced_for=Target.parse(target))
     got = simulation.Program(executable, simulated.facts, want.mesh)
     states = [placed_inputs(want, "state", state_of(of)) for _ in range(2)]
     for step in range(3):
-        inputs = jax_xla.put(batch(of, step), want.inputs("batch")), np.float32(1e-2)
+        inputs = xla.put(batch(of, step), want.inputs("batch")), np.float32(1e-2)
         old = states[1]
         results = want(states[0], *inputs), got(states[1], *inputs)
         for name in ("loss", "grad_norm"):
@@ -185,8 +185,8 @@ def test_the_simulator_computes_what_xla_computes(settings):
 
 @pytest.mark.slow
 def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
-    handle = lower(program(), "train", jax_xla).handle
-    devices = jax_xla.devices(Target.parse("cpu:1"))
+    handle = lower(program(), "train", xla).handle
+    devices = xla.devices(Target.parse("cpu:1"))
     quickly = {"xla_backend_optimization_level": 0}
     simulated = simulation.compile_module(partition(handle).hlo, devices, quickly)
     compiled = handle.compile(quickly)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import backend, device
 from lowering.neuron.device import Program
 from lowering.neuron.nrt import Runtime
+from lowering.xla import backend as xla
 from sharding_rules.mesh import MeshShape
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -63,8 +63,8 @@ NEFF = b"output0=input1 output1=input0"
 
 
 def mesh(devices: int):
-    placed_on = jax_xla.devices(Target.parse(f"cpu:{devices}"))
-    return jax_xla.make_mesh(MeshShape({"tensor": devices}), placed_on)
+    placed_on = xla.devices(Target.parse(f"cpu:{devices}"))
+    return xla.make_mesh(MeshShape({"tensor": devices}), placed_on)
 
 
 def test_one_rank_is_loaded_without_collectives(runtime, log):

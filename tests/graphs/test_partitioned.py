@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.errors import LoweringError
 from lowering.hlo.proto import read_module, unknown, write_module
-from lowering.partitioned import partition
+from lowering.xla.spmd_module import partition
 
 
 def lowered(devices: int) -> jax.stages.Lowered:

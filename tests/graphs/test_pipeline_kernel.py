@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from unoptimized import OPTIONS
 
-from lowering.jax_xla import make_mesh
 from lowering.pipeline.schedules import Pipeline, Value
 from lowering.tracing.constrain import by_hand, placed, placement
+from lowering.xla.backend import make_mesh
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import ticks
 from sharding_rules.rules import Rules

@@ -11,8 +11,8 @@ from programs import LLAMA, gradients_graph, program
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.requests import mesh_shape
-from lowering import jax_xla
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def compiled(schedule, microbatches):
         pipeline=SCHEDULES[schedule],
     )
     target = Target.parse(of.target)
-    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target)
+    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target)
     return lowered.handle.compile(compiler_options=lowered.options)
 
 
@@ -104,6 +104,6 @@ def test_no_array_of_the_logits_shape_enters_a_loop():
     sizes = Batch(sequences=8, length=512, microbatches=2)
     of = program(target="v5e:2x2", mesh=Mesh(data=2, stage=2), model=MODEL, batch=sizes)
     target = Target.parse(of.target)
-    text = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+    text = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
     loops = re.findall(r"stablehlo\.while\(.*", text)
     assert loops and not [loop for loop in loops if f"2x512x{MODEL.vocab}x" in loop]

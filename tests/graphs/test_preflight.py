@@ -19,7 +19,7 @@ from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
 from lowering.one_device.normalise import normalise
-from lowering.partitioned import partition
+from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules
 
 FLOATS = np.zeros((4, 8), np.float32)

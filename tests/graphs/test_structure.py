@@ -10,10 +10,10 @@ from programs import LLAMA, gradients_graph, program
 
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.requests import mesh_shape
-from lowering import jax_xla
 from lowering.hlo.collectives import read
 from lowering.hlo.text import parse
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 _for_cards = pytest.mark.skipif(
@@ -51,7 +51,7 @@ def collectives(target, mesh, rules, remat="none", kv_heads=8):
         batch=Batch(sequences=BATCH, length=LENGTH),
     )
     machine = Target.parse(target)
-    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
     compiled = lowered.handle.compile(compiler_options=lowered.options)
     return read(compiled.as_text(), lowered.plan.mesh).collectives
 
@@ -121,7 +121,7 @@ def test_devices_of_cards_add_up_in_bfloat16_what_one_device_would_round():
 def test_older_cards_multiply_while_gradients_travel():
     of = program(target="a100:8", mesh=Mesh(data=8), rules=("data",), model=MODEL)
     machine = Target.parse(of.target)
-    lowered = jax_xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
     compiled = lowered.handle.compile(compiler_options=lowered.options)
     computations = parse(compiled.as_text()).computations.values()
     assert any(products_behind(each, "all-reduce") for each in computations)

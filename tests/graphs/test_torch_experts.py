@@ -15,8 +15,8 @@ from graphtrain.steps import build_graph
 from graphtrain.torch_models import experts
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.parity import check_parity
-from lowering import jax_xla
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 
@@ -65,6 +65,6 @@ def test_on_a_tpu_tokens_are_multiplied_by_their_experts_alone(tmp_path):
     model = imported(tmp_path, "mixtral", dtype="bfloat16")
     of = program(target="v5e:2x2", mesh=Mesh(expert=2, data=2), model=model, batch=size)
     target, built = Target.parse(of.target), build_graph(of, "evaluate")
-    lowered = jax_xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    lowered = xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
     assert lowered.text.count('"chlo.ragged_dot"') == 3
     assert "all_gather" in lowered.text and "reduce_scatter" in lowered.text

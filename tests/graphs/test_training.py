@@ -11,10 +11,10 @@ from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Loss, Optimizer
 from graphtrain.models.decoder import forward
-from lowering import jax_xla
 from lowering.machine.target import Target
 from lowering.tracing.current_target import tracing_for
 from lowering.trees import flatten, unflatten
+from lowering.xla import backend as xla
 
 
 def reference_steps(of, state, batches, rate):
@@ -126,7 +126,7 @@ def test_dropout_follows_the_step_and_not_the_process():
 def test_a_loaded_program_runs_where_tracing_is_forbidden():
     of = program()
     init, train = loaded(of, "init", optimized=True), loaded(of, "train", optimized=True)
-    with jax_xla.forbid_tracing():
+    with xla.forbid_tracing():
         state = init(np.uint32(0))["state"]
         metrics = train(state, placed_inputs(train, "batch", batch(of)), np.float32(0.1))["metrics"]
         assert np.isfinite(float(metrics["loss"]))

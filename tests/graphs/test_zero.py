@@ -10,9 +10,9 @@ from graphtrain.config.schema import Batch, Mesh, Model
 from graphtrain.models.counts import parameter_count
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
-from lowering import jax_xla
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 WAYS = {
@@ -63,10 +63,10 @@ def traffic(target, rules, mesh, reduce="each"):
     """Large collectives of a training step of 4 microbatches."""
     batch = Batch(sequences=64, length=256, microbatches=4, reduce=reduce)
     of = program(target=target, model=MODEL, rules=rules, mesh=mesh, batch=batch)
-    lowered = jax_xla.lower(
+    lowered = xla.lower(
         build_graph(of, "train"), Rules.load(of.rules), mesh_shape(of), Target.parse(target)
     )
-    record = jax_xla.compile(lowered).record
+    record = xla.compile(lowered).record
     found = [Collective.from_record(one) for one in record["collectives"]]
     return [one for one in found if one.bytes > LARGE]
 

@@ -74,11 +74,11 @@ sys.exit(3 if "fails" in sys.argv else 0)
 JAX_WITH_PLUGIN = """
 import hashlib, json, os, pathlib, sys
 import jax
-from lowering import jax_xla
+from lowering.xla import backend as xla
 from lowering.neuron import compiler, plugin
 from lowering.one_device.normalise import normalise
 from lowering.neuron.persistent_cache import flags
-from lowering.partitioned import partition
+from lowering.xla.spmd_module import partition
 from lowering.machine.target import Target
 def put(self):
     hlo = normalise(partition(self).hlo, name="step", ranks=4).hlo
@@ -90,7 +90,7 @@ def put(self):
     (entry / "model.hlo_module.pb").write_bytes(hlo)
     (entry / "compile_flags.json").write_text(json.dumps(written))
 plugin.check = lambda target: None
-plugin.devices = lambda target: jax_xla.devices(Target("cpu", (target.devices,)))
+plugin.devices = lambda target: xla.devices(Target("cpu", (target.devices,)))
 plugin.give = lambda lowered: put(lowered.handle)
 from graphtrain.cli import main
 sys.argv = ["graphtrain", *sys.argv[1:]]

@@ -19,9 +19,9 @@ def main() -> None:
     from graphtrain.config import load_config
     from graphtrain.requests import mesh_shape
     from graphtrain.steps import build_graph
-    from lowering import jax_xla
     from lowering.tracing.constrain import placed, sharding
     from lowering.trees import flatten, unflatten
+    from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
 
     marks.mark("import the model")
@@ -33,11 +33,11 @@ def main() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    mesh = jax_xla.make_mesh(shape, jax.devices())
+    mesh = xla.make_mesh(shape, jax.devices())
     marks.mark("settings, devices")
 
     def jitted(graph, **options):
-        plan = jax_xla.plan_graph(graph, rules, shape)
+        plan = xla.plan_graph(graph, rules, shape)
         layouts = {path: sharding(plan.layouts[path], mesh) for path in flatten(graph.outputs)}
         return jax.jit(graph.step, out_shardings=unflatten(layouts), **options)
 

@@ -4,7 +4,7 @@ import inspect
 import pytest
 
 import lowering
-from lowering import jax_xla
+from lowering.xla import backend as xla
 
 # What the package asks of the backend of a target, whichever it is.
 ASKED = [
@@ -17,6 +17,6 @@ ASKED = [
 @pytest.mark.parametrize("function", ASKED)
 def test_every_backend_has_what_is_asked_of_it(name, function):
     ours = inspect.signature(getattr(importlib.import_module(name), function))
-    first = inspect.signature(getattr(jax_xla, function))
+    first = inspect.signature(getattr(xla, function))
     required = [p.name for p in first.parameters.values() if p.default is p.empty]
     assert [p.name for p in ours.parameters.values() if p.default is p.empty] == required

@@ -1,4 +1,4 @@
-"""A loaded CPU program keeps its collectives in order; lowering/in_order.py says why."""
+"""A loaded CPU program keeps its collectives in order; see lowering.xla.cpu_collective_order."""
 
 import pickletools
 from itertools import pairwise
@@ -10,7 +10,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lowering.in_order import _inner, _messages, _written, keep_order
+from lowering.xla.cpu_collective_order import _inner, _messages, _written, keep_order
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("x",))
 HERE = {"backend": jax.devices()[0].client, "execution_devices": jax.devices()[:4]}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering.overheard import overhear
+from lowering.xla.compiler_log import overhear
 
 
 def resharded(before, after):

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.machine.distributed import Membership, membership
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 SLICE = {"TPU_WORKER_HOSTNAMES": "t0.svc, t1.svc", "TPU_WORKER_ID": "1"}
@@ -36,8 +36,8 @@ def test_what_is_given_comes_before_what_the_environment_says():
 def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
     found = [SimpleNamespace(process_index=number // 4) for number in range(8)]
     monkeypatch.setattr(jax, "devices", lambda platform: found)
-    monkeypatch.setattr(jax_xla, "_settle", lambda *_: None)
+    monkeypatch.setattr(xla, "_settle", lambda *_: None)
     with pytest.raises(
         LoweringError, match=r"on 2 hosts, .* --coordinator, --processes and --rank"
     ):
-        jax_xla.devices(Target.parse("v5p:2x2x2"))
+        xla.devices(Target.parse("v5p:2x2x2"))

@@ -18,11 +18,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 import lowering
-from lowering import jax_xla
 from lowering.errors import LoweringError
 from lowering.hlo.module import HloModule, Input
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
+from lowering.xla import backend as xla
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Layout, Plan
@@ -66,20 +66,20 @@ def lower(imported: Imported, target: Target) -> Lowered:
             f"{target.devices}; give --target a machine of {devices}"
         )
     backend = lowering.backend(target)
-    if backend is jax_xla:
+    if backend is xla:
         return _whole(imported, target)
     return backend.take(_whole(imported, Target("cpu", (devices,))), target)
 
 
 def _whole(imported: Imported, target: Target) -> Lowered:
     """The program of all devices."""
-    placed_on = jax_xla.described_devices(target)
+    placed_on = xla.described_devices(target)
     # Annotations for GSPMD and those for Shardy do not go into one program.
     jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_traceback_in_locations_limit", 0)  # the lines would be ours
     plan, outputs = _plan(imported), _named("output", imported.module.outputs)
-    mesh, layouts = jax_xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
+    mesh, layouts = xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
     described = [
         jax.ShapeDtypeStruct(
             layout.spec.shape,
@@ -93,7 +93,7 @@ def _whole(imported: Imported, target: Target) -> Lowered:
     )
     handle = jitted.lower(*described)
     facts = _facts(imported, plan, outputs)
-    options = jax_xla.options(target)
+    options = xla.options(target)
     return Lowered(imported.name, handle.as_text(), plan, target, facts, options, handle)
 
 

@@ -22,11 +22,11 @@ from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
 from lowering.machine import aot_devices, distributed, host
 from lowering.machine.target import Target
-from lowering.overheard import overhear
 from lowering.tracing.constrain import MEMORY_KINDS, placed, sharding
 from lowering.tracing.cpu_hints import KEEP_BARRIERS
 from lowering.tracing.current_target import tracing_for
 from lowering.trees import Tree, flatten, unflatten
+from lowering.xla.compiler_log import overhear
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
@@ -230,7 +230,9 @@ def compile(lowered: Lowered) -> Artifact:
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     if lowered.target.platform == "cpu":
-        from lowering.in_order import keep_order  # only here: protobuf takes a run 0.03 s to import
+        from lowering.xla.cpu_collective_order import (
+            keep_order,  # only here: protobuf takes a run 0.03 s to import
+        )
 
         payload = keep_order(payload)
     memory = compiled.memory_analysis()
