@@ -21,8 +21,8 @@ from lowering.hlo import collectives
 from lowering.lowered import Lowered
 from lowering.machine import distributed, host
 from lowering.machine.target import Target
-from lowering.one_device import backend as one_device
-from lowering.one_device.backend import OneDevice
+from lowering.per_device import backend as one_device
+from lowering.per_device.backend import OneDevice
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla

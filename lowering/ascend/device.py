@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from lowering.ascend.personal import groups_of, personal
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
-from lowering.one_device.layout import ArrayLayout
+from lowering.per_device.layout import ArrayLayout
 from lowering.trees import Tree, flatten, unflatten
 
 # MindSpore's names for the types that graphs have.

@@ -12,8 +12,8 @@ from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
-from lowering.one_device import backend as one_device
-from lowering.one_device.backend import OneDevice
+from lowering.per_device import backend as one_device
+from lowering.per_device.backend import OneDevice
 from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla.backend import (

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from lowering.errors import LoweringError
 from lowering.neuron.nrt import Model, Runtime, Tensor
-from lowering.one_device.layout import ArrayLayout
+from lowering.per_device.layout import ArrayLayout
 from lowering.trees import Tree, flatten, unflatten
 
 

@@ -7,7 +7,7 @@ import jax
 
 from lowering.ascend.schema import FLOAT, INT64, NONE, TENSORS
 from lowering.ascend.translate import Translated, translate
-from lowering.one_device.normalise import normalise
+from lowering.per_device.normalise import normalise
 from lowering.xla.spmd_module import partition
 
 

@@ -22,7 +22,7 @@ from lowering.ascend.schema import TENSOR_TYPES
 from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from lowering.one_device.normalise import normalise
+from lowering.per_device.normalise import normalise
 from lowering.trees import flatten
 from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules

@@ -23,8 +23,8 @@ from lowering.hlo.replica_groups import groups_of
 from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
-from lowering.one_device import backend as one_device
-from lowering.one_device.normalise import entry_of, normalise
+from lowering.per_device import backend as one_device
+from lowering.per_device.normalise import entry_of, normalise
 from lowering.xla import backend as xla
 from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules

@@ -18,7 +18,7 @@ from lowering.machine.target import Target
 from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
-from lowering.one_device.normalise import normalise
+from lowering.per_device.normalise import normalise
 from lowering.xla.spmd_module import partition
 from sharding_rules.rules import Rules
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from lowering.errors import LoweringError
 from lowering.hlo.proto import TYPES, Message, read_module, unknown, write_module
-from lowering.one_device.precision import drop_exact_roundings
-from lowering.one_device.rank import rank_as_input
-from lowering.one_device.replica_groups import write_explicitly
+from lowering.per_device.precision import drop_exact_roundings
+from lowering.per_device.rank import rank_as_input
+from lowering.per_device.replica_groups import write_explicitly
 from lowering.tracing.region_marks import marks
 from lowering.tracing.source_lines import line_of
 
