@@ -21,7 +21,7 @@ from lowering.hlo import collectives
 from lowering.lowered import Lowered
 from lowering.machine import distributed, host
 from lowering.machine.target import Target
-from lowering.per_device import backend as one_device
+from lowering.per_device import backend as per_device
 from lowering.per_device.backend import OneDevice
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
@@ -58,7 +58,7 @@ __all__ = [
 
 def described_devices(target: Target) -> list[Device]:
     """Devices of the CPU, for which a graph is traced and split."""
-    return one_device.devices(target)
+    return per_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
@@ -68,20 +68,20 @@ def devices(target: Target) -> list[Device]:
     """
     count = distributed.count()
     if count == 1:
-        return one_device.devices(target)
+        return per_device.devices(target)
     return xla.devices(Target("cpu", (count, target.devices // count)))
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """The program of one device; raises as one_device.lower."""
+    """The program of one device; raises as per_device.lower."""
     with operator_regions.marked("attention"):
-        program = one_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
+        program = per_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
     return _translated(program, target)
 
 
 def take(whole: Lowered, target: Target) -> Lowered:
     """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
-    return _translated(one_device.take(whole, target, rank_input=_takes_rank(target)), target)
+    return _translated(per_device.take(whole, target, rank_input=_takes_rank(target)), target)
 
 
 def _takes_rank(target: Target) -> bool:
@@ -120,7 +120,7 @@ def compile(lowered: Lowered) -> Artifact:
         "target": str(target),
         "stablehlo_bytes": len(lowered.text),
         "compile_seconds": round(time.perf_counter() - began, 3),
-        "memory": one_device.memory(lowered.handle, facts),
+        "memory": per_device.memory(lowered.handle, facts),
         "ascend": facts | _loading(translated),
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }

@@ -12,7 +12,7 @@ from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
 from lowering.neuron.device import DeviceArray, Program
-from lowering.per_device import backend as one_device
+from lowering.per_device import backend as per_device
 from lowering.per_device.backend import OneDevice
 from lowering.trees import Tree
 from lowering.xla import backend as xla
@@ -50,23 +50,23 @@ __all__ = [
 
 def described_devices(target: Target) -> list[Device]:
     """Devices of the CPU, for which a graph is traced and split."""
-    return one_device.devices(target)
+    return per_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
     """The devices that hold a run's arrays: of the CPU, on which a simulation also computes."""
-    return one_device.devices(target)
+    return per_device.devices(target)
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """The program of one device, with the flags of its compiler; raises as one_device.lower."""
-    program = one_device.lower(graph, rules, mesh_shape, target)
+    """The program of one device, with the flags of its compiler; raises as per_device.lower."""
+    program = per_device.lower(graph, rules, mesh_shape, target)
     return _flagged(program, target, quickly=graph.runs_once)
 
 
 def take(whole: Lowered, target: Target) -> Lowered:
     """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
-    return _flagged(one_device.take(whole, target), target)
+    return _flagged(per_device.take(whole, target), target)
 
 
 def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lowered:
@@ -89,7 +89,7 @@ def compile(lowered: Lowered) -> Artifact:
         LoweringError: the compiler refused it.
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
-    memory = one_device.memory(lowered.handle, lowered.facts["neuron"])
+    memory = per_device.memory(lowered.handle, lowered.facts["neuron"])
     checked = preflight.check(
         hlo, lowered.handle.sources, lowered.name, target, flags, peak=memory["peak"]
     )
