@@ -6,9 +6,9 @@ from typing import Any
 
 import lowering
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.config.schema import Program
 from graphtrain.errors import MissingProgram
-from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
 from lowering.machine.target import Target
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from graphtrain.cache import Cache
 from graphtrain.cache.bundles import read
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 from lowering.machine.toolchain import Toolchain
 from lowering.neuron import bundle

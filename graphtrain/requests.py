@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphtrain.cache.key import CacheKey
 from graphtrain.config.schema import Program, check_pipeline, is_imported
 from graphtrain.errors import PlanError
-from graphtrain.key import CacheKey
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
 from sharding_rules.mesh import MeshShape

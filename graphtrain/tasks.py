@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from os import uname
 from typing import Any, Literal
 
+from graphtrain.cache.key import CacheKey
 from graphtrain.config.schema import Program
-from graphtrain.key import CacheKey
 from graphtrain.requests import request_keys
 from graphtrain.torch_xla.graphs import Extracted
 

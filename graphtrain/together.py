@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import MissingProgram, TrainingError
-from graphtrain.key import CacheKey
 from graphtrain.loading import Programs
 from graphtrain.user_errors import USER_ERRORS
 from lowering.machine import distributed

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import lowering
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
-from graphtrain.key import CacheKey
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from graphtrain.torch_xla.compiling import read_module

@@ -1,6 +1,6 @@
 """The store of compiled programs: files by digest, written once, checked before use.
 
-May import `graphtrain.key`, `graphtrain.errors` and `lowering.artifact`, and no compiler, since a
+May import `graphtrain.cache.key`, `graphtrain.errors` and `lowering.artifact`, and no compiler, since a
 warm start waits for it.
 """
 

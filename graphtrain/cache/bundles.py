@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from graphtrain.cache.failures import directory_name, store_files
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 
 KEYS_FILE = "keys.json"
 

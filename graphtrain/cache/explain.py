@@ -10,11 +10,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from graphtrain.cache import programs, requests
+from graphtrain.cache.key import ABSENT, CacheKey, Difference, compare
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.programs import Unusable, is_present
 from graphtrain.cache.requests import Request, target_name
 from graphtrain.cache.summaries import interpret, read_summaries
-from graphtrain.key import ABSENT, CacheKey, Difference, compare
 
 _SHOWN = 3  # neighbours
 _LONGEST = 60  # characters of a value worth reading

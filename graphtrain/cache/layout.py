@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from graphtrain.cache.key import DIGEST_LENGTH, CacheKey
 from graphtrain.errors import CacheError
-from graphtrain.key import DIGEST_LENGTH, CacheKey
 
 LAYOUT = "v1"  # raise it when the layout changes: old entries are then ignored, not misread
 SCHEMA = 1  # of the JSON files

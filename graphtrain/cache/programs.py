@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from graphtrain.cache.key import CacheKey, plain
 from graphtrain.cache.layout import SCHEMA
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey, plain
 from lowering.artifact import Artifact
 
 RECORD, PAYLOAD = "record.json", "payload"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import SCHEMA, is_digest
 from graphtrain.cache.programs import Damaged, parse, read_bytes, reading, timestamp
-from graphtrain.key import CacheKey
 
 END = b"}}"  # the last line of a request's file
 

@@ -22,6 +22,7 @@ from graphtrain.cache import (
     summaries,
     verify,
 )
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout, digest_of
 from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
 from graphtrain.cache.trust import Refused
@@ -34,7 +35,6 @@ from graphtrain.cache.writing import (
     writing,
 )
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 _RENAME_ATTEMPTS = 3  # each loses only to another process that has just stored the same program

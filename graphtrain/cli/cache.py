@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 
 from graphtrain.cache import Cache, Entry, Explanation
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.sizes import readable
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
 from graphtrain.cli.options import Size, cache_as, json_option, overrides_option, target_option
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 
 _DIGITS = 12  # of a digest in a table
 _LINES = 20  # differences of one explanation

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.writing import replace_file, writing
-from graphtrain.key import CacheKey
 from graphtrain.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
 from graphtrain.torch_models.causes import likely_causes, raised

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import ExtractionError
-from graphtrain.key import CacheKey
 from graphtrain.requests import source_digests
 from graphtrain.tasks import Task
 from graphtrain.torch_xla.graphs import Extracted, Extraction, Graph

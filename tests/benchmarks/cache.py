@@ -21,8 +21,8 @@ from measuring import ENVIRONMENT, ROOT, finish, summary
 def fill(root: Path, count: int) -> None:
     """Programs as the compiler records them, with keys of the usual size."""
     from graphtrain.cache import Cache
+    from graphtrain.cache.key import CacheKey
     from graphtrain.config import load_config
-    from graphtrain.key import CacheKey
     from graphtrain.requests import request_keys
     from lowering.artifact import Artifact
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from graphtrain.cache import Cache, default_root
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 RECORD = {"graph": "train", "inputs": {"w": {"shape": [2, 3], "dtype": "float32"}}, "cost": 1e-3}

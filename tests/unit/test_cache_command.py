@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.cli.cache import command
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from graphtrain.cache import Cache, CacheWarning
-from graphtrain.key import CacheKey
+from graphtrain.cache.key import CacheKey
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from graphtrain.cache import Cache, CacheWarning
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")

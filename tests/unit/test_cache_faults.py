@@ -12,10 +12,10 @@ from storage import FAULTS, Network, credentials, failing, s3_server
 
 from graphtrain.cache import Cache
 from graphtrain.cache.exchange import pull, pull_shared, push
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.remote import Remote
 from graphtrain.cache.trust import Keys
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 pytest.importorskip("obstore")

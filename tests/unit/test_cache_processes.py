@@ -15,8 +15,8 @@ import pytest
 
 import graphtrain
 from graphtrain.cache import Cache, leases
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.leases import Pace
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")

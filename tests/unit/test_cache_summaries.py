@@ -7,10 +7,10 @@ import random
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.programs import Unusable
 from graphtrain.cache.requests import decode, encode
 from graphtrain.cache.summaries import summarize
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")

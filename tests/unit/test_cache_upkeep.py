@@ -5,8 +5,8 @@ from importlib import metadata
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.cache.sizes import parse, readable
-from graphtrain.key import CacheKey
 from lowering.artifact import Artifact
 
 KEYS = [CacheKey.of(number=number) for number in range(4)]

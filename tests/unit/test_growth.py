@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from graphtrain.key import CacheKey
+from graphtrain.cache.key import CacheKey
 from graphtrain.optimizer import moment_specs
 from graphtrain.planning.diff import Change, _without_followers
 from lowering.hlo.collectives import read

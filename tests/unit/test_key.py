@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphtrain.key import ABSENT, CacheKey, Difference
+from graphtrain.cache.key import ABSENT, CacheKey, Difference
 
 # Few values and names, so that two keys are often nearly equal, and the values Python confuses.
 LEAVES = st.sampled_from([None, True, False, 0, 1, 0.0, -0.0, 1.0, 1e-300, "", "1", "null", "é"])

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.cache.key import CacheKey
 from graphtrain.errors import CacheError
-from graphtrain.key import CacheKey
 from graphtrain.neuron_finish import finish
 from lowering.errors import LoweringError
 from lowering.neuron.compiler import FLAGS_FILE, HLO_FILE, NEFF_FILE

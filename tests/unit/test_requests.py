@@ -70,7 +70,7 @@ _ROOT = Path(requests.__file__).parents[1]
 # What is imported to trace and changes no program: errors, and how keys are written.
 _CHANGE_NOTHING = {
     "graphtrain/errors.py",
-    "graphtrain/key.py",
+    "graphtrain/cache/key.py",
     "graphtrain/torch_models/__init__.py",
 } | {f"graphtrain/torch_models/{name}.py" for name in ("errors", "versions")}
 
