@@ -13,11 +13,11 @@ from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Config, Data, Program
+from graphtrain.data.batches.blend import blend_counts
+from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.bigram import Bigram
-from graphtrain.data.blend import blend_counts
-from graphtrain.data.description import read_description
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.loader import evaluation_batches
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
 from graphtrain.models.tuned import keeps_weights

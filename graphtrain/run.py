@@ -180,7 +180,7 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
     """The loader, which the stack closes, once the validation set shows that it can be used too."""
 
     def opened() -> Any:
-        from graphtrain.data.loader import Loader
+        from graphtrain.data.batches.loader import Loader
 
         if run.data.validation is not None:
             from graphtrain.evaluate import check_validation

@@ -1,7 +1,7 @@
 """The store of compiled programs: files by digest, written once, checked before use.
 
-May import `graphtrain.cache.key`, `graphtrain.errors` and `lowering.artifact`, and no compiler, since a
-warm start waits for it.
+May import `graphtrain.errors`, `graphtrain.files` and `lowering.artifact`, and no compiler, since
+a warm start waits for it.
 """
 
 from graphtrain.cache.collect import Collected

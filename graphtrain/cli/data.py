@@ -89,8 +89,8 @@ def sample(output: Path, megabytes: float, kind: str) -> None:
 
     Instructions and preferences ask what a function does; its docstring answers.
     """
-    from graphtrain.data.sample import write_sample
-    from graphtrain.data.sample_instructions import write_instructions, write_preferences
+    from graphtrain.data.samples.instructions import write_instructions, write_preferences
+    from graphtrain.data.samples.text import write_sample
 
     writers = {"instructions": write_instructions, "preferences": write_preferences}
     written = writers.get(kind, write_sample)(output, limit=int(megabytes * 1e6))
@@ -110,7 +110,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 
     It learns from the documents that `prepare`, given the same options, trains on.
     """
-    from graphtrain.data.learn_tokenizer import learn_tokenizer
+    from graphtrain.data.tokenizers.train import learn_tokenizer
 
     inputs = corpus.pop("inputs")
     with _progress() as report:
@@ -139,7 +139,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     Files are JSON lines (.jsonl, also .gz and .zst), .parquet, .arrow, .txt, and folders that
     `datasets` saved. Killed, the same command goes on from where it was.
     """
-    from graphtrain.data.prepare import prepare as prepare_data
+    from graphtrain.data.prepare.text import prepare as prepare_data
 
     with _progress() as report:
         made = prepare_data(inputs, output, tokenizer, report=report, **settings)
@@ -181,7 +181,7 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
     Files are those that `prepare` takes, and JSON arrays. Killed, the same command goes on from
     where it was.
     """
-    from graphtrain.data.instruct import instruct as instruct_data
+    from graphtrain.data.prepare.instructions import instruct as instruct_data
 
     with _progress() as report:
         made = instruct_data(inputs, output, tokenizer, report=report, **settings)
@@ -253,8 +253,8 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
 @click.option("--output", required=True, help="a prefix, as theirs")
 def merge(prefixes: tuple[str, ...], output: str) -> None:
     """Write the documents of datasets, one dataset after another, as one dataset."""
-    from graphtrain.data.description import summary
-    from graphtrain.data.merge import merge as merge_data
+    from graphtrain.data.indexed.description import summary
+    from graphtrain.data.indexed.merge import merge as merge_data
 
     merge_data(prefixes, output)
     made = summary(output)
@@ -266,7 +266,7 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
 @click.option("--vocab", type=click.IntRange(min=1), help="tokens; left out: the description's")
 def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
     """Read datasets to the last token and check all that they say of themselves."""
-    from graphtrain.data.verify import verify as verify_data
+    from graphtrain.data.indexed.verify import verify as verify_data
 
     for prefix in prefixes:
         found = verify_data(prefix, vocab)
@@ -278,7 +278,7 @@ def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 def inspect(prefix: str, as_json: bool) -> None:
     """Say what a dataset holds. PREFIX is its name without .bin and .idx."""
-    from graphtrain.data.description import summary
+    from graphtrain.data.indexed.description import summary
 
     facts = summary(prefix)
     if as_json:

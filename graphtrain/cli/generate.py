@@ -11,7 +11,7 @@ from graphtrain.cli.options import cache_option, json_option, overrides_option, 
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
-    from graphtrain.data.tokenizer import Tokenizer
+    from graphtrain.data.tokenizers.tokenizer import Tokenizer
 
 
 @click.command("generate")
@@ -87,8 +87,8 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     Raises:
         DataError: there is none, or it cannot be used.
     """
-    from graphtrain.data.description import dataset_tokenizer
-    from graphtrain.data.tokenizer import load_tokenizer
+    from graphtrain.data.indexed.description import dataset_tokenizer
+    from graphtrain.data.tokenizers.tokenizer import load_tokenizer
     from graphtrain.errors import DataError
     from graphtrain.weights.sources import SIDE
 

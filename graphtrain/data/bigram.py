@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.packing import Batch
+from graphtrain.data.batches.packing import Batch
+from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
 _CHUNK = 1 << 22  # tokens counted at a time

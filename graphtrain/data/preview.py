@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphtrain.data.description import dataset_tokenizer, read_description
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned_spans import Learned
-from graphtrain.data.rows import Rows
-from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.data.batches.rows import Rows
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import dataset_tokenizer, read_description
+from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.tokenizers.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
 

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from graphtrain.data.description import read_description
-from graphtrain.data.huggingface import COMPANIONS
-from graphtrain.data.tokenizer import CHAT_TEMPLATE
+from graphtrain.data.indexed.description import read_description
+from graphtrain.data.tokenizers.huggingface import COMPANIONS
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -22,10 +22,10 @@ GOAL = 0.01  # of the time of a step
 
 
 def write_data(place: Path, megabytes: float) -> None:
-    from graphtrain.data.instruct import instruct
-    from graphtrain.data.prepare import prepare
-    from graphtrain.data.sample import write_sample
-    from graphtrain.data.sample_instructions import write_instructions, write_preferences
+    from graphtrain.data.prepare.instructions import instruct
+    from graphtrain.data.prepare.text import prepare
+    from graphtrain.data.samples.instructions import write_instructions, write_preferences
+    from graphtrain.data.samples.text import write_sample
 
     write_sample(place / "text.jsonl", limit=int(megabytes * 1e6))
     write_instructions(place / "chats.jsonl")
@@ -43,7 +43,7 @@ def write_data(place: Path, megabytes: float) -> None:
 
 def measured(seconds: float, consumed: float, data: Any, **options: Any) -> dict[str, Any]:
     """Open a loader and take batches from it for a while, then as a run does."""
-    from graphtrain.data.loader import Loader
+    from graphtrain.data.batches.loader import Loader
 
     began = time.perf_counter()
     loader = Loader(data, seed=0, longer="cut", **options)

@@ -30,7 +30,7 @@ from measuring import ENVIRONMENT, finish, summary
 
 def write_corpus(path: Path, megabytes: float) -> None:
     """The sample corpus again and again; each time with a mark that makes its words others."""
-    from graphtrain.data.sample import write_sample
+    from graphtrain.data.samples.text import write_sample
 
     sample = path.with_name("sample.jsonl")
     write_sample(sample, limit=60_000_000)
@@ -70,7 +70,7 @@ def theirs(corpus: Path, tokenizer: Path, library: str, output: Path, workers: i
 
 
 def ours(corpus: Path, tokenizer: Path, library: str, output: Path, workers: int) -> None:
-    from graphtrain.data.prepare import prepare
+    from graphtrain.data.prepare.text import prepare
 
     began = time.perf_counter()
     options: dict[str, Any] = {"validation": 0, "workers": workers}
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", default=["huggingface", "sentencepiece"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from graphtrain.data.learn_tokenizer import learn_tokenizer
+    from graphtrain.data.tokenizers.train import learn_tokenizer
 
     results = {}
     kinds = {"huggingface": "bpe", "sentencepiece": "sentencepiece"}

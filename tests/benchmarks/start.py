@@ -67,7 +67,7 @@ def prepare(directory: Path, size: str, devices: int) -> None:
     (directory / "data").mkdir()
     import numpy as np
 
-    from graphtrain.data.indexed_writer import IndexedWriter
+    from graphtrain.data.indexed.writer import IndexedWriter
 
     random = np.random.default_rng(0)
     with IndexedWriter(directory / "data" / "train", SIZES[size]["vocab"]) as writer:
@@ -214,7 +214,7 @@ def stages() -> None:
     marks.mark("find and check executables")
     loaded = {name: backend.load(artifact, target) for name, artifact in found.items()}
     marks.mark("load executables")
-    from graphtrain.data.loader import Loader
+    from graphtrain.data.batches.loader import Loader
 
     shape = {"sequences": SEQUENCES, "length": LENGTH}
     loader = Loader(settings.run.data.train, seed=0, **shape)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import transformers
 
-from graphtrain.data.huggingface import train_bpe
-from graphtrain.data.loader import Loader
+from graphtrain.data.batches.loader import Loader
+from graphtrain.data.tokenizers.huggingface import train_bpe
 
 # Short, so that a conversation fits into the 32 tokens of the programs that are compiled already.
 TEMPLATE = (

@@ -9,7 +9,7 @@ from graphtrain.importing import import_without
 PROGRAM = """
 import sys
 from pathlib import Path
-from graphtrain.data.loader import _grain
+from graphtrain.data.batches.loader import _grain
 from graphtrain.metrics import Journal
 journal = Journal(Path(sys.argv[1]), after=0, tensorboard=True)
 journal.write({"step": 1, "loss": 0.5})

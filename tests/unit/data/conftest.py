@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphtrain.data.indexed_writer import IndexedWriter
+from graphtrain.data.indexed.writer import IndexedWriter
 
 MakeDataset = Callable[[Sequence[Sequence[int]], int], str]
 MakeCorpus = Callable[[Sequence[object]], Path]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data import bigram
+from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.bigram import Bigram
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.loader import evaluation_batches
+from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
 documents_strategy = st.lists(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.blend import Blend, blend_counts
-from graphtrain.data.loader import Loader
+from graphtrain.data.batches.blend import Blend, blend_counts
+from graphtrain.data.batches.loader import Loader
 from graphtrain.errors import DataError
 
 

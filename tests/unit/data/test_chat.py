@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.chat import Template, find_template, spelled_out, template_names
-from graphtrain.data.conversations import Conversation
-from graphtrain.data.huggingface import read_huggingface, train_bpe
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.prepare.chat_templates import (
+    Template,
+    find_template,
+    spelled_out,
+    template_names,
+)
+from graphtrain.data.prepare.conversations import Conversation
+from graphtrain.data.tokenizers.huggingface import read_huggingface, train_bpe
+from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 
 MARKS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphtrain.data.conversations import FORMATS, read_conversations
+from graphtrain.data.prepare.conversations import FORMATS, read_conversations
 from graphtrain.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

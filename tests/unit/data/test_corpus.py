@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data import records
-from graphtrain.data.corpus import TEST, TRAIN, VALIDATION, Corpus
-from graphtrain.data.prepare import prepare
+from graphtrain.data.prepare.text import prepare
+from graphtrain.data.readers import records
+from graphtrain.data.readers.corpus import TEST, TRAIN, VALIDATION, Corpus
 from graphtrain.errors import DataError
 
 TEXTS = [f"document {i}: été\nof two lines" for i in range(60)]

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
-from graphtrain.data.description import dataset_tokenizer
-from graphtrain.data.huggingface import HuggingFaceTokenizer, train_bpe
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.learn_tokenizer import learn_tokenizer
-from graphtrain.data.prepare import prepare
-from graphtrain.data.tokenizer import load_tokenizer
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import dataset_tokenizer
+from graphtrain.data.prepare.text import prepare
+from graphtrain.data.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
+from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+from graphtrain.data.tokenizers.train import learn_tokenizer
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 
 TEXTS = [
@@ -124,7 +124,7 @@ def test_the_two_files_of_gpt2_are_the_same_tokenizer(learned, tmp_path):
 def test_prepare_takes_them_with_workers_and_reads_them_back(
     learned, make_corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("graphtrain.data.records.CHUNK", 300)
+    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 300)
     learned.save(tmp_path / "tokenizer")
     made = prepare(
         [make_corpus(TEXTS)],

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.indexed import IndexedDataset, token_dtype
-from graphtrain.data.indexed_writer import IndexedWriter
+from graphtrain.data.indexed.dataset import IndexedDataset, token_dtype
+from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4, 5], [65000]]

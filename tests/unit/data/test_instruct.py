@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.description import read_description, summary
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.instruct import instruct
-from graphtrain.data.merge import merge
-from graphtrain.data.prepare import prepare
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import read_description, summary
+from graphtrain.data.indexed.merge import merge
+from graphtrain.data.indexed.verify import verify
+from graphtrain.data.prepare.instructions import instruct
+from graphtrain.data.prepare.text import prepare
 from graphtrain.data.preview import filling, pieces
-from graphtrain.data.tokenizer import ByteTokenizer
-from graphtrain.data.verify import verify
+from graphtrain.data.tokenizers.tokenizer import ByteTokenizer
 from graphtrain.errors import DataError
 
 PAIR = {"prompt": "Q", "chosen": "good", "rejected": "bad"}
@@ -138,12 +138,12 @@ def test_workers_change_nothing(tmp_path):
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.records.CHUNK", 2000)
+    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 2000)
     records = [conversation(number, 5) for number in range(50)]
     made(tmp_path, records)
     expected = [path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))]
     (tmp_path / "out/manifest.json").unlink()
-    monkeypatch.setattr("graphtrain.data.splits._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("graphtrain.data.prepare.splits._SAVE_EVERY", 0.0)
     steps = []
 
     def interrupt(stage, fraction):
@@ -193,7 +193,7 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     ],
 )
 def test_verify_finds_learned_parts_that_are_not_of_the_document(tmp_path, spans, words):
-    from graphtrain.data.learned_spans import spans_writer
+    from graphtrain.data.indexed.loss_spans import spans_writer
 
     made(tmp_path, [conversation(0)])
     prefix = tmp_path / "out/train"
@@ -271,8 +271,8 @@ RECORDS = st.dictionaries(
 @settings(max_examples=150)
 @given(record=RECORDS, name=st.sampled_from(["auto", "messages", "alpaca", "moss", "preference"]))
 def test_any_record_is_a_conversation_or_a_clear_error(record, name):
-    from graphtrain.data.chat import find_template
-    from graphtrain.data.conversations import read_conversations
+    from graphtrain.data.prepare.chat_templates import find_template
+    from graphtrain.data.prepare.conversations import read_conversations
 
     template = find_template("chatml", ByteTokenizer())
     try:
@@ -291,16 +291,16 @@ def test_any_record_is_a_conversation_or_a_clear_error(record, name):
 def test_any_array_is_read_as_its_elements(tmp_path_factory, records, indent, block):
     from unittest import mock
 
-    from graphtrain.data.lines import read_lines
-    from graphtrain.data.records import Place
+    from graphtrain.data.readers.json_lines import read_lines
+    from graphtrain.data.readers.records import Place
 
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=False))
     nested = [record for record in records if isinstance(record, dict | list)]
     if len(nested) < len(records):
         return  # only objects and arrays are found one by one
-    small = mock.patch("graphtrain.data.records.CHUNK", 1)
-    with mock.patch("graphtrain.data.arrays._BLOCK", block), small:
+    small = mock.patch("graphtrain.data.readers.records.CHUNK", 1)
+    with mock.patch("graphtrain.data.readers.json_array._BLOCK", block), small:
         groups = list(read_lines(path, "line", Place()))
         assert [json.loads(one) for group in groups for one in group.records] == records
         for index, group in enumerate(groups):

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.instruct import instruct
-from graphtrain.data.learned_spans import Learned
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.prepare.instructions import instruct
 
 # In a process of its own: importing megatron-core warns, and takes torch.
 PROGRAM = """
@@ -44,7 +44,7 @@ for name, dtype in (("small", numpy.uint16), ("large", numpy.int32)):
     not importlib.util.find_spec("megatron"), reason="megatron-core is not installed here"
 )
 def test_megatron_core_and_graphtrain_read_one_another(tmp_path):
-    from graphtrain.data.indexed_writer import IndexedWriter
+    from graphtrain.data.indexed.writer import IndexedWriter
 
     random = np.random.default_rng(0)
     documents = {

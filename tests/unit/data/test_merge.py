@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.cli.data import command
-from graphtrain.data import merge as merge_module
-from graphtrain.data.description import read_description
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.merge import merge
-from graphtrain.data.prepare import prepare
-from graphtrain.data.verify import verify
+from graphtrain.data.indexed import merge as merge_module
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.merge import merge
+from graphtrain.data.indexed.verify import verify
+from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
 
 documents_strategy = st.lists(st.lists(st.integers(0, 300), max_size=9), max_size=9).filter(any)

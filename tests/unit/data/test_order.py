@@ -1,6 +1,6 @@
 import numpy as np
 
-from graphtrain.data.order import chosen, hashed, permutation
+from graphtrain.data.shuffle import chosen, hashed, permutation
 
 
 def test_a_permutation_has_every_number_once_and_depends_on_every_salt():

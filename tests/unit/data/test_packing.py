@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.packing import Packing
+from graphtrain.data.batches.packing import Packing
+from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
 sizes_strategy = st.lists(st.integers(0, 9), min_size=1, max_size=15).filter(lambda s: sum(s) > 1)

@@ -7,10 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from graphtrain.data import prepare as prepare_module
-from graphtrain.data.description import dataset_tokenizer, read_description
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.prepare import prepare
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import dataset_tokenizer, read_description
+from graphtrain.data.prepare import text as prepare_module
+from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(200)]
@@ -40,7 +40,7 @@ def test_every_document_is_in_one_split_and_ends_with_the_mark(make_corpus, tmp_
 
 
 def test_workers_change_nothing_but_the_time(make_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.records.CHUNK", 1000)
+    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 1000)
     corpus = make_corpus(TEXTS)
     for workers in (1, 2):
         prepare([corpus], tmp_path / str(workers), "sentencepiece:300", workers=workers)
@@ -188,7 +188,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(
     make_corpus, small_disk, monkeypatch
 ):
-    monkeypatch.setattr("graphtrain.data.records.CHUNK", 1 << 16)
+    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 1 << 16)
     corpus = make_corpus(["x" * 10_000] * 100)
     message = r"train\.bin: the disk is full after .* kB \(\d+% of the text\); about .*--output"
     with pytest.raises(DataError, match=message):

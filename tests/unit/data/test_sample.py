@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from graphtrain.data import sample
-from graphtrain.data.sample import write_sample
+from graphtrain.data.samples import text
+from graphtrain.data.samples.text import write_sample
 from graphtrain.errors import DataError
 
 MODULE = '''"""Docs é."""
@@ -36,8 +36,8 @@ def small_library(tmp_path, monkeypatch):
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
-    monkeypatch.setattr(sample.sysconfig, "get_path", lambda name: str(root))
-    monkeypatch.setattr(sample, "_topics", lambda: iter(()))
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(text, "_topics", lambda: iter(()))
     return tmp_path / "sample.jsonl"
 
 

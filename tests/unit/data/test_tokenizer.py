@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 
 TEXTS = [

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.config.schema import Part
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.instruct import instruct
-from graphtrain.data.learned_spans import Learned
-from graphtrain.data.loader import Loader, evaluation_batches
-from graphtrain.data.prepare import prepare
-from graphtrain.data.whole import best_fit
+from graphtrain.data.batches.document_packing import best_fit
+from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.prepare.instructions import instruct
+from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
 
 

@@ -5,10 +5,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data import words
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.tokenizer import SentencePieceTokenizer
-from graphtrain.data.words import PARTS, PIECES, exact_words
+from graphtrain.data.tokenizers import word_cache
+from graphtrain.data.tokenizers.tokenizer import SentencePieceTokenizer
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
+from graphtrain.data.tokenizers.word_cache import PARTS, PIECES, exact_words
 
 TEXTS = [
     "the quick brown fox\n    jumps over the lazy dog 123\n" * 3,
@@ -45,7 +45,7 @@ def test_parts_of_words_are_taken_where_no_piece_mixes_them(learned, plain):
 
 
 def test_words_are_kept_within_bounds(learned, monkeypatch):
-    monkeypatch.setattr(words, "_KEPT", 10)
+    monkeypatch.setattr(word_cache, "_KEPT", 10)
     tokenizer = SentencePieceTokenizer(learned._model)
     for start in range(5):
         text = " ".join(f"w{start}{i}" for i in range(8)) + " " + "x" * 100

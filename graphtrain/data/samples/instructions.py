@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.replacing import replacing
-from graphtrain.data.sample import Sample, docstrings_of_modules
+from graphtrain.data.samples.text import Sample, docstrings_of_modules
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 _APART = 997  # answers from here to the wrong one, so that it is of another module
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.description import (
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import (
     Description,
     dataset_tokenizer,
     file_digests,
     read_description,
 )
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned_spans import Learned, learned_prefix
+from graphtrain.data.indexed.loss_spans import Learned, learned_prefix
 from graphtrain.errors import DataError
 
 _CHUNK = 1 << 22  # tokens looked at a time

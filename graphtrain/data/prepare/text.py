@@ -10,15 +10,15 @@ from typing import Protocol
 
 from filelock import FileLock
 
-from graphtrain.data import manifest
-from graphtrain.data.corpus import TRAIN, Corpus
-from graphtrain.data.description import Conversations, Description, read_description
-from graphtrain.data.encode import Encode, Encoder, encode_chunks
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.progress import Progress, read_progress, unfinished, write_progress
-from graphtrain.data.records import TextDocument
-from graphtrain.data.splits import Splits, are_there, split_names
-from graphtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from graphtrain.data.indexed.description import Conversations, Description, read_description
+from graphtrain.data.prepare import manifest
+from graphtrain.data.prepare.encode import Encode, Encoder, encode_chunks
+from graphtrain.data.prepare.progress import Progress, read_progress, unfinished, write_progress
+from graphtrain.data.prepare.splits import Splits, are_there, split_names
+from graphtrain.data.readers.corpus import TRAIN, Corpus
+from graphtrain.data.readers.records import TextDocument
+from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 from lowering.machine import host
 

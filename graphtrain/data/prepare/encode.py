@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphtrain.data.corpus import Chunk, Corpus
-from graphtrain.data.tokenizer import Tokenizer
+from graphtrain.data.readers.corpus import Chunk, Corpus
+from graphtrain.data.tokenizers.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
 _AHEAD = 3  # chunks in flight per worker; more only costs memory

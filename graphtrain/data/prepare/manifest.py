@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphtrain.data.cleaning import hook_digest
-from graphtrain.data.corpus import Corpus
-from graphtrain.data.lines import open_file
-from graphtrain.data.replacing import content_digest, replacing
-from graphtrain.data.tokenizer import load_tokenizer
+from graphtrain.data.readers.cleaning import hook_digest
+from graphtrain.data.readers.corpus import Corpus
+from graphtrain.data.readers.json_lines import open_file
+from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+from graphtrain.files import content_digest, replacing
 
 _FORMAT = 2  # of what prepare writes; raised when the same request would give other files
 _LEARNED = "sentencepiece:"

@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned_spans import Learned
-from graphtrain.data.packing import Batch, check_tokens, empty_batch
+from graphtrain.data.batches.packing import Batch, check_tokens, empty_batch
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.loss_spans import Learned
 from graphtrain.errors import DataError
 
 Longer = Literal["refuse", "cut", "drop"]

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graphtrain.data.places import Placed, between_marks, characters
-from graphtrain.data.replacing import replacing
-from graphtrain.data.words import PARTS, PIECES, Words, exact_words
+from graphtrain.data.tokenizers.offsets import Placed, between_marks, characters
+from graphtrain.data.tokenizers.word_cache import PARTS, PIECES, Words, exact_words
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 CHAT_TEMPLATE = "chat_template.jinja"  # beside a tokenizer
 
@@ -206,7 +206,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
             return SentencePieceTokenizer(path.read_bytes(), str(path), eod)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
-    from graphtrain.data.huggingface import read_gpt2, read_huggingface
+    from graphtrain.data.tokenizers.huggingface import read_gpt2, read_huggingface
 
     vocab, comma, merges = str(path).partition(",")
     if comma:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graphtrain.data import records
-from graphtrain.data.arrays import array_items, begins_array
-from graphtrain.data.records import Group, Item, Place, TextDocument, gathered
+from graphtrain.data.readers import records
+from graphtrain.data.readers.json_array import array_items, begins_array
+from graphtrain.data.readers.records import Group, Item, Place, TextDocument, gathered
 from graphtrain.errors import DataError
 
 PACKED = (".gz", ".zst")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.indexed import DTYPES, IndexedDataset
-from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
+from graphtrain.data.indexed.writer import NOTHING, IndexedWriter, Written
 from graphtrain.errors import DataError
 
 SPANS = DTYPES[4]  # int32

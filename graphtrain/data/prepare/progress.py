@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.corpus import BEGINNING, Position
-from graphtrain.data.indexed_writer import Written
-from graphtrain.data.records import Place
-from graphtrain.data.replacing import replacing
+from graphtrain.data.indexed.writer import Written
+from graphtrain.data.readers.corpus import BEGINNING, Position
+from graphtrain.data.readers.records import Place
+from graphtrain.files import replacing
 
 _DIRECTORY = ".unfinished"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.indexed import IndexedDataset, dataset_paths
-from graphtrain.data.learned_spans import Learned, learned_prefix
-from graphtrain.data.replacing import content_digest, replacing
-from graphtrain.data.tokenizer import Tokenizer, load_tokenizer
+from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
+from graphtrain.data.indexed.loss_spans import Learned, learned_prefix
+from graphtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
+from graphtrain.files import content_digest, replacing
 
 _BEGINNING = 256  # tokens of the first document that a summary shows
 

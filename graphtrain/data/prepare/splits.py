@@ -8,22 +8,22 @@ from types import TracebackType
 
 import numpy as np
 
-from graphtrain.data import manifest
-from graphtrain.data.corpus import Corpus
-from graphtrain.data.description import (
+from graphtrain.data.indexed.dataset import HEADER, dataset_paths, token_dtype
+from graphtrain.data.indexed.description import (
     Conversations,
     Description,
     file_digests,
     write_description,
 )
-from graphtrain.data.encode import Encoded
-from graphtrain.data.indexed import HEADER, dataset_paths, token_dtype
-from graphtrain.data.indexed_writer import NOTHING, IndexedWriter, Written
-from graphtrain.data.learned_spans import SPANS, learned_prefix, spans_writer
-from graphtrain.data.progress import Progress, remove_progress, write_progress
-from graphtrain.data.replacing import partial_path
-from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer
+from graphtrain.data.indexed.loss_spans import SPANS, learned_prefix, spans_writer
+from graphtrain.data.indexed.writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.prepare import manifest
+from graphtrain.data.prepare.encode import Encoded
+from graphtrain.data.prepare.progress import Progress, remove_progress, write_progress
+from graphtrain.data.readers.corpus import Corpus
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
+from graphtrain.files import partial_path
 
 NAMES = ("train", "validation", "test")
 _ENDINGS = ("bin", "idx", "json")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.corpus import Corpus
-from graphtrain.data.huggingface import train_bpe
-from graphtrain.data.learn_sentencepiece import train_sentencepiece
-from graphtrain.data.prepare import training_texts
+from graphtrain.data.prepare.text import training_texts
+from graphtrain.data.readers.corpus import Corpus
+from graphtrain.data.tokenizers.huggingface import train_bpe
+from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphtrain.data.replacing import replacing
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 PARTS = ("topics", "docstrings", "sources")
 

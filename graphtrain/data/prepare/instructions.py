@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data import manifest
-from graphtrain.data.chat import Learn, Rendered, Template, find_template, spelled_out
-from graphtrain.data.conversations import read_conversations
-from graphtrain.data.corpus import Chunk, Corpus
-from graphtrain.data.description import Conversations
-from graphtrain.data.encode import Encode, Encoded
-from graphtrain.data.prepare import Prepared, Report, Work
-from graphtrain.data.replacing import replacing
-from graphtrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from graphtrain.data.indexed.description import Conversations
+from graphtrain.data.prepare import manifest
+from graphtrain.data.prepare.chat_templates import (
+    Learn,
+    Rendered,
+    Template,
+    find_template,
+    spelled_out,
+)
+from graphtrain.data.prepare.conversations import read_conversations
+from graphtrain.data.prepare.encode import Encode, Encoded
+from graphtrain.data.prepare.text import Prepared, Report, Work
+from graphtrain.data.readers.corpus import Chunk, Corpus
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from graphtrain.data.description import read_description
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.learned_spans import Learned
-from graphtrain.data.packing import Packing
-from graphtrain.data.whole import Longer, WholePacking
+from graphtrain.data.batches.document_packing import Longer, WholePacking
+from graphtrain.data.batches.packing import Packing
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.loss_spans import Learned
 from graphtrain.errors import DataError
 
 HowPacked = Literal["cut", "fit", "padded"]

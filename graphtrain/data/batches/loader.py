@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.blend import Blend, Part, blend_counts
-from graphtrain.data.packing import Batch
-from graphtrain.data.rows import HowPacked, Rows
-from graphtrain.data.whole import Longer
+from graphtrain.data.batches.blend import Blend, Part, blend_counts
+from graphtrain.data.batches.document_packing import Longer
+from graphtrain.data.batches.packing import Batch
+from graphtrain.data.batches.rows import HowPacked, Rows
 from graphtrain.errors import DataError
 from graphtrain.importing import import_without
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graphtrain.data.records import Item, Place
+from graphtrain.data.readers.records import Item, Place
 from graphtrain.errors import DataError
 
 _BLOCK = 1 << 20  # bytes read at a time

@@ -8,8 +8,15 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from graphtrain.data.indexed import DTYPES, HEADER, MAGIC, VERSION, dataset_paths, token_dtype
-from graphtrain.data.replacing import naming, partial_path, settle
+from graphtrain.data.indexed.dataset import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    dataset_paths,
+    token_dtype,
+)
+from graphtrain.files import naming, partial_path, settle
 
 _CHUNK = 1 << 20  # sequences whose pointers are computed at a time
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.places import Placed
-from graphtrain.data.replacing import replacing
-from graphtrain.data.tokenizer import CHAT_TEMPLATE, template_of
-from graphtrain.data.words import GPT2, Words, are_exact_for_gpt2
+from graphtrain.data.tokenizers.offsets import Placed
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, template_of
+from graphtrain.data.tokenizers.word_cache import GPT2, Words, are_exact_for_gpt2
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 # Beside tokenizer.json: special tokens by their roles, and the template of a chat.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)

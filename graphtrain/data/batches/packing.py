@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphtrain.data.indexed import IndexedDataset
-from graphtrain.data.order import permutation
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.shuffle import permutation
 from graphtrain.errors import DataError
 
 # tokens and targets int32, weights float32, and documents int32 if they are kept apart: each

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.records import Group, Item, Place, gathered
+from graphtrain.data.readers.records import Group, Item, Place, gathered
 from graphtrain.errors import DataError
 
 ENDINGS = (".parquet", ".arrow")

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.description import (
+from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
+from graphtrain.data.indexed.description import (
     Description,
     dataset_tokenizer,
     file_digests,
     read_description,
     write_description,
 )
-from graphtrain.data.indexed import DTYPES, IndexedDataset
-from graphtrain.data.indexed_writer import IndexedWriter
-from graphtrain.data.learned_spans import learned_prefix, spans_writer
-from graphtrain.data.replacing import replacing
-from graphtrain.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from graphtrain.data.indexed.loss_spans import learned_prefix, spans_writer
+from graphtrain.data.indexed.writer import IndexedWriter
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from graphtrain.errors import DataError
+from graphtrain.files import replacing
 
 _TOKENS = 1 << 22  # copied at a time
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphtrain.data import tables
-from graphtrain.data.cleaning import clean
-from graphtrain.data.lines import PACKED, open_file, read_lines
-from graphtrain.data.order import chosen
-from graphtrain.data.records import Group, Place, Record, TextDocument
+from graphtrain.data.readers import tables
+from graphtrain.data.readers.cleaning import clean
+from graphtrain.data.readers.json_lines import PACKED, open_file, read_lines
+from graphtrain.data.readers.records import Group, Place, Record, TextDocument
+from graphtrain.data.shuffle import chosen
 from graphtrain.errors import DataError
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # splits

@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from graphtrain.data.conversations import Conversation, Message
-from graphtrain.data.tokenizer import Tokenizer, template_of
+from graphtrain.data.prepare.conversations import Conversation, Message
+from graphtrain.data.tokenizers.tokenizer import Tokenizer, template_of
 from graphtrain.errors import DataError
 
 Learn = Literal["answers", "last", "all"]
@@ -159,7 +159,7 @@ def spelled_out(template: Template, tokenizer: Tokenizer) -> list[str]:
     return [mark for mark in marks if len(tokenizer.encode_places([mark])[0].tokens) > 1]
 
 
-_FOLDER = resources.files("graphtrain.data") / "templates"
+_FOLDER = resources.files("graphtrain.data.prepare") / "templates"
 
 
 def _of_path(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""Batches: indexed datasets packed into sequences, shuffled, blended and read ahead."""

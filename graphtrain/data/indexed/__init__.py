@@ -1,0 +1,1 @@
+"""Indexed datasets on disk, in the format of Megatron-LM: read, write, merge, verify."""

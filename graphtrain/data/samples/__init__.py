@@ -1,0 +1,1 @@
+"""Sample corpora that need no network, made from what every CPython installation contains."""

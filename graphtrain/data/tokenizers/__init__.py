@@ -1,0 +1,1 @@
+"""Tokenizers: sentencepiece and Hugging Face, opened by name, trained from a corpus."""
