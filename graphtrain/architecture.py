@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from graphtrain.config.schema import Model, is_imported
-from graphtrain.models import continuing, decoder
-from graphtrain.models import stages as native
+from graphtrain.models import decode, decoder
+from graphtrain.models import pipeline_stages as native
 from lowering.pipeline.schedules import Pipeline
 from lowering.trees import Tree, unflatten
 from sharding_rules.pipeline import Stages
@@ -124,7 +124,7 @@ def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
         from graphtrain.torch_models import continuing as imported
 
         return imported.kept_specs(_open(model), sequences, longest)
-    return continuing.kept_specs(model, sequences, longest)
+    return decode.kept_specs(model, sequences, longest)
 
 
 def extend(
@@ -143,7 +143,7 @@ def extend(
         from graphtrain.torch_models import continuing as imported
 
         return imported.extend(_open(model), parameters, kept, tokens, begin)
-    return continuing.extend(model, parameters, kept, tokens, begin)
+    return decode.extend(model, parameters, kept, tokens, begin)
 
 
 def _open(model: Any) -> Any:

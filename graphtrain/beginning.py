@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import lowering
 from graphtrain.config.schema import Config, Program
 from graphtrain.metrics import writing
-from graphtrain.models.tuned import keeps_weights
+from graphtrain.models.lora.trainable import keeps_weights
 from lowering.machine.target import Target
 from lowering.trees import Tree
 

@@ -20,7 +20,7 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.loading import Programs
-from graphtrain.models.tuned import keeps_weights
+from graphtrain.models.lora.trainable import keeps_weights
 from lowering.machine.target import Target
 from lowering.trees import Tree
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.architecture import before_head, drops, forward
-from graphtrain.chunked import Scored, chunked_cross_entropy
-from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
 from graphtrain.deferred import Objective, key_here, own_here
-from graphtrain.loss import cross_entropy, log_probabilities, preference
-from graphtrain.models.adapters import combine, reference
-from graphtrain.models.documents import apart
-from graphtrain.models.layers import Auxiliary
+from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.block import Auxiliary
+from graphtrain.models.chunk_size import chunk_of
+from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
+from graphtrain.models.lora.layers import combine, reference
+from graphtrain.models.loss import cross_entropy, log_probabilities, preference
 from graphtrain.requests import mesh_shape
 from lowering.machine.target import Target
 from lowering.tracing.threefry import UNROLLED

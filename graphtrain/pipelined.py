@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from graphtrain.architecture import divide, drops, join, pipeline
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.loss import cross_entropy
-from graphtrain.models.stages import split_batch
+from graphtrain.models.loss import cross_entropy
+from graphtrain.models.pipeline_stages import split_batch
 from lowering.pipeline.schedules import Value
 from lowering.tracing.constrain import placement, split_of
 from lowering.trees import Tree

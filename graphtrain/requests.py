@@ -24,13 +24,13 @@ _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/architecture.py",
-    "graphtrain/chunked.py",
-    "graphtrain/chunks.py",
+    "graphtrain/models/chunked_loss.py",
+    "graphtrain/models/chunk_size.py",
     "graphtrain/config/schema.py",
     "graphtrain/deferred.py",
-    "graphtrain/estimates/arrays.py",
+    "graphtrain/models/shapes.py",
     "graphtrain/extending.py",
-    "graphtrain/loss.py",
+    "graphtrain/models/loss.py",
     "graphtrain/models",
     "graphtrain/objectives.py",
     "graphtrain/optimizer.py",

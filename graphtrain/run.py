@@ -25,8 +25,8 @@ from graphtrain.estimates.look_alike import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing
-from graphtrain.models.counts import useful_flops_per_token
-from graphtrain.models.tuned import keeps_weights
+from graphtrain.models.flops import useful_flops_per_token
+from graphtrain.models.lora.trainable import keeps_weights
 from graphtrain.ownership import owned
 from graphtrain.schedule import learning_rate
 from graphtrain.together import check_programs, check_steps, together

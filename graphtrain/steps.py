@@ -21,11 +21,11 @@ from graphtrain.architecture import (
 from graphtrain.config.schema import Program
 from graphtrain.deferred import can_defer, reduce_last
 from graphtrain.extending import TOKENS, extend_graph
-from graphtrain.loss import preference
-from graphtrain.models.adapters import combine
-from graphtrain.models.documents import apart
-from graphtrain.models.order import order_batch
-from graphtrain.models.tuned import A, frozen_arrays, trained_arrays
+from graphtrain.models.attention.ring_order import order_batch
+from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.lora.layers import combine
+from graphtrain.models.lora.trainable import A, frozen_arrays, trained_arrays
+from graphtrain.models.loss import preference
 from graphtrain.objectives import (
     count_pairs,
     cross_entropy_objective,

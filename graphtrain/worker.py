@@ -142,7 +142,7 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
 def _flops_per_token(program: Program) -> dict[str, float]:
     from graphtrain.errors import PlanError
     from graphtrain.estimates.look_alike import estimable
-    from graphtrain.models.counts import useful_flops_per_token
+    from graphtrain.models.flops import useful_flops_per_token
 
     try:
         return useful_flops_per_token(estimable(program))

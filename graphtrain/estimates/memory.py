@@ -8,8 +8,8 @@ from dataclasses import replace
 from graphtrain.config.schema import Program
 from graphtrain.estimates.sizes import Sizes
 from graphtrain.estimates.weights import Weight, place_weights
-from graphtrain.models.counts import is_gated
-from graphtrain.models.kernels import in_step
+from graphtrain.models.attention.kernel_support import in_step
+from graphtrain.models.flops import is_gated
 from graphtrain.planning.assessment import Memory
 from lowering.machine.target import Target
 from sharding_rules.arrays import Role

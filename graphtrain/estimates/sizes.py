@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Program
+from graphtrain.models.chunk_size import chunk_of
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
 from graphtrain.estimates.look_alike import estimable
-from graphtrain.models.counts import (
+from graphtrain.models.flops import (
     attention_flops_per_token,
     flops_per_token,
     step_flops_per_token,

@@ -116,7 +116,7 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     pieces = [axis for axis in _axes(use, ("residual",), mesh) if axis in summed]
     again = 1 if model.remat == "full" else 0
     on_chip = Target.parse(program.target).platform in ("cuda", "rocm", "tpu")
-    reduced = sizes.item if on_chip else 4  # as graphtrain/models/dot.py asks for its products
+    reduced = sizes.item if on_chip else 4  # as graphtrain/models/matmul.py asks for its products
     each = partial(_one, mesh=mesh, dtype="bf16")
     sums = partial(_one, mesh=mesh, dtype="bf16" if reduced == 2 else "f32")
     if pieces:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.tuned import CODES, SCALES, frozen_arrays, trained_arrays
+from graphtrain.models.lora.trainable import CODES, SCALES, frozen_arrays, trained_arrays
+from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape

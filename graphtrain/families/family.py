@@ -17,7 +17,7 @@ from einops import EinopsError, rearrange
 
 from graphtrain.config.schema import Mixture, Model
 from graphtrain.errors import WeightsError
-from graphtrain.estimates.arrays import parameter_arrays
+from graphtrain.models.shapes import parameter_arrays
 
 Config = Mapping[str, Any]  # config.json
 SAME = ""  # the pattern of arrays that need none

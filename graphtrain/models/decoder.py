@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models import kept, weights
-from graphtrain.models.documents import places
-from graphtrain.models.dot import dot
-from graphtrain.models.layers import (
+from graphtrain.models import init
+from graphtrain.models.attention import kv_cache
+from graphtrain.models.attention.ring_order import ordered
+from graphtrain.models.attention.score_mods import cap
+from graphtrain.models.attention.segment_mask import places
+from graphtrain.models.block import (
     WHOLE,
     Auxiliary,
     apply_layers,
@@ -28,9 +30,8 @@ from graphtrain.models.layers import (
     split_key,
     stack_layers,
 )
+from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
-from graphtrain.models.order import ordered
-from graphtrain.models.scores import cap
 from lowering.tracing.constrain import by_hand_now, constrain
 from lowering.tracing.deferred_gradient import complete
 from sharding_rules.arrays import ArraySpec
@@ -45,13 +46,13 @@ Parameters = Mapping[str, Any]  # nested; leaves are arrays
 class Embedding(nnx.Module):
     """Rows by token (NaN for one past the vocabulary) and, for learned positions, by position."""
 
-    def __init__(self, model: Model, keys: weights.Keys):
+    def __init__(self, model: Model, keys: init.Keys):
         self.model = model
-        self.tokens = weights.normal(model, keys, "vocab", "embed")
+        self.tokens = init.normal(model, keys, "vocab", "embed")
         if model.embedding_norm:
             self.norm = Norm(model)
         if model.positions == "learned":
-            self.positions = weights.normal(model, keys, "positions", "embed")
+            self.positions = init.normal(model, keys, "positions", "embed")
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -68,7 +69,7 @@ class Embedding(nnx.Module):
                 # Gathered over embed first, as the rows of tokens are.
                 table = constrain(self.positions[:length], "positions", "embed")
                 x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
-            elif (continued := kept.places(length)) is not None:
+            elif (continued := kv_cache.places(length)) is not None:
                 x = x + jnp.take(self.positions[...], continued, axis=0, mode="clip")
             else:
                 x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
@@ -116,13 +117,13 @@ rows_of.defvjp(_rows_forward, _rows_backward)
 class Decoder(nnx.Module):
     """Embedding, layers, norm and head."""
 
-    def __init__(self, model: Model, keys: weights.Keys):
+    def __init__(self, model: Model, keys: init.Keys):
         self.model = model
         self.embedding = Embedding(model, keys)
         self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
         if not model.tied_head:
-            self.head = weights.normal(model, keys, "embed", "vocab")
+            self.head = init.normal(model, keys, "embed", "vocab")
 
     def hidden(
         self, tokens: jax.Array, dropout_key: jax.Array | None
@@ -163,7 +164,7 @@ def parameter_specs(model: Model) -> dict[str, Any]:
 
 def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
     """New float32 parameters, in the tree of parameter_specs."""
-    return nnx.to_pure_dict(nnx.state(Decoder(model, weights.Keys(key))))
+    return nnx.to_pure_dict(nnx.state(Decoder(model, init.Keys(key))))
 
 
 def forward(
@@ -206,7 +207,7 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, weights.Keys(jax.random.key(0)))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, init.Keys(jax.random.key(0)))))
 
 
 def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:

@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models import weights
-from graphtrain.models.counts import is_gated
-from graphtrain.models.gating import activated
+from graphtrain.models import init
+from graphtrain.models.activations import activated
+from graphtrain.models.flops import is_gated
 from graphtrain.models.projection import project, projects
 from lowering.tracing.constrain import constrain
 
@@ -27,15 +27,15 @@ class MLP(nnx.Module):
     Source: Shazeer 2020, "GLU variants improve Transformer", https://arxiv.org/abs/2002.05202
     """
 
-    def __init__(self, model: Model, keys: weights.Keys):
+    def __init__(self, model: Model, keys: init.Keys):
         self.model = model
         for name, axes in _wide(model).items():
-            setattr(self, name, weights.normal(model, keys, "embed", *axes))
-        self.down = weights.normal(model, keys, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
+            setattr(self, name, init.normal(model, keys, "embed", *axes))
+        self.down = init.normal(model, keys, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
         if model.bias == "all":
             for name, axes in _wide(model).items():
-                setattr(self, f"{name}_bias", weights.zeros(model, *axes))
-            self.down_bias = weights.zeros(model, "embed")
+                setattr(self, f"{name}_bias", init.zeros(model, *axes))
+            self.down_bias = init.zeros(model, "embed")
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:

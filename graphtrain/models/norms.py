@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models import weights
-from graphtrain.models.counts import norm_has_bias
+from graphtrain.models import init
+from graphtrain.models.flops import norm_has_bias
 
 
 class Norm(nnx.Module):
@@ -18,9 +18,9 @@ class Norm(nnx.Module):
 
     def __init__(self, model: Model, axis: str = "embed"):
         self.model = model
-        self.scale = (weights.zeros if model.scale_offset else weights.ones)(model, axis)
+        self.scale = (init.zeros if model.scale_offset else init.ones)(model, axis)
         if norm_has_bias(model):
-            self.bias = weights.zeros(model, axis)
+            self.bias = init.zeros(model, axis)
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from graphtrain.models.adapters import product, products
+from graphtrain.models.lora.layers import product, products
 
 PROJECTION = "projection"
 

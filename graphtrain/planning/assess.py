@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.chunks import chunk_of
 from graphtrain.compile import compile_tasks
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
@@ -19,7 +18,8 @@ from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory as estimated_memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
-from graphtrain.models.kernels import in_step
+from graphtrain.models.attention.kernel_support import in_step
+from graphtrain.models.chunk_size import chunk_of
 from graphtrain.planning.assessment import Assessment, Memory
 from graphtrain.requests import mesh_shape
 from graphtrain.tasks import Limits, Observer, Outcome, tasks_of

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from graphtrain.chunks import chunk_of
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
-from graphtrain.estimates.arrays import state_arrays
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time, utilisation
 from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.estimates.weights import Weight, place_weights
-from graphtrain.models.kernels import in_step
-from graphtrain.models.tuned import keeps_weights
+from graphtrain.models.attention.kernel_support import in_step
+from graphtrain.models.chunk_size import chunk_of
+from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assessment import Memory, StepTime
 from lowering.errors import LoweringError
 from lowering.machine.target import Target

@@ -13,7 +13,7 @@ from graphtrain.estimates.filler import with_filler
 from graphtrain.estimates.memory import memory
 from graphtrain.estimates.time import step_time
 from graphtrain.estimates.traffic import bubble_of
-from graphtrain.models.kernels import in_step
+from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
 from graphtrain.requests import mesh_shape, request_keys

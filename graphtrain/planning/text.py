@@ -87,7 +87,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
 
 def _frozen_line(plan: "Plan") -> list[str]:
     """How many weights are trained, where some are not."""
-    from graphtrain.models.tuned import count_of
+    from graphtrain.models.lora.trainable import count_of
 
     trained, frozen = (
         count_of({path: one.spec for path, one in plan.layouts.items() if one.spec.role == role})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphtrain.models.documents import apart
+from graphtrain.models.attention.segment_mask import apart
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import open_model
 from graphtrain.torch_models.parity import (

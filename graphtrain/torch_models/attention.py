@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import HowAttended
-from graphtrain.models import attention as native
-from graphtrain.models.documents import numbers
-from graphtrain.models.dot import dot
-from graphtrain.models.kept import begins, kept
-from graphtrain.models.scores import Scoring
-from graphtrain.models.scores import cap as bent
+from graphtrain.models.attention import module as native
+from graphtrain.models.attention.kv_cache import begins, kept
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.score_mods import cap as bent
+from graphtrain.models.attention.segment_mask import numbers
+from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, size_of, split_of
 
 

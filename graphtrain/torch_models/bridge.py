@@ -21,11 +21,11 @@ from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
 from graphtrain.config.schema import HowAttended
+from graphtrain.models.attention.kv_cache import begins
+from graphtrain.models.attention.score_mods import Scoring
 from graphtrain.models.decoder import rows_of
-from graphtrain.models.dot import dot
-from graphtrain.models.kept import begins
+from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
-from graphtrain.models.scores import Scoring
 from graphtrain.torch_models.attention import attend, attend_causally, only_native
 from graphtrain.torch_models.causes import here, innermost, raised
 from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict

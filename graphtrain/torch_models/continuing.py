@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.kept import Wanted, beginning, keeping, wanting
+from graphtrain.models.attention.kv_cache import Wanted, beginning, keeping, wanting
 from graphtrain.torch_models.blocks import Stack
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import OpenedModel

@@ -13,7 +13,7 @@ from jax import Array
 from torchax.tensor import Tensor
 from transformers.integrations import moe
 
-from graphtrain.models.mixture import send_to_experts
+from graphtrain.models.moe import send_to_experts
 from graphtrain.torch_models.errors import ImportedModelError
 from lowering.tracing.constrain import placement
 

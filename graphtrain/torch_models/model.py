@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from graphtrain.models.order import positions
+from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_models.attention import only_native
 from graphtrain.torch_models.axes import Named, name_axes
 from graphtrain.torch_models.balance import Balance

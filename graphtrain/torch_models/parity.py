@@ -22,7 +22,7 @@ from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.writing import replace_file, writing
-from graphtrain.loss import cross_entropy
+from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_models.bridge import to_numpy
 from graphtrain.torch_models.causes import likely_causes, raised
 from graphtrain.torch_models.errors import ImportedModelError

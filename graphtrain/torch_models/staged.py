@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphtrain.models.stages import Keys, Score, arrange_rows, arrange_spec
+from graphtrain.models.pipeline_stages import Keys, Score, arrange_rows, arrange_spec
 from graphtrain.torch_models.blocks import Stack, Unrolled
 from graphtrain.torch_models.model import OpenedModel
 from graphtrain.torch_models.scanning import Scan, Taken, Through, residual

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from graphtrain.models.dot import dot
+from graphtrain.models.matmul import dot
 from graphtrain.torch_models.bridge import Environment, Tensor, integers_of_32_bits
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.joint import Joint

@@ -17,7 +17,7 @@ import numpy as np
 from graphtrain.config.schema import Adapter, Model
 from graphtrain.families import Family, family_for, family_of
 from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
-from graphtrain.models.tuned import adapted_paths, whole_paths
+from graphtrain.models.lora.trainable import adapted_paths, whole_paths
 from graphtrain.weights.convert import read_config, without_padding
 
 EMBEDDING = "embedding/tokens"

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Config, Program
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.blocks import Kind, block_of, quantise
-from graphtrain.models.tuned import CODES, SCALES, A, B
+from graphtrain.models.lora.quantize import Kind, block_of, quantise
+from graphtrain.models.lora.trainable import CODES, SCALES, A, B
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.peft import PeftAdapter
 from graphtrain.weights.sources import Source
 from graphtrain.weights.start import Fill, Index, Read, reader

@@ -12,9 +12,16 @@ import numpy as np
 
 from graphtrain.config import load_config
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.blocks import rounded
-from graphtrain.models.tuned import A, B, adapted_paths, is_quantised, is_rounded, whole_paths
+from graphtrain.models.lora.quantize import rounded
+from graphtrain.models.lora.trainable import (
+    A,
+    B,
+    adapted_paths,
+    is_quantised,
+    is_rounded,
+    whole_paths,
+)
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.base import open_base
 from graphtrain.weights.sources import RunCheckpoint, Source
 

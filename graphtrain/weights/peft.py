@@ -16,7 +16,7 @@ import numpy as np
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
 from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
-from graphtrain.models.tuned import A, B, trained_arrays
+from graphtrain.models.lora.trainable import A, B, trained_arrays
 from graphtrain.weights.convert import Summary, making
 from graphtrain.weights.factors import (
     EMBEDDING,

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.tuned import trained_arrays
+from graphtrain.models.lora.trainable import trained_arrays
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.requests import rows_of_layers
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 

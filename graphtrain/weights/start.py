@@ -12,8 +12,8 @@ import numpy as np
 
 from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
-from graphtrain.estimates.arrays import parameter_arrays
 from graphtrain.families.family import mathematics
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.requests import rows_of_layers, stages_of
 from graphtrain.torch_models.weights import ModuleWeights
 from graphtrain.weights.sources import SIDE, Source, open_source

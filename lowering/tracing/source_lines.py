@@ -13,14 +13,14 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
 # Code called from everywhere: the line that called it says more.
 _ROUNDABOUT = (
     "lowering/",
-    "graphtrain/models/adapters.py",
-    "graphtrain/models/dot.py",
+    "graphtrain/models/lora/layers.py",
+    "graphtrain/models/matmul.py",
     "graphtrain/models/projection.py",
 )
 
 
 def line_of(stack: Iterable[tuple[str, int]]) -> str:
-    """The line of a model's code that a stack, innermost first, tells of: "graphtrain/loss.py:18".
+    """The line of a model's code that a stack, innermost first, tells of: "examples/net.py:18".
 
     Empty where all of the stack is in libraries.
     """

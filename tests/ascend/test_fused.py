@@ -12,10 +12,10 @@ from programs import CUBE, LLAMA, program
 from test_graphs import compiled
 
 from graphtrain.config.schema import Batch, Mesh
-from graphtrain.models.documents import apart
-from graphtrain.models.fused import fused_attention
-from graphtrain.models.mixing import attention
-from graphtrain.models.scores import Scoring
+from graphtrain.models.attention.dot_product import attention
+from graphtrain.models.attention.operator_region import fused_attention
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.segment_mask import apart
 from lowering.ascend import mindir
 from lowering.tracing.operator_regions import marked
 

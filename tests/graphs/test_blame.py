@@ -8,7 +8,7 @@ from programs import LLAMA, program, unoptimized
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.models.decoder import Decoder
-from graphtrain.models.dot import dot
+from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import MLP
 from graphtrain.models.projection import project
 from graphtrain.planning.blame import blame, flagged

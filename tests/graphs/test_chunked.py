@@ -11,8 +11,8 @@ import pytest
 from programs import CUBE, GEMMA, batch, gradients_graph, loaded, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
-from graphtrain.chunked import Scored, chunked_cross_entropy
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
+from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
 from graphtrain.requests import mesh_shape
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from programs import LLAMA, loaded, program
 
 from graphtrain.config.schema import Mesh
-from graphtrain.models.counts import attention_flops_per_token, flops_per_token
+from graphtrain.models.flops import attention_flops_per_token, flops_per_token
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import Reading, read
 from lowering.machine.target import Target

@@ -12,10 +12,10 @@ from programs import GEMMA, GPT2, LLAMA, batch, loaded, placed_inputs, program, 
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Pipeline
-from graphtrain.models import tiles
-from graphtrain.models.order import ordered, positions
-from graphtrain.models.ring import ring_attention
-from graphtrain.models.scores import Scoring
+from graphtrain.models.attention import ring_blocks
+from graphtrain.models.attention.ring import ring_attention
+from graphtrain.models.attention.ring_order import ordered, positions
+from graphtrain.models.attention.score_mods import Scoring
 from lowering.tracing.constrain import placed
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_those_of_one_device(model, way):
 
 def test_tiles_of_queries_change_nothing(monkeypatch):
     """A chunk of 8 positions in tiles of 4, with key heads that groups of query heads share."""
-    monkeypatch.setattr(tiles, "_TILE", 4)
+    monkeypatch.setattr(ring_blocks, "_TILE", 4)
     sizes = Batch(sequences=2, length=32)
     alone = program(model=BLOOM, batch=sizes)
     split = program(model=BLOOM, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
@@ -112,7 +112,7 @@ def test_evaluation_sums_the_same_losses():
 
 
 def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
-    monkeypatch.setattr(tiles, "_TILE", 32)
+    monkeypatch.setattr(ring_blocks, "_TILE", 32)
 
     def temporaries(length, **way):
         of = program(batch=Batch(sequences=1, length=length), **way)

@@ -9,8 +9,8 @@ import pytest
 from programs import CUBE, GPT2, LLAMA, alone, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.models.attention.segment_mask import apart
 from graphtrain.models.decoder import forward, initialise
-from graphtrain.models.documents import apart
 from lowering.trees import flatten
 from sharding_rules.errors import ShardingError
 

@@ -14,8 +14,8 @@ from torch_families import imported
 from graphtrain import worker
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.estimates.time import utilisation
-from graphtrain.models import attention, flash
-from graphtrain.models.counts import attention_flops_per_token, step_flops_per_token
+from graphtrain.models.attention import flash, module
+from graphtrain.models.flops import attention_flops_per_token, step_flops_per_token
 from graphtrain.requests import mesh_shape
 from lowering.hlo.collectives import read
 from lowering.machine.target import Target
@@ -84,8 +84,8 @@ def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatc
     of = program(target="cpu:8", mesh=CUBE, model=model, batch=sizes)
     want = _gradients(of)
     monkeypatch.setattr(flash, "gpu_kernel", partial(flash.gpu_kernel, interpret=True))
-    monkeypatch.setattr(attention, "traced_target", lambda: Target.parse("h100:8"))
-    monkeypatch.setattr(attention, "takes_kernel", lambda *asked: True)
+    monkeypatch.setattr(module, "traced_target", lambda: Target.parse("h100:8"))
+    monkeypatch.setattr(module, "takes_kernel", lambda *asked: True)
     got = _gradients(dataclasses.replace(of, model=dataclasses.replace(model, attention="flash")))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

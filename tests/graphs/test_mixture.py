@@ -10,9 +10,9 @@ from programs import LLAMA, program
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Pipeline
-from graphtrain.models.counts import flops_per_token, parameter_count
 from graphtrain.models.decoder import forward, initialise
-from graphtrain.models.mixture import place_in_line, router_losses
+from graphtrain.models.flops import flops_per_token, parameter_count
+from graphtrain.models.moe import place_in_line, router_losses
 
 DROPLESS = Mixture(experts=4, per_token=2)
 ROOMY = Mixture(experts=4, per_token=2, capacity=1.0)

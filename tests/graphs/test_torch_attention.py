@@ -14,7 +14,7 @@ from unoptimized import OPTIONS
 
 from graphtrain.architecture import extend, kept_specs
 from graphtrain.config.schema import Batch, Mesh
-from graphtrain.models.documents import apart
+from graphtrain.models.attention.segment_mask import apart
 from graphtrain.torch_models.bridge import to_numpy
 from graphtrain.torch_models.errors import ImportedModelError
 from graphtrain.torch_models.model import open_model

@@ -12,7 +12,7 @@ from test_weights import reference_loss
 
 from graphtrain.checkpoint import restore_array
 from graphtrain.config import load_config
-from graphtrain.models.tuned import trained_arrays
+from graphtrain.models.lora.trainable import trained_arrays
 
 ADAPTER = """
 [program.adapter]

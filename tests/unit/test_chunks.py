@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from graphtrain.chunks import Logits, best_chunk, chunk_of
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
 from graphtrain.estimates.memory import memory
+from graphtrain.models.chunk_size import Logits, best_chunk, chunk_of
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json
 from graphtrain.requests import mesh_shape

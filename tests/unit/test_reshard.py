@@ -37,7 +37,7 @@ from graphtrain.config.schema import (
     Run,
 )
 from graphtrain.errors import GraphtrainError, TrainingError
-from graphtrain.models.stages import arrange
+from graphtrain.models.pipeline_stages import arrange
 from graphtrain.planning.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.requests import stages_of
 from graphtrain.reshard import reshard

@@ -10,7 +10,7 @@ from einops import rearrange
 from graphtrain.config.schema import Model
 from graphtrain.families.family import Family, Row
 from graphtrain.families.llama import NARROW, OUTPUT, WIDEN
-from graphtrain.models.counts import is_gated
+from graphtrain.models.flops import is_gated
 
 _LAYER = "decoder.layers.{layer}"
 _ATTENTION, _MLP = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"

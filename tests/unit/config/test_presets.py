@@ -10,7 +10,7 @@ from graphtrain.config.presets import preset_settings
 from graphtrain.config.schema import Model
 from graphtrain.errors import ConfigError
 from graphtrain.families import family_for, mathematics
-from graphtrain.models.counts import parameter_count
+from graphtrain.models.flops import parameter_count
 
 PUBLISHED = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text())
 TEXT = """\

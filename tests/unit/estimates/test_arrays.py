@@ -3,10 +3,10 @@
 import pytest
 
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
-from graphtrain.estimates.arrays import parameter_arrays, state_arrays
 from graphtrain.estimates.weights import place_weights
-from graphtrain.models.counts import parameter_count
 from graphtrain.models.decoder import parameter_specs
+from graphtrain.models.flops import parameter_count
+from graphtrain.models.shapes import parameter_arrays, state_arrays
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import state_specs_of
 from lowering.trees import flatten

@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 
-from graphtrain.models.attention import attention
-from graphtrain.models.positions import alibi_slopes
-from graphtrain.models.scores import Scoring
+from graphtrain.models.attention.module import attention
+from graphtrain.models.attention.positions import alibi_slopes
+from graphtrain.models.attention.score_mods import Scoring
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 9, 6, 2, 4
 

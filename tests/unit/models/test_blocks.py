@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from graphtrain.models.blocks import NF4, WORST, block_of, quantise, restore, rounded
+from graphtrain.models.lora.quantize import NF4, WORST, block_of, quantise, restore, rounded
 
 WEIGHTS = np.random.default_rng(0).normal(0, 0.02, (5, 7, 192)).astype(np.float32)
 

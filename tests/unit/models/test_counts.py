@@ -8,8 +8,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from graphtrain.config.schema import Model
-from graphtrain.models.counts import flops_per_token, parameter_count
 from graphtrain.models.decoder import forward, initialise, parameter_specs
+from graphtrain.models.flops import flops_per_token, parameter_count
 
 SMALL: dict[str, Any] = {"layers": 3, "embed": 24, "heads": 6, "mlp": 40, "vocab": 50}
 GPT2: dict[str, Any] = {
@@ -73,7 +73,7 @@ def matrix_flops(jaxpr: Any) -> int:
 
 def test_counting_imports_neither_jax_nor_flax():
     code = (
-        "import sys, graphtrain.models.counts; "
+        "import sys, graphtrain.models.flops; "
         "sys.exit(', '.join({'jax', 'flax', 'lowering'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stderr == b"\n"

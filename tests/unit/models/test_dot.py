@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphtrain.models.dot import dot, dots
+from graphtrain.models.matmul import dot, dots
 from lowering.machine.target import Target
 from lowering.tracing.current_target import tracing_for
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from graphtrain.config.schema import Model
-from graphtrain.models import flash
-from graphtrain.models.flash import gpu_kernel, tpu_kernel
-from graphtrain.models.kernels import Asked, obstacle, takes_kernel
-from graphtrain.models.scores import Scoring
+from graphtrain.models.attention import flash
+from graphtrain.models.attention.flash import gpu_kernel, tpu_kernel
+from graphtrain.models.attention.kernel_support import Asked, obstacle, takes_kernel
+from graphtrain.models.attention.score_mods import Scoring
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 

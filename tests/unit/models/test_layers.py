@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models.layers import apply_layers, dropout, stack_layers
-from graphtrain.models.weights import Keys
+from graphtrain.models.block import apply_layers, dropout, stack_layers
+from graphtrain.models.init import Keys
 
 MODEL = Model(
     layers=3,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from graphtrain.config.schema import Model
-from graphtrain.models.counts import parameter_count
 from graphtrain.models.decoder import forward, parameter_specs
+from graphtrain.models.flops import parameter_count
 
 MODEL = Model(
     layers=2, embed=16, heads=2, mlp=24, vocab=32, bias="all", norm="layer", dtype="float32"

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphtrain.loss import cross_entropy
-from graphtrain.models import blocked
-from graphtrain.models.blocked import blocked_attention
-from graphtrain.models.documents import apart
-from graphtrain.models.gating import activated
-from graphtrain.models.mixing import attention
-from graphtrain.models.scores import Scoring
+from graphtrain.models.activations import activated
+from graphtrain.models.attention import blockwise
+from graphtrain.models.attention.blockwise import blocked_attention
+from graphtrain.models.attention.dot_product import attention
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.loss import cross_entropy
 from graphtrain.optimizer import _clip
 from lowering.machine.target import Target
 from lowering.tracing.cpu_hints import KEEP_BARRIERS, cast, computed_once
@@ -47,7 +47,7 @@ def with_gradients(function, arrays, gradient):
 def test_attention_in_blocks_is_attention(
     scoring, window, documents, dtype, tolerance, monkeypatch
 ):
-    monkeypatch.setattr(blocked, "_BLOCK", 4)
+    monkeypatch.setattr(blockwise, "_BLOCK", 4)
     heads = (4, 2, 2)
     arrays = [normal(seed, 2, LENGTH, n, 8, dtype=dtype) for seed, n in enumerate(heads)]
     gradient = normal(3, 2, LENGTH, 4, 8, dtype=dtype)
@@ -58,7 +58,7 @@ def test_attention_in_blocks_is_attention(
             with_gradients(lambda *three, f=f: f(*three, scoring, window), arrays, gradient)
             for f in (attention, blocked_attention)
         )
-    assert len(list(blocked._blocks(LENGTH))) > 1
+    assert len(list(blockwise._blocks(LENGTH))) > 1
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(b, a, rtol=tolerance, atol=tolerance)
 

@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 
-from graphtrain.models.positions import alibi_slopes, rotate
+from graphtrain.models.attention.positions import alibi_slopes, rotate
 
 
 def test_rotation_multiplies_pairs_of_halves_by_a_complex_phase():

@@ -1,7 +1,7 @@
 import jax
 from flax import nnx
 
-from graphtrain.models.weights import Keys
+from graphtrain.models.init import Keys
 
 
 def test_keys_are_those_of_flax():

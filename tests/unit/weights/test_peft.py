@@ -15,10 +15,10 @@ from unoptimized import OPTIONS
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.errors import WeightsError
 from graphtrain.families import family_of
-from graphtrain.loss import cross_entropy
-from graphtrain.models.adapters import combine
 from graphtrain.models.decoder import forward
-from graphtrain.models.tuned import A, B, adapted_paths, frozen_arrays, trained_arrays
+from graphtrain.models.lora.layers import combine
+from graphtrain.models.lora.trainable import A, B, adapted_paths, frozen_arrays, trained_arrays
+from graphtrain.models.loss import cross_entropy
 from graphtrain.requests import mesh_shape
 from graphtrain.weights.convert import from_hugging_face, read_config
 from graphtrain.weights.factors import Table, from_peft

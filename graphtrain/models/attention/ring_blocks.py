@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from graphtrain.models.dot import dot
-from graphtrain.models.scores import Scoring, score, steepness
+from graphtrain.models.attention.score_mods import Scoring, score, steepness
+from graphtrain.models.matmul import dot
 
 _TILE = 512  # queries whose scores exist at once, at most
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Model
-from graphtrain.models.positions import alibi_slopes
+from graphtrain.models.attention.positions import alibi_slopes
 
 if TYPE_CHECKING:
     from jax import Array

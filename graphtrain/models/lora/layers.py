@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.blocks import NF4, Kind
-from graphtrain.models.dot import dot, dots
-from graphtrain.models.tuned import CODES, SCALES, A, B, adapted_paths
+from graphtrain.models.lora.quantize import NF4, Kind
+from graphtrain.models.lora.trainable import CODES, SCALES, A, B, adapted_paths
+from graphtrain.models.matmul import dot, dots
+from graphtrain.models.shapes import parameter_arrays
 from lowering.tracing.constrain import constrain, draw, size_of
 from lowering.trees import Tree, flatten, unflatten
 

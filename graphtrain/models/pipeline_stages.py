@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.config.schema import Model
+from graphtrain.models.block import apply_stack, full_layers, layer_keys, split_key
 from graphtrain.models.decoder import Parameters, merge
-from graphtrain.models.layers import apply_stack, full_layers, layer_keys, split_key
 from lowering.pipeline.schedules import Pipeline
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.documents import numbers
-from graphtrain.models.dot import dot
-from graphtrain.models.scores import Scoring, score, steepness
+from graphtrain.models.attention.score_mods import Scoring, score, steepness
+from graphtrain.models.attention.segment_mask import numbers
+from graphtrain.models.matmul import dot
 from lowering.tracing.cpu_hints import cast, computed_once
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from graphtrain.config.schema import Model
+from graphtrain.models.attention.kv_cache import beginning, keeping
+from graphtrain.models.block import Block, full_layers
 from graphtrain.models.decoder import Parameters, merge
-from graphtrain.models.kept import beginning, keeping
-from graphtrain.models.layers import Block, full_layers
 from lowering.tracing.deferred_gradient import complete
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec

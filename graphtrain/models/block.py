@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models.attention import Attention
-from graphtrain.models.mixture import MixtureMLP
+from graphtrain.models.attention.module import Attention
+from graphtrain.models.init import Keys
 from graphtrain.models.mlp import MLP
+from graphtrain.models.moe import MixtureMLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
-from graphtrain.models.weights import Keys
 from lowering.tracing.constrain import constrain, draw, reshard
 from lowering.tracing.deferred_gradient import complete
 from lowering.tracing.weight_layout import as_stored

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.documents import apart, numbers
-from graphtrain.models.mixing import attention, mix, scores_of
-from graphtrain.models.scores import Scoring
+from graphtrain.models.attention.dot_product import attention, mix, scores_of
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.segment_mask import apart, numbers
 from lowering.tracing.operator_regions import is_marked, region
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from graphtrain.config.schema import Adapter, Model, Program
-from graphtrain.estimates.arrays import parameter_arrays
-from graphtrain.models.blocks import block_of
+from graphtrain.models.lora.quantize import block_of
+from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from graphtrain.models.documents import numbers
-from graphtrain.models.kernels import BLOCK
+from graphtrain.models.attention.kernel_support import BLOCK
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.segment_mask import numbers
 from graphtrain.models.projection import PROJECTION
-from graphtrain.models.scores import Scoring
 from lowering.tracing.constrain import placement, size_of, split_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """For how many positions logits exist at once; imports no JAX, so that estimates know too.
 
-`graphtrain.chunked` computes the loss so. What a chunk costs is to read and write the head's
-gradient, which each adds to; what chunks cost is that gradient itself, whole over embed, beside
+`graphtrain.models.chunked_loss` computes the loss so. What a chunk costs is to read and write the
+head's gradient, which each adds to; what chunks cost is that gradient itself, whole over embed, beside
 the logits.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.models.counts import step_flops_per_token
+from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape

@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models import kept
-from graphtrain.models.documents import places
+from graphtrain.models.attention import kv_cache
+from graphtrain.models.attention.segment_mask import places
 from lowering.tracing.constrain import constrain, size_of, split_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -28,7 +28,7 @@ def positions(length: int) -> jax.Array:
     """
     if (of_documents := places()) is not None:
         return of_documents
-    if (continued := kept.places(length)) is not None:
+    if (continued := kv_cache.places(length)) is not None:
         return continued
     devices = size_of("attended")
     if devices == 1:

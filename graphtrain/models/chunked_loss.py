@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from graphtrain.chunks import check_chunk
-from graphtrain.loss import hits, target_scores
-from graphtrain.models.dot import dot
-from graphtrain.models.scores import cap
+from graphtrain.models.attention.score_mods import cap
+from graphtrain.models.chunk_size import check_chunk
+from graphtrain.models.loss import hits, target_scores
+from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, placement, size_of, split_of
 from lowering.tracing.cpu_hints import computed_once
 from lowering.tracing.deferred_gradient import vary

@@ -34,9 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 
-from graphtrain.models.projection import PROJECTION
-from graphtrain.models.scores import Scoring
-from graphtrain.models.tiles import (
+from graphtrain.models.attention.ring_blocks import (
     Mixed,
     Pair,
     attend,
@@ -47,6 +45,8 @@ from graphtrain.models.tiles import (
     join_queries,
     merge,
 )
+from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import Placement, by_hand, placement
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import HowAttended, Model
-from graphtrain.models import weights
-from graphtrain.models.blocked import blocked_attention
-from graphtrain.models.flash import flash_attention
-from graphtrain.models.fused import fused_attention, is_fused
-from graphtrain.models.kept import begins, kept
-from graphtrain.models.kernels import Asked, takes_kernel
-from graphtrain.models.mixing import attention
+from graphtrain.models import init
+from graphtrain.models.attention.blockwise import blocked_attention
+from graphtrain.models.attention.dot_product import attention
+from graphtrain.models.attention.flash import flash_attention
+from graphtrain.models.attention.kernel_support import Asked, takes_kernel
+from graphtrain.models.attention.kv_cache import begins, kept
+from graphtrain.models.attention.operator_region import fused_attention, is_fused
+from graphtrain.models.attention.positions import frequencies, rotate
+from graphtrain.models.attention.ring import ring_attention
+from graphtrain.models.attention.ring_order import positions
+from graphtrain.models.attention.score_mods import Scoring
 from graphtrain.models.norms import Norm
-from graphtrain.models.order import positions
-from graphtrain.models.positions import frequencies, rotate
 from graphtrain.models.projection import project, projects
-from graphtrain.models.ring import ring_attention
-from graphtrain.models.scores import Scoring
 from lowering.tracing.constrain import constrain, size_of, split_of
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 class Attention(nnx.Module):
     """Projections to query, key and value, attention, and the projection back."""
 
-    def __init__(self, model: Model, keys: weights.Keys):
+    def __init__(self, model: Model, keys: init.Keys):
         self.model = model
-        self.query = weights.normal(model, keys, "embed", "heads", "head_dim")
-        self.key = weights.normal(model, keys, "embed", "kv_heads", "head_dim")
-        self.value = weights.normal(model, keys, "embed", "kv_heads", "head_dim")
-        self.output = weights.normal(
+        self.query = init.normal(model, keys, "embed", "heads", "head_dim")
+        self.key = init.normal(model, keys, "embed", "kv_heads", "head_dim")
+        self.value = init.normal(model, keys, "embed", "kv_heads", "head_dim")
+        self.output = init.normal(
             model, keys, "heads", "head_dim", "embed", scale=(2 * model.layers) ** -0.5
         )
         if model.bias != "none":
-            self.query_bias = weights.zeros(model, "heads", "head_dim")
-            self.key_bias = weights.zeros(model, "kv_heads", "head_dim")
-            self.value_bias = weights.zeros(model, "kv_heads", "head_dim")
+            self.query_bias = init.zeros(model, "heads", "head_dim")
+            self.key_bias = init.zeros(model, "kv_heads", "head_dim")
+            self.value_bias = init.zeros(model, "kv_heads", "head_dim")
         if model.bias in ("attention", "all"):
-            self.output_bias = weights.zeros(model, "embed")
+            self.output_bias = init.zeros(model, "embed")
         if model.query_key_norm:
             self.query_norm, self.key_norm = Norm(model, "head_dim"), Norm(model, "head_dim")
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.documents import hide_others
-from graphtrain.models.dot import dot
-from graphtrain.models.scores import Scoring, score
+from graphtrain.models.attention.score_mods import Scoring, score
+from graphtrain.models.attention.segment_mask import hide_others
+from graphtrain.models.matmul import dot
 
 if TYPE_CHECKING:
     from jax import Array

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from graphtrain.config.schema import Model, Optimizer
-from graphtrain.models.counts import is_gated, norm_has_bias
+from graphtrain.models.flops import is_gated, norm_has_bias
 from sharding_rules.arrays import ArraySpec
 
 

@@ -24,12 +24,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from graphtrain.config.schema import Mixture, Model
-from graphtrain.models import weights
-from graphtrain.models.adapters import whole
-from graphtrain.models.counts import is_gated
-from graphtrain.models.dot import dot
+from graphtrain.models import init
+from graphtrain.models.attention.ring_order import positions
+from graphtrain.models.flops import is_gated
+from graphtrain.models.lora.layers import whole
+from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
-from graphtrain.models.order import positions
 from graphtrain.models.projection import PROJECTION, project, projects
 from lowering.tracing.constrain import constrain, placement, split_of
 
@@ -48,24 +48,24 @@ class MixtureMLP(nnx.Module):
     2022, "MegaBlocks", https://arxiv.org/abs/2211.15841
     """
 
-    def __init__(self, model: Model, keys: weights.Keys):
+    def __init__(self, model: Model, keys: init.Keys):
         assert model.mixture is not None
         self.model, self.mixture = model, model.mixture
-        self.router = weights.normal(model, keys, "embed", "routes")
+        self.router = init.normal(model, keys, "embed", "routes")
         if is_gated(model):
-            self.gate = weights.normal(model, keys, "experts", "embed", "mlp")
-        self.up = weights.normal(model, keys, "experts", "embed", "mlp")
-        self.down = weights.normal(
+            self.gate = init.normal(model, keys, "experts", "embed", "mlp")
+        self.up = init.normal(model, keys, "experts", "embed", "mlp")
+        self.down = init.normal(
             model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
 
         if self.mixture.shared is not None:
             for name in self._shared_names():
-                setattr(self, name, weights.normal(model, keys, "embed", "shared"))
-            self.shared_down = weights.normal(
+                setattr(self, name, init.normal(model, keys, "embed", "shared"))
+            self.shared_down = init.normal(
                 model, keys, "shared", "embed", scale=(2 * model.layers) ** -0.5
             )
-            self.shared_share = weights.zeros(model, "embed")
+            self.shared_share = init.zeros(model, "embed")
 
     @jax.named_scope("mixture")
     def __call__(

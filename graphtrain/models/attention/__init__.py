@@ -1,0 +1,1 @@
+"""Causal self-attention: dense, blockwise, flash kernels, ring; positions, masks, KV cache."""

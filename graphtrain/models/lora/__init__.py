@@ -1,0 +1,1 @@
+"""LoRA adapters: which weights are trainable, their layers, quantized base weights."""
