@@ -38,7 +38,7 @@ def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
         ShardingError: the model cannot be a pipeline.
     """
     if is_imported(model):
-        from graphtrain.torch_models import staged
+        from graphtrain.torch_frontend import staged
 
         return staged.arrange(_open(model), parameters, stages)
     return native.arrange(parameters, stages)
@@ -47,7 +47,7 @@ def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
 def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
     """ArraySpecs of what arrange returns. Raises as it does."""
     if is_imported(model):
-        from graphtrain.torch_models import staged
+        from graphtrain.torch_frontend import staged
 
         return staged.arrange(_open(model), specs, stages)
     return native.arrange_specs(specs, stages)
@@ -72,7 +72,7 @@ def pipeline(
         tokens: Of all microbatches.
     """
     if is_imported(model):
-        from graphtrain.torch_models import staged
+        from graphtrain.torch_frontend import staged
 
         return staged.imported_pipeline(_open(model), stages, score, keys, tokens)
     return native.decoder_pipeline(model, stages, score, keys, term_weight)
@@ -121,7 +121,7 @@ def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
         ImportedModelError: the model's attention does not continue a sequence.
     """
     if is_imported(model):
-        from graphtrain.torch_models import continuing as imported
+        from graphtrain.torch_frontend import continuing as imported
 
         return imported.kept_specs(_open(model), sequences, longest)
     return decode.kept_specs(model, sequences, longest)
@@ -140,16 +140,16 @@ def extend(
         begin: The position of the first.
     """
     if is_imported(model):
-        from graphtrain.torch_models import continuing as imported
+        from graphtrain.torch_frontend import continuing as imported
 
         return imported.extend(_open(model), parameters, kept, tokens, begin)
     return decode.extend(model, parameters, kept, tokens, begin)
 
 
 def _open(model: Any) -> Any:
-    from graphtrain.torch_models.versions import check_versions, installed
+    from graphtrain.torch_frontend.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)  # before an import fails in other words
-    from graphtrain.torch_models.model import open_model
+    from graphtrain.torch_frontend.model import open_model
 
     return open_model(model)

@@ -14,9 +14,9 @@ from lowering.machine.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
-    from graphtrain.torch_models.weights import ModuleWeights
     from graphtrain.weights.peft import PeftAdapter
     from graphtrain.weights.sources import Source
+    from graphtrain.weights.torch_modules import ModuleWeights
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Beginning:
 
 def _native(weights: Source | ModuleWeights) -> Source:
     """Of a model of ours: the settings refuse to keep weights of another."""
-    from graphtrain.torch_models.weights import ModuleWeights
+    from graphtrain.weights.torch_modules import ModuleWeights
 
     assert not isinstance(weights, ModuleWeights)
     return weights

@@ -196,9 +196,9 @@ def _weights(config: Config, program: Program, described: Tree, step: int | None
     if step is not None and config.program.adapter is None:
         arrangement = arrangement_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
-    from graphtrain.torch_models.weights import ModuleWeights
     from graphtrain.weights.sources import open_source
     from graphtrain.weights.start import open_initial, start_parameters
+    from graphtrain.weights.torch_modules import ModuleWeights
 
     adapter = config.program.adapter
     weights = open_initial(config) if step is None else open_source(directory, step)

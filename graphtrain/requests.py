@@ -55,7 +55,7 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
     # What these name is in the key, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     if is_imported(program.model):
-        from graphtrain.torch_models.source import ingredients
+        from graphtrain.torch_frontend.source import ingredients
 
         settings["model"] = ingredients(program.model)
     parts = {

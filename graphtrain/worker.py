@@ -122,11 +122,11 @@ def produce(
 
 def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tuple[Imported, str]:
     """The model with the front end that is right, and why that is the strict one, if it is."""
-    from graphtrain.torch_models.versions import check_versions, installed
+    from graphtrain.torch_frontend.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
-    from graphtrain.torch_models.apart import ensure_apart
-    from graphtrain.torch_models.parity import ensure_parity
+    from graphtrain.torch_frontend.apart import ensure_apart
+    from graphtrain.torch_frontend.parity import ensure_parity
 
     target = Target.parse(program.target)
     lowering.backend(target).described_devices(target)  # before anything asks JAX for a device

@@ -131,7 +131,7 @@ def _print_imported(program: "Program", store: Path) -> None:
     from graphtrain.config.schema import is_imported
 
     if is_imported(program.model):
-        from graphtrain.torch_models.describe import describe
+        from graphtrain.torch_frontend.describe import describe
 
         for line in describe(program.model, store):
             click.echo(line)

@@ -194,8 +194,8 @@ class Imported:
         if (self.torch is None) == (self.hf is None):
             raise ValueError("give either torch or hf")
         if self.vocab is None:
-            from graphtrain.torch_models.errors import ImportedModelError
-            from graphtrain.torch_models.source import vocabulary
+            from graphtrain.torch_frontend.errors import ImportedModelError
+            from graphtrain.torch_frontend.source import vocabulary
 
             try:
                 _settle(self, vocab=self.hf and vocabulary(self.hf, self.overrides))
@@ -478,7 +478,7 @@ def _layers_of(program: Program) -> int:
     """
     if not is_imported(program.model):
         return program.model.layers
-    from graphtrain.torch_models.sizes import blocks_of
+    from graphtrain.torch_frontend.sizes import blocks_of
 
     blocks = blocks_of(program.model) or sum(program.pipeline.layers or ())
     if not blocks:

@@ -32,6 +32,6 @@ def estimable(program: Program) -> Program:
 def _native(program: Program) -> Model | None:
     if not is_imported(program.model):
         return program.model
-    from graphtrain.torch_models.sizes import look_alike
+    from graphtrain.torch_frontend.sizes import look_alike
 
     return look_alike(program.model)

@@ -1,8 +1,8 @@
 """For how many positions logits exist at once; imports no JAX, so that estimates know too.
 
 `graphtrain.models.chunked_loss` computes the loss so. What a chunk costs is to read and write the
-head's gradient, which each adds to; what chunks cost is that gradient itself, whole over embed, beside
-the logits.
+head's gradient, which each adds to; what chunks cost is that gradient itself, whole over embed,
+beside the logits.
 """
 
 from __future__ import annotations

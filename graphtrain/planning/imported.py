@@ -23,7 +23,7 @@ class Ranked:
     @classmethod
     def of(cls, program: Program) -> Ranked:
         """Make the module, to know its arrays and whether it can be a pipeline."""
-        from graphtrain.torch_models.model import open_model
+        from graphtrain.torch_frontend.model import open_model
 
         assert isinstance(program.model, Imported)
         opened = open_model(program.model)

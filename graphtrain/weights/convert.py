@@ -126,7 +126,7 @@ def _run_of_pytorch(source: Path) -> Program | None:
 def _export(
     program: Program, source: Path, destination: Path, progress: Progress, step: int | None
 ) -> Summary:
-    from graphtrain.torch_models.weights import export
+    from graphtrain.weights.torch_modules import export
 
     at = checkpoint_step(source, step)
     with making(destination) as directory:

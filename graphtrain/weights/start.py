@@ -15,8 +15,8 @@ from graphtrain.errors import WeightsError
 from graphtrain.families.family import mathematics
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.requests import rows_of_layers, stages_of
-from graphtrain.torch_models.weights import ModuleWeights
 from graphtrain.weights.sources import SIDE, Source, open_source
+from graphtrain.weights.torch_modules import ModuleWeights
 
 if TYPE_CHECKING:
     from lowering.trees import Tree

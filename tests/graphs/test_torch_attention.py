@@ -15,10 +15,10 @@ from unoptimized import OPTIONS
 from graphtrain.architecture import extend, kept_specs
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.models.attention.segment_mask import apart
-from graphtrain.torch_models.bridge import to_numpy
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import real_module, stacked
+from graphtrain.torch_frontend.bridge import to_numpy
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import real_module, stacked
 from lowering.trees import flatten, unflatten
 
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")

@@ -12,9 +12,9 @@ from torch_families import imported
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
-from graphtrain.torch_models import experts
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.parity import check_parity
+from graphtrain.torch_frontend import experts
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.parity import check_parity
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError

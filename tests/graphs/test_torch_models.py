@@ -11,8 +11,8 @@ from programs import CUBE, batch, loaded, placed_inputs, program
 from torch_families import FAMILIES, MORE, imported
 
 from graphtrain.config.schema import Batch, Optimizer, Program
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import GRADIENT, LOSS, real_module, stacked, unstacked
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import GRADIENT, LOSS, real_module, stacked, unstacked
 from lowering.trees import flatten, unflatten
 
 ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay="all", weight_decay=0.1)

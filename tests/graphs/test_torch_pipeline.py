@@ -20,10 +20,10 @@ from graphtrain.planning.assess import plan_program
 from graphtrain.planning.search import search
 from graphtrain.requests import stages_of
 from graphtrain.steps import build_graph
-from graphtrain.torch_models import experts
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import real_module, stacked
-from graphtrain.torch_models.weights import ModuleWeights, export
+from graphtrain.torch_frontend import experts
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import real_module, stacked
+from graphtrain.weights.torch_modules import ModuleWeights, export
 from lowering.machine.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError

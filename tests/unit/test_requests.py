@@ -8,7 +8,7 @@ import pytest
 from graphtrain import requests
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.requests import GRAPHS, mesh_shape, request_keys, source_digests, stages_of
-from graphtrain.torch_models import source
+from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
 
@@ -71,8 +71,8 @@ _ROOT = Path(requests.__file__).parents[1]
 _CHANGE_NOTHING = {
     "graphtrain/errors.py",
     "graphtrain/cache/key.py",
-    "graphtrain/torch_models/__init__.py",
-} | {f"graphtrain/torch_models/{name}.py" for name in ("errors", "versions")}
+    "graphtrain/torch_frontend/__init__.py",
+} | {f"graphtrain/torch_frontend/{name}.py" for name in ("errors", "versions")}
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _imported(first: str) -> set[str]:
 
 
 def test_no_file_that_tracing_imports_is_missing_from_the_key():
-    of_torch = {f"graphtrain/torch_models/{name}" for name in source._SOURCES}
+    of_torch = {f"graphtrain/torch_frontend/{name}" for name in source._SOURCES}
     known = source_digests().keys() | of_torch | _CHANGE_NOTHING
     assert _imported("graphtrain/steps.py") <= known
 

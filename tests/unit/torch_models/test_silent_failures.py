@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from graphtrain.config.schema import Imported
-from graphtrain.torch_models.apart import check_apart
-from graphtrain.torch_models.attention import attend
-from graphtrain.torch_models.blocks import Stack
-from graphtrain.torch_models.bridge import Environment, Tensor
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.interface import Causal, _in_pytorch
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import check_parity, once
-from graphtrain.torch_models.source import ingredients
-from graphtrain.torch_models.strict import StrictEnvironment
-from graphtrain.torch_models.versions import check_versions
+from graphtrain.torch_frontend.apart import check_apart
+from graphtrain.torch_frontend.attention import attend
+from graphtrain.torch_frontend.blocks import Stack
+from graphtrain.torch_frontend.bridge import Environment, Tensor
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.interface import Causal, _in_pytorch
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import check_parity, once
+from graphtrain.torch_frontend.source import ingredients
+from graphtrain.torch_frontend.strict import StrictEnvironment
+from graphtrain.torch_frontend.versions import check_versions
 from lowering.trees import flatten
 
 MODULES = Path(__file__).with_name("modules.py")

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.versions import installed
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.versions import installed
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported

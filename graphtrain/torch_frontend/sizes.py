@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.schema import HowAttended, Mixture, Model
-from graphtrain.torch_models.source import read_config
+from graphtrain.torch_frontend.source import read_config
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
@@ -81,7 +81,7 @@ def _attention(model: Imported, kind: str) -> HowAttended:
 
 def _of_module(model: Imported) -> Model | None:
     """With as many numbers in matrices, and queries as wide, so that 6 N is that of the module."""
-    from graphtrain.torch_models.model import open_model
+    from graphtrain.torch_frontend.model import open_model
 
     opened = open_model(model)
     if not opened.embed:

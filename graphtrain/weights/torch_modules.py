@@ -15,7 +15,7 @@ import numpy as np
 
 from graphtrain.errors import WeightsError
 from graphtrain.requests import stages_of
-from graphtrain.torch_models.source import read_config
+from graphtrain.torch_frontend.source import read_config
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
@@ -141,7 +141,7 @@ def export(
     """
     import lowering
     from graphtrain.checkpoint import restore_array
-    from graphtrain.torch_models.model import open_model
+    from graphtrain.torch_frontend.model import open_model
     from graphtrain.weights.writer import Writer
 
     model: Imported = program.model  # pyright: ignore[reportAssignmentType]

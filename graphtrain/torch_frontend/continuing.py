@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.attention.kv_cache import Wanted, beginning, keeping, wanting
-from graphtrain.torch_models.blocks import Stack
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.model import OpenedModel
-from graphtrain.torch_models.scanning import Scan, Through
+from graphtrain.torch_frontend.blocks import Stack
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.scanning import Scan, Through
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 

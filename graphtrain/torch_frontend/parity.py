@@ -23,14 +23,14 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.writing import replace_file, writing
 from graphtrain.models.loss import cross_entropy
-from graphtrain.torch_models.bridge import to_numpy
-from graphtrain.torch_models.causes import likely_causes, raised
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.joint import autocast_on_host
-from graphtrain.torch_models.model import OpenedModel, factory, open_anew, scores
-from graphtrain.torch_models.shrink import shrunk
-from graphtrain.torch_models.source import ingredients
-from graphtrain.torch_models.transformers_model import use_own_parts
+from graphtrain.torch_frontend.bridge import to_numpy
+from graphtrain.torch_frontend.causes import likely_causes, raised
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.joint import autocast_on_host
+from graphtrain.torch_frontend.model import OpenedModel, factory, open_anew, scores
+from graphtrain.torch_frontend.shrink import shrunk
+from graphtrain.torch_frontend.source import ingredients
+from graphtrain.torch_frontend.transformers_model import use_own_parts
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:

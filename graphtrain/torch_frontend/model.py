@@ -17,18 +17,18 @@ import jax.numpy as jnp
 import torch
 
 from graphtrain.models.attention.ring_order import positions
-from graphtrain.torch_models.attention import only_native
-from graphtrain.torch_models.axes import Named, name_axes
-from graphtrain.torch_models.balance import Balance
-from graphtrain.torch_models.blocks import Stack, Unrolled, find_stacks
-from graphtrain.torch_models.bridge import Environment, Tensor, call
-from graphtrain.torch_models.causes import raised
-from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
-from graphtrain.torch_models.joint import trace_joint, written_through_views
-from graphtrain.torch_models.making import Change, Made, make
-from graphtrain.torch_models.scanning import NotAlike, Scan, Through, blocks_scanned
-from graphtrain.torch_models.source import find, read_config, split_name, with_here
-from graphtrain.torch_models.strict import StrictEnvironment, StrictGraph
+from graphtrain.torch_frontend.attention import only_native
+from graphtrain.torch_frontend.axes import Named, name_axes
+from graphtrain.torch_frontend.balance import Balance
+from graphtrain.torch_frontend.blocks import Stack, Unrolled, find_stacks
+from graphtrain.torch_frontend.bridge import Environment, Tensor, call
+from graphtrain.torch_frontend.causes import raised
+from graphtrain.torch_frontend.errors import ImportedModelError, NeedsStrict
+from graphtrain.torch_frontend.joint import trace_joint, written_through_views
+from graphtrain.torch_frontend.making import Change, Made, make
+from graphtrain.torch_frontend.scanning import NotAlike, Scan, Through, blocks_scanned
+from graphtrain.torch_frontend.source import find, read_config, split_name, with_here
+from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
 from lowering.tracing.constrain import by_hand_now, constrain
 from lowering.tracing.deferred_gradient import Pending, complete
 from lowering.trees import Tree, flatten, unflatten
@@ -37,7 +37,7 @@ from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
-    from graphtrain.torch_models.staged import Parts
+    from graphtrain.torch_frontend.staged import Parts
 
 _TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
 
@@ -107,7 +107,7 @@ def _traced(opened: OpenedModel) -> OpenedModel:
 def factory(model: Imported) -> Callable[[], torch.nn.Module]:
     """What makes the module, with real weights where no device is set."""
     if model.hf is not None:
-        from graphtrain.torch_models.transformers_model import from_config
+        from graphtrain.torch_frontend.transformers_model import from_config
 
         config = read_config(model.hf, model.overrides)
         return lambda: from_config(config)
@@ -217,7 +217,7 @@ class OpenedModel:
         Raises:
             ShardingError: it cannot be a pipeline; says why.
         """
-        from graphtrain.torch_models.staged import find_parts
+        from graphtrain.torch_frontend.staged import find_parts
 
         return find_parts(self)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphtrain.torch_models.blocks import Stack
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import known_parity
+from graphtrain.torch_frontend.blocks import Stack
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import known_parity
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported

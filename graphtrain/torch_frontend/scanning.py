@@ -20,9 +20,9 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_models.balance import Balance, Sums
-from graphtrain.torch_models.blocks import Stack, Unrolled
-from graphtrain.torch_models.bridge import Environment, Tensor
+from graphtrain.torch_frontend.balance import Balance, Sums
+from graphtrain.torch_frontend.blocks import Stack, Unrolled
+from graphtrain.torch_frontend.bridge import Environment, Tensor
 from lowering.tracing.constrain import constrain
 from lowering.tracing.deferred_gradient import Pending, complete
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.models.attention.segment_mask import apart
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.model import open_model
-from graphtrain.torch_models.parity import (
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import (
     QUICKLY,
     once,
     real_module,
@@ -25,7 +25,7 @@ from graphtrain.torch_models.parity import (
     weights,
     without_dropout,
 )
-from graphtrain.torch_models.shrink import shrunk
+from graphtrain.torch_frontend.shrink import shrunk
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphtrain.models.matmul import dot
-from graphtrain.torch_models.bridge import Environment, Tensor, integers_of_32_bits
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.joint import Joint
+from graphtrain.torch_frontend.bridge import Environment, Tensor, integers_of_32_bits
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.joint import Joint
 from lowering.tracing.constrain import constrain
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.models.pipeline_stages import Keys, Score, arrange_rows, arrange_spec
-from graphtrain.torch_models.blocks import Stack, Unrolled
-from graphtrain.torch_models.model import OpenedModel
-from graphtrain.torch_models.scanning import Scan, Taken, Through, residual
+from graphtrain.torch_frontend.blocks import Stack, Unrolled
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.scanning import Scan, Taken, Through, residual
 from lowering.pipeline.ring import read_column
 from lowering.pipeline.schedules import Pipeline
 from lowering.tracing.constrain import draw, placement

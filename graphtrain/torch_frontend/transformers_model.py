@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_frontend.errors import ImportedModelError
 
 
 def from_config(config: dict[str, Any]) -> torch.nn.Module:
@@ -20,7 +20,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     from transformers.utils import logging
 
-    from graphtrain.torch_models import interface
+    from graphtrain.torch_frontend import interface
 
     logging.set_verbosity_error()
     settings = {name: value for name, value in config.items() if name != "model_type"}
@@ -43,7 +43,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     made.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32}
     if getattr(made, "num_experts_per_tok", None) is not None:
-        from graphtrain.torch_models.experts import register
+        from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
     if interface.asks(AutoModelForCausalLM._model_mapping[type(made)], made):

@@ -26,11 +26,11 @@ from graphtrain.models.attention.score_mods import Scoring
 from graphtrain.models.decoder import rows_of
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_models.attention import attend, attend_causally, only_native
-from graphtrain.torch_models.causes import here, innermost, raised
-from graphtrain.torch_models.errors import ImportedModelError, NeedsStrict
-from graphtrain.torch_models.functions import apply_function
-from graphtrain.torch_models.joint import changes_buffer
+from graphtrain.torch_frontend.attention import attend, attend_causally, only_native
+from graphtrain.torch_frontend.causes import here, innermost, raised
+from graphtrain.torch_frontend.errors import ImportedModelError, NeedsStrict
+from graphtrain.torch_frontend.functions import apply_function
+from graphtrain.torch_frontend.joint import changes_buffer
 from lowering.tracing.constrain import by_hand_now, constrain
 
 # Operations of several tensors, each of which may have no dimensions.

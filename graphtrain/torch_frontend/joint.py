@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
-from graphtrain.torch_models.causes import Watch, innermost, raised
-from graphtrain.torch_models.errors import ImportedModelError
-from graphtrain.torch_models.making import Made
+from graphtrain.torch_frontend.causes import Watch, innermost, raised
+from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.torch_frontend.making import Made
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 # Kept whole: JAX computes these better than the simpler operations they would be written in.

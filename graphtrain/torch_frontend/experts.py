@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from transformers.integrations import moe
 
 from graphtrain.models.moe import send_to_experts
-from graphtrain.torch_models.errors import ImportedModelError
+from graphtrain.torch_frontend.errors import ImportedModelError
 from lowering.tracing.constrain import placement
 
 NAME = "graphtrain"
