@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.filler import with_filler
-from graphtrain.estimates.look_alike import hides_sizes
-from graphtrain.estimates.memory import largest
+from graphtrain.cost_model.memory import largest
+from graphtrain.cost_model.native_equivalent import hides_sizes
+from graphtrain.cost_model.padded_stages import with_filler
 from graphtrain.requests import mesh_shape
 from graphtrain.torch_xla.graphs import Extracted
 from lowering.errors import OutOfMemory

@@ -20,8 +20,8 @@ from graphtrain.cache import Cache
 from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
+from graphtrain.cost_model.native_equivalent import estimable, hides_sizes
 from graphtrain.errors import TrainingError
-from graphtrain.estimates.look_alike import estimable, hides_sizes
 from graphtrain.interrupts import StopRequest, stop_requests
 from graphtrain.loading import Programs
 from graphtrain.metrics import Journal, Record, read_journal, writing

@@ -140,8 +140,8 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
 
 
 def _flops_per_token(program: Program) -> dict[str, float]:
+    from graphtrain.cost_model.native_equivalent import estimable
     from graphtrain.errors import PlanError
-    from graphtrain.estimates.look_alike import estimable
     from graphtrain.models.flops import useful_flops_per_token
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphtrain.cache import Cache
 from graphtrain.config.schema import Program
-from graphtrain.estimates.time import bandwidth_of
+from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
 from graphtrain.planning.assessment import Assessment

@@ -13,11 +13,11 @@ from typing import Any
 from graphtrain.cache import Cache
 from graphtrain.compile import compile_tasks
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.memory import memory as estimated_memory
+from graphtrain.cost_model.padded_stages import with_filler
+from graphtrain.cost_model.time import step_time, utilisation
+from graphtrain.cost_model.traffic import bubble_of, traffic
 from graphtrain.errors import PlanError
-from graphtrain.estimates.filler import with_filler
-from graphtrain.estimates.memory import memory as estimated_memory
-from graphtrain.estimates.time import step_time, utilisation
-from graphtrain.estimates.traffic import bubble_of, traffic
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.chunk_size import chunk_of
 from graphtrain.planning.assessment import Assessment, Memory

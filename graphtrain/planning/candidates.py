@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
-from graphtrain.estimates.memory import memory
-from graphtrain.estimates.time import step_time, utilisation
-from graphtrain.estimates.traffic import bubble_of, traffic
-from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.cost_model.memory import memory
+from graphtrain.cost_model.time import step_time, utilisation
+from graphtrain.cost_model.traffic import bubble_of, traffic
+from graphtrain.cost_model.weights import Weight, place_weights
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.chunk_size import chunk_of
 from graphtrain.models.lora.trainable import keeps_weights

@@ -9,10 +9,10 @@ from typing import Any
 
 from graphtrain.cache.programs import timestamp
 from graphtrain.config.schema import Program
-from graphtrain.estimates.filler import with_filler
-from graphtrain.estimates.memory import memory
-from graphtrain.estimates.time import step_time
-from graphtrain.estimates.traffic import bubble_of
+from graphtrain.cost_model.memory import memory
+from graphtrain.cost_model.padded_stages import with_filler
+from graphtrain.cost_model.time import step_time
+from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry

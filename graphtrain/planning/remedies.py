@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from graphtrain.cache import Cache
 from graphtrain.config.render import toml
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.estimates.filler import with_filler
+from graphtrain.cost_model.padded_stages import with_filler
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assess import assess_all, estimate

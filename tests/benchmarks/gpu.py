@@ -53,8 +53,9 @@ def program(model: str, target: str) -> Any:
 
 def compile_to(directory: Path, model: str, target: str, graphs: list[str]) -> dict[str, Any]:
     """Compile graphs with no card, leave them in a directory, and describe the training step."""
+    from graphtrain.cost_model.memory import memory
+
     from graphtrain import worker
-    from graphtrain.estimates.memory import memory
     from graphtrain.requests import mesh_shape
     from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
@@ -167,7 +168,7 @@ def serve(name: str, model: str, target: str, directory: Path) -> None:
 
 def compare(turns: dict[str, list[Any]], model: str, target: str) -> dict[str, Any]:
     """Rates, utilisation in both conventions, and how many times a program's rate ours is."""
-    from graphtrain.estimates.time import utilisation
+    from graphtrain.cost_model.time import utilisation
 
     of, found = program(model, target), {}
     rates = {name: [turn["rate"] for turn in taken] for name, taken in turns.items()}

@@ -117,7 +117,8 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    from graphtrain.estimates.memory import least, memory
+    from graphtrain.cost_model.memory import least, memory
+
     from graphtrain.requests import mesh_shape
     from sharding_rules.rules import Rules
 

@@ -4,10 +4,10 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
+from graphtrain.cost_model.traffic import traffic
 from programs import program
 
 from graphtrain.config.schema import Batch, Mesh, Model
-from graphtrain.estimates.traffic import traffic
 from graphtrain.requests import mesh_shape
 from graphtrain.steps import build_graph
 from lowering.hlo.collectives import Collective

@@ -8,12 +8,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from graphtrain.cost_model.time import utilisation
 from programs import LLAMA, batch, loaded, program, state_of
 from torch_families import imported
 
 from graphtrain import worker
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.estimates.time import utilisation
 from graphtrain.models.attention import flash, module
 from graphtrain.models.flops import attention_flops_per_token, step_flops_per_token
 from graphtrain.requests import mesh_shape

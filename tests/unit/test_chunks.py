@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from graphtrain.cost_model.memory import memory
 
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
-from graphtrain.estimates.memory import memory
 from graphtrain.models.chunk_size import Logits, best_chunk, chunk_of
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json

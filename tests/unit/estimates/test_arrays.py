@@ -1,9 +1,9 @@
 """Arrays by arithmetic are those that the model makes."""
 
 import pytest
+from graphtrain.cost_model.weights import place_weights
 
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
-from graphtrain.estimates.weights import place_weights
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.flops import parameter_count
 from graphtrain.models.shapes import parameter_arrays, state_arrays

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.sizes import Sizes
-from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.cost_model.sizes import Sizes
+from graphtrain.cost_model.weights import Weight, place_weights
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES

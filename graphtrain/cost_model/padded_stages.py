@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.look_alike import estimable
+from graphtrain.cost_model.native_equivalent import estimable
 from graphtrain.requests import stages_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.look_alike import estimable
+from graphtrain.cost_model.native_equivalent import estimable
 from graphtrain.models.flops import (
     attention_flops_per_token,
     flops_per_token,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.schema import Program
-from graphtrain.estimates.sizes import Sizes
-from graphtrain.estimates.weights import Weight, place_weights
+from graphtrain.cost_model.sizes import Sizes
+from graphtrain.cost_model.weights import Weight, place_weights
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.flops import is_gated
 from graphtrain.planning.assessment import Memory
