@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from graphtrain.config.schema import Program
+from graphtrain.graphs.build import build_graph
 from graphtrain.requests import GRAPHS, mesh_shape
-from graphtrain.steps import build_graph
 from lowering.machine.target import Target
 from lowering.neuron import plugin
 from lowering.xla import backend as xla

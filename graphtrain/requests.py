@@ -23,20 +23,20 @@ GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program
 _ROOT = Path(__file__).parent.parent
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
-    "graphtrain/architecture.py",
+    "graphtrain/graphs/dispatch.py",
     "graphtrain/models/chunked_loss.py",
     "graphtrain/models/chunk_size.py",
     "graphtrain/config/schema.py",
-    "graphtrain/deferred.py",
+    "graphtrain/graphs/deferred_reduction.py",
     "graphtrain/models/shapes.py",
-    "graphtrain/extending.py",
+    "graphtrain/graphs/decode.py",
     "graphtrain/models/loss.py",
     "graphtrain/models",
-    "graphtrain/objectives.py",
-    "graphtrain/optimizer.py",
-    "graphtrain/pipelined.py",
+    "graphtrain/graphs/objectives.py",
+    "graphtrain/graphs/optimizer.py",
+    "graphtrain/graphs/pipelined.py",
     "graphtrain/requests.py",
-    "graphtrain/steps.py",
+    "graphtrain/graphs/build.py",
     "lowering",
     "sharding_rules",
 )

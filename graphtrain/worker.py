@@ -25,10 +25,10 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.schema import Imported, Program, is_imported
-from graphtrain.extending import TOKENS
 from graphtrain.fitting import explained
+from graphtrain.graphs.build import build_graph
+from graphtrain.graphs.decode import TOKENS
 from graphtrain.requests import mesh_shape
-from graphtrain.steps import build_graph
 from graphtrain.torch_xla.compiling import read_module
 from graphtrain.torch_xla.graphs import Extracted
 from graphtrain.user_errors import USER_ERRORS

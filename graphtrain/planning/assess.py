@@ -35,7 +35,7 @@ def plan_program(program: Program) -> Plan:
         LoweringError: no such target.
         ShardingError: an array cannot be placed as the rules and the mesh ask.
     """
-    from graphtrain.steps import build_graph  # imports JAX and Flax
+    from graphtrain.graphs.build import build_graph  # imports JAX and Flax
     from lowering.trees import flatten
 
     mesh, rules = mesh_shape(program), Rules.load(program.rules)

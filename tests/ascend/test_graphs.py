@@ -13,8 +13,8 @@ import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Batch, Mesh, Mixture
+from graphtrain.graphs.build import build_graph
 from graphtrain.requests import mesh_shape
-from graphtrain.steps import build_graph
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
 from lowering.ascend.personal import groups_of, personal

@@ -83,8 +83,8 @@ def graphtrain_step(directory: Path | None, model: str, target: str) -> Step:
     """The training step, from artifacts of a directory; else compiled by JAX on the card."""
     import numpy as np
 
+    from graphtrain.graphs.build import build_graph
     from graphtrain.requests import mesh_shape
-    from graphtrain.steps import build_graph
     from lowering.machine.target import Target
     from lowering.xla import backend as xla
     from sharding_rules.rules import Rules

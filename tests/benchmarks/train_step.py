@@ -58,8 +58,8 @@ def graphtrain_step(dtype: str, overrides: list[str]) -> Step:
 
     import lowering
     from graphtrain.config import load_config
+    from graphtrain.graphs.build import build_graph
     from graphtrain.requests import mesh_shape
-    from graphtrain.steps import build_graph
     from lowering.machine.target import Target
     from sharding_rules.rules import Rules
 

@@ -8,8 +8,8 @@ from graphtrain.cost_model.traffic import traffic
 from programs import program
 
 from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.graphs.build import build_graph
 from graphtrain.requests import mesh_shape
-from graphtrain.steps import build_graph
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

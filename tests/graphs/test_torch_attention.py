@@ -12,8 +12,8 @@ from test_torch_models import state_of
 from torch_families import imported
 from unoptimized import OPTIONS
 
-from graphtrain.architecture import extend, kept_specs
 from graphtrain.config.schema import Batch, Mesh
+from graphtrain.graphs.dispatch import extend, kept_specs
 from graphtrain.models.attention.segment_mask import apart
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.errors import ImportedModelError

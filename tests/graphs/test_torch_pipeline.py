@@ -16,10 +16,10 @@ import lowering
 from graphtrain.checkpoint import Checkpoints, arrangement_of, restore_parameters
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
+from graphtrain.graphs.build import build_graph
 from graphtrain.planning.assess import plan_program
 from graphtrain.planning.search import search
 from graphtrain.requests import stages_of
-from graphtrain.steps import build_graph
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import real_module, stacked

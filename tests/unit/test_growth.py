@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from graphtrain.cache.key import CacheKey
-from graphtrain.optimizer import moment_specs
+from graphtrain.graphs.optimizer import moment_specs
 from graphtrain.planning.diff import Change, _without_followers
 from lowering.hlo.collectives import read
 from lowering.hlo.replica_groups import axes_of, groups_of

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 
 from graphtrain.config.schema import Model, Optimizer
+from graphtrain.graphs.optimizer import _is_matrix, make_optimizer, pack, unpack
 from graphtrain.models.decoder import parameter_specs
-from graphtrain.optimizer import _is_matrix, make_optimizer, pack, unpack
 from lowering.trees import flatten
 from sharding_rules.arrays import ArraySpec
 

@@ -17,8 +17,8 @@ def main() -> None:
 
     marks.mark("import jax")
     from graphtrain.config import load_config
+    from graphtrain.graphs.build import build_graph
     from graphtrain.requests import mesh_shape
-    from graphtrain.steps import build_graph
     from lowering.tracing.constrain import placed, sharding
     from lowering.trees import flatten, unflatten
     from lowering.xla import backend as xla

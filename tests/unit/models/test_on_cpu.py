@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from graphtrain.graphs.optimizer import _clip
 from graphtrain.models.activations import activated
 from graphtrain.models.attention import blockwise
 from graphtrain.models.attention.blockwise import blocked_attention
@@ -12,7 +13,6 @@ from graphtrain.models.attention.dot_product import attention
 from graphtrain.models.attention.score_mods import Scoring
 from graphtrain.models.attention.segment_mask import apart
 from graphtrain.models.loss import cross_entropy
-from graphtrain.optimizer import _clip
 from lowering.machine.target import Target
 from lowering.tracing.cpu_hints import KEEP_BARRIERS, cast, computed_once
 from lowering.tracing.current_target import tracing_for

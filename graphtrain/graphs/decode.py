@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from graphtrain.architecture import extend, kept_specs, parameter_specs
 from graphtrain.config.schema import Program
+from graphtrain.graphs.dispatch import extend, kept_specs, parameter_specs
 from lowering.graph import Graph
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec

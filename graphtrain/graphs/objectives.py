@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.architecture import before_head, drops, forward
 from graphtrain.config.schema import Program
-from graphtrain.deferred import Objective, key_here, own_here
+from graphtrain.graphs.deferred_reduction import Objective, key_here, own_here
+from graphtrain.graphs.dispatch import before_head, drops, forward
 from graphtrain.models.attention.segment_mask import apart
 from graphtrain.models.block import Auxiliary
 from graphtrain.models.chunk_size import chunk_of

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.architecture import divide, drops, join, pipeline
 from graphtrain.config.schema import Program, is_imported
+from graphtrain.graphs.dispatch import divide, drops, join, pipeline
 from graphtrain.models.loss import cross_entropy
 from graphtrain.models.pipeline_stages import split_batch
 from lowering.pipeline.schedules import Value

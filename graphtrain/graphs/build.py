@@ -12,21 +12,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from graphtrain.architecture import (
+from graphtrain.config.schema import Program
+from graphtrain.graphs.decode import TOKENS, extend_graph
+from graphtrain.graphs.deferred_reduction import can_defer, reduce_last
+from graphtrain.graphs.dispatch import (
     arrange,
     arrange_specs,
     initialise,
     parameter_specs,
 )
-from graphtrain.config.schema import Program
-from graphtrain.deferred import can_defer, reduce_last
-from graphtrain.extending import TOKENS, extend_graph
-from graphtrain.models.attention.ring_order import order_batch
-from graphtrain.models.attention.segment_mask import apart
-from graphtrain.models.lora.layers import combine
-from graphtrain.models.lora.trainable import A, frozen_arrays, trained_arrays
-from graphtrain.models.loss import preference
-from graphtrain.objectives import (
+from graphtrain.graphs.objectives import (
     count_pairs,
     cross_entropy_objective,
     is_pair,
@@ -38,8 +33,13 @@ from graphtrain.objectives import (
     step_key,
     token_losses,
 )
-from graphtrain.optimizer import make_optimizer, moment_specs, pack, unpack
-from graphtrain.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
+from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.models.attention.ring_order import order_batch
+from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.lora.layers import combine
+from graphtrain.models.lora.trainable import A, frozen_arrays, trained_arrays
+from graphtrain.models.loss import preference
 from graphtrain.requests import mesh_shape, stages_of
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, fetch

@@ -1,0 +1,1 @@
+"""Programs as graphs: init, train, evaluate, prefill and decode as pure functions."""
