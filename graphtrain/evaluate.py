@@ -11,7 +11,7 @@ import numpy as np
 import lowering
 from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
-from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Config, Data, Program
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches

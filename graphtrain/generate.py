@@ -11,7 +11,7 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.compile import compile_tasks
 from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError

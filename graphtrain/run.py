@@ -17,7 +17,7 @@ import numpy as np
 import lowering
 from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
-from graphtrain.checkpoint import Checkpoints, arrangement_of, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import estimable, hides_sizes

@@ -118,7 +118,7 @@ def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json
     """
     import jax
 
-    from graphtrain.reshard import reshard as make
+    from graphtrain.checkpoints.reshard import reshard as make
 
     jax.config.update("jax_platforms", "cpu")  # Orbax would take an accelerator
     with _progress() as show:

@@ -93,7 +93,7 @@ def show(
         return
     program = load_config(config, overrides, target).program
     if strategy is not None:
-        from graphtrain.planning.strategy import save_strategy
+        from graphtrain.checkpoints.strategy import save_strategy
 
         save_strategy(strategy, program)
         click.echo(f"wrote {strategy}", err=True)

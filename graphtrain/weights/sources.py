@@ -103,7 +103,7 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoint import read_about
+        from graphtrain.checkpoints.checkpoint import read_about
         from graphtrain.config import load_config
 
         self.directory, self.side = directory, directory / SIDE
@@ -134,7 +134,7 @@ class RunCheckpoint:
         return self.read([path], layer)[0][index]
 
     def _load(self, path: str) -> np.ndarray:
-        from graphtrain.checkpoint import restore_array
+        from graphtrain.checkpoints.checkpoint import restore_array
 
         array = restore_array(self._checkpoints, self.step, f"parameters/{path}")
         if not path.startswith("layers/"):
@@ -154,7 +154,7 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
     Raises:
         WeightsError: there is none.
     """
-    from graphtrain.checkpoint import saved_steps
+    from graphtrain.checkpoints.checkpoint import saved_steps
 
     steps = saved_steps(directory / "checkpoints")
     if not steps or (step is not None and step not in steps):

@@ -140,7 +140,7 @@ def export(
         WeightsError: the model is a module of the user's own, of which transformers knows nothing.
     """
     import lowering
-    from graphtrain.checkpoint import restore_array
+    from graphtrain.checkpoints.checkpoint import restore_array
     from graphtrain.torch_frontend.model import open_model
     from graphtrain.weights.writer import Writer
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from graphtrain.checkpoints.mindspore_strategy import write_ckpt
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.planning.mindspore import write_ckpt
 from lowering.ascend.strategy import strategy
 from lowering.errors import LoweringError
 from sharding_rules.arrays import ArraySpec

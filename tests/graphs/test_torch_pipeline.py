@@ -13,7 +13,7 @@ from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 import lowering
-from graphtrain.checkpoint import Checkpoints, arrangement_of, restore_parameters
+from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, restore_parameters
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from graphtrain.checkpoint import Checkpoints, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters, saved_steps
 from graphtrain.errors import TrainingError
 
 

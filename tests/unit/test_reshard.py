@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from graphtrain.checkpoint import (
+from graphtrain.checkpoints.checkpoint import (
     Checkpoints,
     arrangement_of,
     read_about,
     restore_parameters,
 )
+from graphtrain.checkpoints.reshard import reshard
+from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
 from graphtrain.config import load_config, render
 from graphtrain.config.schema import (
@@ -38,9 +40,7 @@ from graphtrain.config.schema import (
 )
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.models.pipeline_stages import arrange
-from graphtrain.planning.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.requests import stages_of
-from graphtrain.reshard import reshard
 from graphtrain.weights.sources import RunCheckpoint
 from lowering.trees import flatten, unflatten
 
@@ -205,7 +205,7 @@ def test_another_model_and_another_step_are_refused(runs, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from graphtrain.reshard import reshard
+from graphtrain.checkpoints.reshard import reshard
 
 def kill(done, count):
     if done == count // 2:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.arrangement import Index, Rows, Stacked, part
+from graphtrain.checkpoints.layer_rows import Index, Rows, Stacked, part
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
 from graphtrain.requests import rows_of_layers, stages_of

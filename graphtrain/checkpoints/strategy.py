@@ -101,7 +101,7 @@ def _remedy(path: Path) -> str:
 
 
 def _write_ckpt(path: Path, program: Program) -> None:
-    from graphtrain.planning.mindspore import write_ckpt
+    from graphtrain.checkpoints.mindspore_strategy import write_ckpt
 
     write_ckpt(path, program)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.arrangement import Index, Stacked, part
-from graphtrain.checkpoint import About, errors, open_array, read_about, saved_steps
+from graphtrain.checkpoints.checkpoint import About, errors, open_array, read_about, saved_steps
+from graphtrain.checkpoints.layer_rows import Index, Stacked, part
+from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
-from graphtrain.planning.strategy import Strategy, read_json, strategy_of
 from graphtrain.requests import rows_of_layers
 from graphtrain.weights.convert import making
 from lowering.trees import Tree, unflatten

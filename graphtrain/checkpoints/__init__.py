@@ -1,0 +1,1 @@
+"""Checkpoints: save, restore, reshard; the order of layer rows in them; strategy files."""
