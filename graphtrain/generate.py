@@ -12,12 +12,12 @@ import numpy as np
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
-from graphtrain.compile import compile_tasks
+from graphtrain.compile.driver import compile_tasks
+from graphtrain.compile.request_keys import mesh_shape, request_keys
+from graphtrain.compile.tasks import Observer, Task
 from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.loading import Programs
-from graphtrain.requests import mesh_shape, request_keys
-from graphtrain.tasks import Observer, Task
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules

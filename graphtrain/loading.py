@@ -7,9 +7,9 @@ from typing import Any
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.schema import Program
 from graphtrain.errors import MissingProgram
-from graphtrain.requests import request_keys
 from lowering.machine.target import Target
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 import lowering
 from graphtrain.checkpoints.layer_rows import Index, Rows, Stacked, part
+from graphtrain.compile.request_keys import rows_of_layers, stages_of
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
-from graphtrain.requests import rows_of_layers, stages_of
 from lowering.machine import distributed
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten

@@ -110,12 +110,13 @@ def explain(
 def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dict[str, CacheKey]:
     """By the names of their graphs."""
     if config.is_dir():
-        from graphtrain.torch_xla import compiling, graphs
+        from graphtrain.compile import extracted_graphs
+        from graphtrain.torch_xla import graphs
 
-        extracted = compiling.of(graphs.read(config), target)
-        return {one.name: compiling.request_key(one) for one in extracted.values()}
+        extracted = extracted_graphs.of(graphs.read(config), target)
+        return {one.name: extracted_graphs.request_key(one) for one in extracted.values()}
+    from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
-    from graphtrain.requests import request_keys
 
     return request_keys(load_config(config, overrides, target=target).program)
 

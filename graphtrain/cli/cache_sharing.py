@@ -70,8 +70,8 @@ def _requests(
     """Digests of what configurations need; None for everything."""
     if not configs:
         return None
+    from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
-    from graphtrain.requests import request_keys
 
     programs = [load_config(path, overrides, target).program for path in configs]
     return [key.digest for program in programs for key in request_keys(program).values()]

@@ -21,7 +21,7 @@ from graphtrain.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graphtrain.tasks import Observer, Outcome, Report
+    from graphtrain.compile.tasks import Observer, Outcome, Report
 
 
 def limits_options(command: Callable) -> Callable:
@@ -85,9 +85,9 @@ def command(
     not on this machine becomes a bundle, which graphtrain neuron-finish compiles where it is.
     """
     from graphtrain.cache import Cache
-    from graphtrain.compile import compile_tasks
+    from graphtrain.compile.driver import compile_tasks
+    from graphtrain.compile.tasks import Limits, tasks_of
     from graphtrain.config import load_config
-    from graphtrain.tasks import Limits, tasks_of
 
     programs = {str(path): load_config(path, overrides, target).program for path in configs}
     store = Cache(cache)

@@ -12,7 +12,7 @@ from graphtrain.cli.compile import limits_options, print_problems, print_report,
 from graphtrain.cli.options import cache_option, json_option, pull_requests, write_file
 
 if TYPE_CHECKING:
-    from graphtrain.tasks import Report
+    from graphtrain.compile.tasks import Report
     from graphtrain.torch_xla.graphs import Extraction
 
 
@@ -118,12 +118,12 @@ def _compile(
     found: "Extraction", target: str | None, cache: Path, about: dict[str, Any]
 ) -> "Report":
     from graphtrain.cache import Cache
-    from graphtrain.compile import compile_tasks
-    from graphtrain.tasks import Limits
-    from graphtrain.torch_xla import compiling
+    from graphtrain.compile import extracted_graphs
+    from graphtrain.compile.driver import compile_tasks
+    from graphtrain.compile.tasks import Limits
 
     store = Cache(cache)
-    tasks = compiling.tasks_of(compiling.of(found, target).values())
+    tasks = extracted_graphs.tasks_of(extracted_graphs.of(found, target).values())
     pull_requests(store, [task.request for task in tasks])
     limits = Limits(about["jobs"], about["memory"], about["timeout"], about["retries"])
     with progress() as observe:
@@ -140,7 +140,7 @@ def _print_graphs(
     file: Path | None,
 ) -> None:
     """A row for each graph, and what became of it."""
-    from graphtrain.torch_xla.reporting import as_dictionary, table
+    from graphtrain.cli.extract_report import as_dictionary, table
 
     told = as_dictionary(found, target, result)
     if file is not None:

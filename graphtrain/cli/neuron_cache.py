@@ -187,7 +187,7 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
     if machine.platform != "neuron" or machine.on_host:
         raise LoweringError(f"{machine} has no Neuron plugin; name a target such as trn1:32")
     plugin.check(machine)
-    from graphtrain.neuron_extract import extract
+    from graphtrain.compile.neuron_plugin import extract
 
     extract(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
 

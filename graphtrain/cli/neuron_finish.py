@@ -22,8 +22,8 @@ def command(bundles: Sequence[Path], cache: Path) -> None:
     others.
     """
     from graphtrain.cache import Cache
+    from graphtrain.compile.neuron_bundles import finish
     from graphtrain.errors import GraphtrainError
-    from graphtrain.neuron_finish import finish
     from lowering.errors import LoweringError
 
     failed = False

@@ -106,7 +106,7 @@ def pull_shared(store: Any, programs: Iterable[Any]) -> None:
     """Fetch what programs need and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
     if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
         return
-    from graphtrain.requests import request_keys
+    from graphtrain.compile.request_keys import request_keys
 
     pull_requests(store, [key for program in programs for key in request_keys(program).values()])
 

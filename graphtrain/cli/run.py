@@ -78,8 +78,8 @@ def command(
 
 def _compile_missing(config: Path, program, store) -> None:
     from graphtrain.cli.compile import print_problems, print_report, progress
-    from graphtrain.compile import compile_tasks
-    from graphtrain.tasks import tasks_of
+    from graphtrain.compile.driver import compile_tasks
+    from graphtrain.compile.tasks import tasks_of
 
     tasks = tasks_of({str(config): program})
     missing = [task.label for task in tasks if not store.has(task.request)]

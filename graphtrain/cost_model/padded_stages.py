@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from graphtrain.compile.request_keys import stages_of
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.native_equivalent import estimable
-from graphtrain.requests import stages_of
 
 
 def with_filler(program: Program) -> Program:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from graphtrain.compile.request_keys import mesh_shape, stages_of
 from graphtrain.config.schema import Program
 from graphtrain.graphs.decode import TOKENS, extend_graph
 from graphtrain.graphs.deferred_reduction import can_defer, reduce_last
@@ -40,7 +41,6 @@ from graphtrain.models.attention.segment_mask import apart
 from graphtrain.models.lora.layers import combine
 from graphtrain.models.lora.trainable import A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import preference
-from graphtrain.requests import mesh_shape, stages_of
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, fetch
 from lowering.trees import Tree, flatten, unflatten

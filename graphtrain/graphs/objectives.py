@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.graphs.deferred_reduction import Objective, key_here, own_here
 from graphtrain.graphs.dispatch import before_head, drops, forward
@@ -16,7 +17,6 @@ from graphtrain.models.chunk_size import chunk_of
 from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
 from graphtrain.models.lora.layers import combine, reference
 from graphtrain.models.loss import cross_entropy, log_probabilities, preference
-from graphtrain.requests import mesh_shape
 from lowering.machine.target import Target
 from lowering.tracing.threefry import UNROLLED
 from lowering.trees import Tree

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphtrain.cache import Cache
+from graphtrain.compile.request_keys import request_keys
+from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
@@ -14,8 +16,6 @@ from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.blame import Cause, blame
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, Vary, find_remedies
-from graphtrain.requests import request_keys
-from graphtrain.tasks import Observer
 from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.compile import compile_tasks
+from graphtrain.compile.driver import compile_tasks
+from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.compile.tasks import Limits, Observer, Outcome, tasks_of
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_filler
@@ -21,8 +23,6 @@ from graphtrain.errors import PlanError
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.chunk_size import chunk_of
 from graphtrain.planning.assessment import Assessment, Memory
-from graphtrain.requests import mesh_shape
-from graphtrain.tasks import Limits, Observer, Outcome, tasks_of
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache.programs import timestamp
+from graphtrain.compile.request_keys import mesh_shape, request_keys
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_filler
@@ -16,7 +17,6 @@ from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
-from graphtrain.requests import mesh_shape, request_keys
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphtrain.cache import Cache
+from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.compile.tasks import Observer
 from graphtrain.config.render import toml
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.cost_model.padded_stages import with_filler
@@ -15,8 +17,6 @@ from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assess import assess_all, estimate
 from graphtrain.planning.assessment import Assessment
-from graphtrain.requests import mesh_shape
-from graphtrain.tasks import Observer
 from graphtrain.user_errors import USER_ERRORS
 from lowering.machine.target import Target
 from sharding_rules.plan import make_plan

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphtrain.cache import Cache
+from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.remedies import Vary
-from graphtrain.tasks import Observer
 from graphtrain.user_errors import USER_ERRORS
 
 

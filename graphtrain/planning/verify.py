@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.cache import Cache
+from graphtrain.compile.tasks import Observer
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.candidates import Candidate
-from graphtrain.tasks import Observer
 
 TRIES = 3  # compilations for each strategy that is asked for, where some turn out not to fit
 

@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
+from graphtrain.compile.request_keys import rows_of_layers
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.requests import rows_of_layers
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 
 SIDE = "hugging_face"  # the folder of files that are not weights

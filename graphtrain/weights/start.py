@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphtrain.compile.request_keys import rows_of_layers, stages_of
 from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.families.family import mathematics
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.requests import rows_of_layers, stages_of
 from graphtrain.weights.sources import SIDE, Source, open_source
 from graphtrain.weights.torch_modules import ModuleWeights
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphtrain.compile.request_keys import stages_of
 from graphtrain.errors import WeightsError
-from graphtrain.requests import stages_of
 from graphtrain.torch_frontend.source import read_config
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 from lowering.machine.target import Target

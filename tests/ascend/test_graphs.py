@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import mesh_shape
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
 from lowering.ascend.personal import groups_of, personal

@@ -22,8 +22,8 @@ def fill(root: Path, count: int) -> None:
     """Programs as the compiler records them, with keys of the usual size."""
     from graphtrain.cache import Cache
     from graphtrain.cache.key import CacheKey
+    from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
-    from graphtrain.requests import request_keys
     from lowering.artifact import Artifact
 
     cache = Cache(root)

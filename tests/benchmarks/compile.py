@@ -30,8 +30,8 @@ _TIMES = ("trace_seconds", "compile_seconds")
 
 def measure(layers: int) -> None:
     """Compile once and print what it took."""
+    from graphtrain.compile.worker import lower
     from graphtrain.config.schema import Batch, Mesh, Model, Program
-    from graphtrain.worker import lower
     from lowering.xla import backend as xla
 
     model = Model(layers=layers, embed=128, heads=4, mlp=352, vocab=1024)

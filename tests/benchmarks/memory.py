@@ -103,7 +103,7 @@ def compiled(of: Program) -> tuple[int, list[str]]:
     """The peak, and lines of XLA's report of what it has planned for: sizes, and the arrays that
     share them."""
     import lowering
-    from graphtrain import worker
+    from graphtrain.compile import worker
 
     lowered = worker.lower(of, "train")
     with tempfile.TemporaryDirectory() as directory:
@@ -119,7 +119,7 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 def main() -> None:
     from graphtrain.cost_model.memory import least, memory
 
-    from graphtrain.requests import mesh_shape
+    from graphtrain.compile.request_keys import mesh_shape
     from sharding_rules.rules import Rules
 
     parser = argparse.ArgumentParser(description=__doc__)

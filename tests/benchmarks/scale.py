@@ -65,7 +65,7 @@ def smallest(name: str) -> int:
 
 def measure(name: str, devices: int) -> None:
     """Compile once and print what it took."""
-    from graphtrain import worker
+    from graphtrain.compile import worker
     from graphtrain.planning.assess import estimate, plan_program
     from lowering.errors import OutOfMemory
     from lowering.xla import backend as xla

@@ -201,7 +201,7 @@ def stages() -> None:
     marks.mark("import jax")
     import graphtrain.run  # noqa: F401
     import lowering
-    from graphtrain.requests import request_keys
+    from graphtrain.compile.request_keys import request_keys
     from lowering.machine.target import Target
 
     target = Target.parse(settings.program.target)

@@ -33,8 +33,8 @@ ROWS = {
 
 def measure(name: str) -> None:
     """Compile once and print what it took."""
+    from graphtrain.compile.worker import lower
     from graphtrain.config import load_config
-    from graphtrain.worker import lower
     from lowering.errors import OutOfMemory
     from lowering.xla import backend as xla
 

@@ -1,7 +1,7 @@
 """Compile time of a set of graphs with one worker and with one for each core.
 
-Two programs of three graphs each go through `graphtrain.compile.compile_tasks`, as `graphtrain
-compile` does it, into an empty cache. Each measurement is a fresh process, so that each pays for
+Two programs of three graphs each go through `compile_tasks`, as `graphtrain compile` does it, into
+an empty cache. Each measurement is a fresh process, so that each pays for
 starting its workers; the numbers of workers take turns.
 
     python tests/benchmarks/workers.py [--rounds 3] [--jobs 1 N] [--json FILE]
@@ -24,9 +24,9 @@ from measuring import ENVIRONMENT, finish, summary
 def measure(jobs: int) -> None:
     """Compile the set into an empty cache and print the report."""
     from graphtrain.cache import Cache
-    from graphtrain.compile import compile_tasks
+    from graphtrain.compile.driver import compile_tasks
+    from graphtrain.compile.tasks import Limits, tasks_of
     from graphtrain.config.schema import Batch, Mesh, Model, Program
-    from graphtrain.tasks import Limits, tasks_of
 
     programs = {
         name: Program(

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from graphtrain import worker
+from graphtrain.compile import worker
 from graphtrain.config import load_config
 from lowering.hlo.text import arrays, item_bits, parse
 from lowering.lowered import Lowered

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from unoptimized import OPTIONS
 
+from graphtrain.compile.request_keys import mesh_shape, stages_of
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
 from graphtrain.graphs.dispatch import arrange, parameter_specs
-from graphtrain.requests import mesh_shape, stages_of
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine.target import Target

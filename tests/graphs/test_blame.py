@@ -6,6 +6,7 @@ import jax
 import pytest
 from programs import LLAMA, program, unoptimized
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.graphs.build import build_graph
 from graphtrain.models.decoder import Decoder
@@ -13,7 +14,6 @@ from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import MLP
 from graphtrain.models.projection import project
 from graphtrain.planning.blame import blame, flagged
-from graphtrain.requests import mesh_shape
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import Reading
 from lowering.machine.target import Target

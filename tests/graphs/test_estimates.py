@@ -4,12 +4,12 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-from graphtrain.cost_model.traffic import traffic
 from programs import program
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.cost_model.traffic import traffic
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import mesh_shape
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

@@ -8,15 +8,15 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from graphtrain.cost_model.time import utilisation
 from programs import LLAMA, batch, loaded, program, state_of
 from torch_families import imported
 
-from graphtrain import worker
+from graphtrain.compile import worker
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.cost_model.time import utilisation
 from graphtrain.models.attention import flash, module
 from graphtrain.models.flops import attention_flops_per_token, step_flops_per_token
-from graphtrain.requests import mesh_shape
 from lowering.hlo.collectives import read
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 from programs import program
 
-from graphtrain.worker import lower
+from graphtrain.compile.worker import lower
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

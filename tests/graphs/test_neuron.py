@@ -14,9 +14,9 @@ import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 from unoptimized import OPTIONS
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import mesh_shape
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import array_bytes, read_module, write_module
 from lowering.hlo.replica_groups import groups_of

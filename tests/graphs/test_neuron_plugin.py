@@ -4,7 +4,7 @@ import jax
 import pytest
 from programs import CUBE, program
 
-from graphtrain.neuron_extract import extract
+from graphtrain.compile.neuron_plugin import extract
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import plugin

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from programs import LLAMA, gradients_graph, program
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Pipeline
-from graphtrain.requests import mesh_shape
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.rules import Rules

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 from programs import CUBE, GPT2, LLAMA, program
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import mesh_shape
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import read_module
 from lowering.machine.target import Target

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from programs import CUBE, batch, loaded, placed_inputs, program, state_of
 
-from graphtrain import worker
+from graphtrain.compile import worker
 from graphtrain.config.schema import Batch, Mesh, Model
 from lowering.machine.target import Target
 from lowering.tracing import weight_layout

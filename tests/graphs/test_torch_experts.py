@@ -9,9 +9,9 @@ from programs import alone, loaded, program
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import mesh_shape
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.parity import check_parity

@@ -14,12 +14,12 @@ from torch_families import imported
 
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, restore_parameters
+from graphtrain.compile.request_keys import stages_of
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph
 from graphtrain.planning.assess import plan_program
 from graphtrain.planning.search import search
-from graphtrain.requests import stages_of
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import real_module, stacked

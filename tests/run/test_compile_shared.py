@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.compile.request_keys import request_keys
 from graphtrain.config import load_config
-from graphtrain.requests import request_keys
 
 
 def requests_of(place):

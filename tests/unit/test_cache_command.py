@@ -113,7 +113,7 @@ def explained(invoke, monkeypatch, tmp_path):
         loader = SimpleNamespace(load_config=lambda path, overrides, target: program)
         keys = SimpleNamespace(request_keys=lambda program: {"train": program})
         monkeypatch.setitem(sys.modules, "graphtrain.config", loader)
-        monkeypatch.setitem(sys.modules, "graphtrain.requests", keys)
+        monkeypatch.setitem(sys.modules, "graphtrain.compile.request_keys", keys)
         (tmp_path / "config.toml").touch()
         return invoke("explain", tmp_path / "config.toml", *arguments)
 

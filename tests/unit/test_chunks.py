@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from graphtrain.cost_model.memory import memory
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
+from graphtrain.cost_model.memory import memory
 from graphtrain.models.chunk_size import Logits, best_chunk, chunk_of
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json
-from graphtrain.requests import mesh_shape
 from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules

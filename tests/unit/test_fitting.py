@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from graphtrain.compile.memory_check import explained
 from graphtrain.config.schema import Batch, Imported, Model, Program
-from graphtrain.fitting import explained
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
 

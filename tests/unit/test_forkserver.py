@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphtrain import forkserver
+from graphtrain.compile import forkserver
 
 
 def begin(server):

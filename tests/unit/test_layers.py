@@ -30,7 +30,7 @@ def test_the_rules_import_only_the_standard_library():
 
 
 def test_compiling_imports_no_jax_in_the_parent_process():
-    modules = "graphtrain.cli.compile, graphtrain.compile, graphtrain.config, graphtrain.requests"
+    modules = "graphtrain.cli.compile, graphtrain.compile.driver, graphtrain.compile.request_keys"
     assert python(f"import sys, {modules}; print('jax' in sys.modules)").strip() == "False"
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.neuron_bundles import finish
 from graphtrain.errors import CacheError
-from graphtrain.neuron_finish import finish
 from lowering.errors import LoweringError
 from lowering.neuron.compiler import FLAGS_FILE, HLO_FILE, NEFF_FILE
 

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from graphtrain import requests
+from graphtrain.compile.request_keys import (
+    GRAPHS,
+    mesh_shape,
+    request_keys,
+    source_digests,
+    stages_of,
+)
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.requests import GRAPHS, mesh_shape, request_keys, source_digests, stages_of
 from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
@@ -66,7 +71,7 @@ def test_what_is_traced_is_in_the_sources_and_the_loop_is_not():
     assert "graphtrain/run.py" not in names
 
 
-_ROOT = Path(requests.__file__).parents[1]
+_ROOT = Path(source.__file__).parents[2]
 # What is imported to trace and changes no program: errors, and how keys are written.
 _CHANGE_NOTHING = {
     "graphtrain/errors.py",

@@ -25,6 +25,7 @@ from graphtrain.checkpoints.checkpoint import (
 from graphtrain.checkpoints.reshard import reshard
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
+from graphtrain.compile.request_keys import stages_of
 from graphtrain.config import load_config, render
 from graphtrain.config.schema import (
     Batch,
@@ -40,7 +41,6 @@ from graphtrain.config.schema import (
 )
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.models.pipeline_stages import arrange
-from graphtrain.requests import stages_of
 from graphtrain.weights.sources import RunCheckpoint
 from lowering.trees import flatten, unflatten
 

@@ -16,9 +16,9 @@ def main() -> None:
     import numpy as np
 
     marks.mark("import jax")
+    from graphtrain.compile.request_keys import mesh_shape
     from graphtrain.config import load_config
     from graphtrain.graphs.build import build_graph
-    from graphtrain.requests import mesh_shape
     from lowering.tracing.constrain import placed, sharding
     from lowering.trees import flatten, unflatten
     from lowering.xla import backend as xla

@@ -1,14 +1,14 @@
 """Arrays by arithmetic are those that the model makes."""
 
 import pytest
-from graphtrain.cost_model.weights import place_weights
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
+from graphtrain.cost_model.weights import place_weights
 from graphtrain.graphs.build import state_specs_of
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.flops import parameter_count
 from graphtrain.models.shapes import parameter_arrays, state_arrays
-from graphtrain.requests import mesh_shape
 from lowering.trees import flatten
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules

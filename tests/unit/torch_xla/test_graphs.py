@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from graphtrain.cli.extract_report import ranges
 from graphtrain.errors import ExtractionError
 from graphtrain.torch_xla.graphs import read
-from graphtrain.torch_xla.reporting import ranges
 
 
 def extraction(path: Path, **about: object) -> Path:

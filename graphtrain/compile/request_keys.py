@@ -20,7 +20,7 @@ from sharding_rules.rules import Rules
 
 GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program takes
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
     "graphtrain/graphs/dispatch.py",
@@ -35,7 +35,7 @@ _SOURCES = (
     "graphtrain/graphs/objectives.py",
     "graphtrain/graphs/optimizer.py",
     "graphtrain/graphs/pipelined.py",
-    "graphtrain/requests.py",
+    "graphtrain/compile/request_keys.py",
     "graphtrain/graphs/build.py",
     "lowering",
     "sharding_rules",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import largest
 from graphtrain.cost_model.native_equivalent import hides_sizes
 from graphtrain.cost_model.padded_stages import with_filler
-from graphtrain.requests import mesh_shape
 from graphtrain.torch_xla.graphs import Extracted
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from graphtrain.compile.request_keys import GRAPHS, mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.graphs.build import build_graph
-from graphtrain.requests import GRAPHS, mesh_shape
 from lowering.machine.target import Target
 from lowering.neuron import plugin
 from lowering.xla import backend as xla

@@ -24,12 +24,12 @@ from pathlib import Path
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.extracted_graphs import read_module
+from graphtrain.compile.memory_check import explained
+from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Imported, Program, is_imported
-from graphtrain.fitting import explained
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS
-from graphtrain.requests import mesh_shape
-from graphtrain.torch_xla.compiling import read_module
 from graphtrain.torch_xla.graphs import Extracted
 from graphtrain.user_errors import USER_ERRORS
 from lowering.artifact import RECORD_VERSION, Artifact

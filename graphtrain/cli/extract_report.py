@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from graphtrain.cache.sizes import readable
-from graphtrain.tasks import Report
-from graphtrain.torch_xla import compiling
+from graphtrain.compile import extracted_graphs
+from graphtrain.compile.tasks import Report
 from graphtrain.torch_xla.graphs import Extraction
 
 _COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "seconds")
@@ -16,7 +16,7 @@ _COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "
 
 def as_dictionary(found: Extraction, target: str | None, result: Report | None) -> dict[str, Any]:
     """The extraction as JSON, with what became of each graph where they were compiled."""
-    extracted = compiling.of(found, target)
+    extracted = extracted_graphs.of(found, target)
     outcomes: dict[str, Any] = {} if result is None else result.as_json()
     by_label = {each["label"]: each for each in outcomes.pop("graphs", ())}
     return {
@@ -28,7 +28,7 @@ def as_dictionary(found: Extraction, target: str | None, result: Report | None) 
         "stopped": found.problem or None,
         **outcomes,
         "graphs": [
-            compiling.about(graph, extracted[graph.hash])
+            extracted_graphs.about(graph, extracted[graph.hash])
             | by_label.get(extracted[graph.hash].name, {})
             for graph in found.graphs
         ],

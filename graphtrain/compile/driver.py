@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.cache import Cache
-from graphtrain.tasks import Limits, Observer, Outcome, Report, Task
+from graphtrain.compile.tasks import Limits, Observer, Outcome, Report, Task
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
 
@@ -39,7 +39,7 @@ def compile_tasks(
     outcomes = {task.label: known(task) for task in tasks}
     missing = [task for task in tasks if outcomes[task.label] is None]
     if missing:
-        from graphtrain.pool import Pool
+        from graphtrain.compile.pool import Pool
 
         for task in missing:
             observe(task.label, "queued")
@@ -59,7 +59,7 @@ def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
     target = Target.parse(task.program.target)
     if outcome.digest is None or not (target.is_gpu or target.platform == "neuron"):
         return outcome
-    from graphtrain.fitting import check_fits
+    from graphtrain.compile.memory_check import check_fits
 
     artifact = cache.get(outcome.digest)
     if artifact is not None and target.platform == "neuron":

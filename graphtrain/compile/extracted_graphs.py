@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.request_keys import source_digests
+from graphtrain.compile.tasks import Task
 from graphtrain.errors import ExtractionError
-from graphtrain.requests import source_digests
-from graphtrain.tasks import Task
 from graphtrain.torch_xla.graphs import Extracted, Extraction, Graph
 from lowering.errors import LoweringError
 from lowering.hlo.module import HloModule

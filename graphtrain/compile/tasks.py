@@ -6,8 +6,8 @@ from os import uname
 from typing import Any, Literal
 
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.schema import Program
-from graphtrain.requests import request_keys
 from graphtrain.torch_xla.graphs import Extracted
 
 Observer = Callable[[str, str], None]  # label of a graph, what it is doing now

@@ -24,10 +24,10 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["graphtrain.worker"])
+        self._context.set_forkserver_preload(["graphtrain.compile.worker"])
 
     def start(self, *arguments: Any) -> tuple[Any, Connection]:
-        """A process with arguments for graphtrain.worker.work, and the pipe by which it speaks.
+        """Start a process with arguments for worker.work; return it and the pipe it reports through.
 
         Raises:
             GraphtrainError: the forkserver is killed again and again.
@@ -74,6 +74,6 @@ def scratch_directory() -> Iterator[Path]:
 
 def _work(*arguments: Any) -> None:
     """Begin a worker; the name by which the forkserver's children find it."""
-    from graphtrain.worker import work
+    from graphtrain.compile.worker import work
 
     work(*arguments)

@@ -19,9 +19,9 @@ from typing import Any
 from graphtrain.cache import Cache
 from graphtrain.cache.leases import Lease
 from graphtrain.cache.sizes import readable
+from graphtrain.compile.forkserver import ForkServer, end, scratch_directory
+from graphtrain.compile.tasks import Limits, Observer, Outcome, Task
 from graphtrain.errors import CacheError
-from graphtrain.forkserver import ForkServer, end, scratch_directory
-from graphtrain.tasks import Limits, Observer, Outcome, Task
 from lowering.machine import host
 
 # What would be said again, whatever else the machine is doing; full disks and kills are not that.

@@ -1,0 +1,1 @@
+"""Compilation of the graphs of a run in parallel worker processes, into the cache."""
