@@ -18,9 +18,9 @@ import numpy as np
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model, Program, is_imported
 from graphtrain.errors import WeightsError
-from graphtrain.families import Family, family_for, family_of, mathematics
-from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.models.flops import parameter_count
+from graphtrain.weights.families import Family, family_for, family_of, mathematics
+from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.weights.files import CODES, Folder, open_folder
 from graphtrain.weights.sources import SIDE, checkpoint_step, open_source, stored_name
 from graphtrain.weights.writer import Writer

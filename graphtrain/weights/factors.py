@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.families import Family, family_for, family_of
-from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.models.lora.trainable import adapted_paths, whole_paths
 from graphtrain.weights.convert import read_config, without_padding
+from graphtrain.weights.families import Family, family_for, family_of
+from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
 
 EMBEDDING = "embedding/tokens"
 

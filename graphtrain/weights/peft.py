@@ -15,7 +15,6 @@ import numpy as np
 
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.models.lora.trainable import A, B, trained_arrays
 from graphtrain.weights.convert import Summary, making
 from graphtrain.weights.factors import (
@@ -28,6 +27,7 @@ from graphtrain.weights.factors import (
     rank_axis,
     to_peft,
 )
+from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
 from graphtrain.weights.sources import RunCheckpoint
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

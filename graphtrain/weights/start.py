@@ -13,8 +13,8 @@ import numpy as np
 from graphtrain.compile.request_keys import rows_of_layers, stages_of
 from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import mathematics
 from graphtrain.models.shapes import parameter_arrays
+from graphtrain.weights.families.family import mathematics
 from graphtrain.weights.sources import SIDE, Source, open_source
 from graphtrain.weights.torch_modules import ModuleWeights
 

@@ -10,9 +10,9 @@ import transformers
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, Mixture
-from graphtrain.families import family_of
-from graphtrain.families.family import to_decoder
 from graphtrain.models.decoder import parameter_specs
+from graphtrain.weights.families import family_of
+from graphtrain.weights.families.family import to_decoder
 from graphtrain.weights.frozen import frozen_parameters
 from lowering.trees import flatten, unflatten
 from lowering.xla import backend as xla
@@ -142,7 +142,7 @@ def in_torch(arrays):
     widths = {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, **widths, rms_norm_eps=LLAMA.norm_epsilon)
     reference = transformers.LlamaForCausalLM(config).double()
-    from graphtrain.families.family import to_hugging_face
+    from graphtrain.weights.families.family import to_hugging_face
 
     tensors = {}
     for piece in family_of({"model_type": "llama"}).pieces(LLAMA):

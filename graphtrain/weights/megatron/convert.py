@@ -13,9 +13,9 @@ from graphtrain.config.presets import preset_settings
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import Piece, array_shape, to_decoder
 from graphtrain.models.flops import is_gated
 from graphtrain.weights.convert import Progress, Summary, dtype_of, making, some, summary
+from graphtrain.weights.families.family import Piece, array_shape, to_decoder
 from graphtrain.weights.files import Folder
 from graphtrain.weights.megatron.arguments import model_of
 from graphtrain.weights.megatron.classic import Classic

@@ -8,9 +8,9 @@ import numpy as np
 from einops import rearrange
 
 from graphtrain.config.schema import Model
-from graphtrain.families.family import Family, Row
-from graphtrain.families.llama import NARROW, OUTPUT, WIDEN
 from graphtrain.models.flops import is_gated
+from graphtrain.weights.families.family import Family, Row
+from graphtrain.weights.families.llama import NARROW, OUTPUT, WIDEN
 
 _LAYER = "decoder.layers.{layer}"
 _ATTENTION, _MLP = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"

@@ -9,8 +9,8 @@ from graphtrain.config import load_config, presets
 from graphtrain.config.presets import preset_settings
 from graphtrain.config.schema import Model
 from graphtrain.errors import ConfigError
-from graphtrain.families import family_for, mathematics
 from graphtrain.models.flops import parameter_count
+from graphtrain.weights.families import family_for, mathematics
 
 PUBLISHED = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text())
 TEXT = """\

@@ -19,10 +19,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphtrain.config.schema import Model
-from graphtrain.families import FAMILIES, family_for, family_of, mathematics
-from graphtrain.families.family import to_decoder
 from graphtrain.models.decoder import forward, parameter_specs
 from graphtrain.weights.convert import from_hugging_face, read_config, to_hugging_face_folder
+from graphtrain.weights.families import FAMILIES, family_for, family_of, mathematics
+from graphtrain.weights.families.family import to_decoder
 from graphtrain.weights.sources import Converted
 from lowering.trees import flatten, unflatten
 

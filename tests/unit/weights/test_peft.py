@@ -15,13 +15,13 @@ from unoptimized import OPTIONS
 from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.errors import WeightsError
-from graphtrain.families import family_of
 from graphtrain.models.decoder import forward
 from graphtrain.models.lora.layers import combine
 from graphtrain.models.lora.trainable import A, B, adapted_paths, frozen_arrays, trained_arrays
 from graphtrain.models.loss import cross_entropy
 from graphtrain.weights.convert import from_hugging_face, read_config
 from graphtrain.weights.factors import Table, from_peft
+from graphtrain.weights.families import family_of
 from graphtrain.weights.frozen import frozen_parameters
 from graphtrain.weights.peft import PeftAdapter, write_adapter
 from graphtrain.weights.sources import Converted

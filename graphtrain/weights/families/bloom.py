@@ -7,10 +7,10 @@ from typing import Any
 
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import Config, Family, Row
-from graphtrain.families.gpt2 import norm
-from graphtrain.families.llama import NARROW, OUTPUT, WIDEN
-from graphtrain.families.settings import Key, Only
+from graphtrain.weights.families.family import Config, Family, Row
+from graphtrain.weights.families.gpt2 import norm
+from graphtrain.weights.families.llama import NARROW, OUTPUT, WIDEN
+from graphtrain.weights.families.settings import Key, Only
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 _BIASES = tuple(f"{path}_bias" for path in _QKV)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.families.family import Config, Family, Row
-from graphtrain.families.settings import Choice, Key, Only
+from graphtrain.weights.families.family import Config, Family, Row
+from graphtrain.weights.families.settings import Choice, Key, Only
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 _BIASES = tuple(f"{path}_bias" for path in _QKV)

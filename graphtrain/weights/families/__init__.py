@@ -9,15 +9,15 @@ from typing import Any
 
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.families.baichuan import BAICHUAN
-from graphtrain.families.bloom import BLOOM
-from graphtrain.families.family import Family, mathematics
-from graphtrain.families.gemma import GEMMA2, GEMMA3
-from graphtrain.families.gpt2 import GPT2
-from graphtrain.families.internlm import INTERNLM, INTERNLM2
-from graphtrain.families.llama import AQUILA, LLAMA, MISTRAL
-from graphtrain.families.mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from graphtrain.families.qwen import QWEN2, QWEN3
+from graphtrain.weights.families.baichuan import BAICHUAN
+from graphtrain.weights.families.bloom import BLOOM
+from graphtrain.weights.families.family import Family, mathematics
+from graphtrain.weights.families.gemma import GEMMA2, GEMMA3
+from graphtrain.weights.families.gpt2 import GPT2
+from graphtrain.weights.families.internlm import INTERNLM, INTERNLM2
+from graphtrain.weights.families.llama import AQUILA, LLAMA, MISTRAL
+from graphtrain.weights.families.mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from graphtrain.weights.families.qwen import QWEN2, QWEN3
 
 # In the order in which a model that came from no family looks for one.
 FAMILIES = (

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.families.family import Config, Family, Row
-from graphtrain.families.llama import ATTENTION, MLP, TABLES
-from graphtrain.families.settings import (
+from graphtrain.weights.families.family import Config, Family, Row
+from graphtrain.weights.families.llama import ATTENTION, MLP, TABLES
+from graphtrain.weights.families.settings import (
     Choice,
     Key,
     Only,

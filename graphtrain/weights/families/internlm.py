@@ -8,9 +8,9 @@ import numpy as np
 from einops import rearrange
 
 from graphtrain.config.schema import Model
-from graphtrain.families.family import Family, Row
-from graphtrain.families.llama import GROUPED, HEAD, NARROW, OUTPUT, ROWS, SIZES, WIDEN
-from graphtrain.families.settings import Choice, Only, Rope
+from graphtrain.weights.families.family import Family, Row
+from graphtrain.weights.families.llama import GROUPED, HEAD, NARROW, OUTPUT, ROWS, SIZES, WIDEN
+from graphtrain.weights.families.settings import Choice, Only, Rope
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 _LAYER = "model.layers.{layer}"

@@ -1,7 +1,7 @@
 """Llama 1, 2 and 3.x, and those that differ from it in settings alone: Mistral, Aquila."""
 
-from graphtrain.families.family import Family, Row
-from graphtrain.families.settings import Choice, Key, Only, Rope, Window
+from graphtrain.weights.families.family import Family, Row
+from graphtrain.weights.families.settings import Choice, Key, Only, Rope, Window
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 

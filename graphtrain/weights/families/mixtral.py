@@ -7,9 +7,9 @@ from typing import Any
 
 from graphtrain.config.schema import Mixture, Model
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import Config, Family, Row
-from graphtrain.families.llama import ATTENTION, GROUPED, HEAD, NORMS, SIZES, TABLES
-from graphtrain.families.settings import Choice, Key, Only, QwenWindow, Rope, Window
+from graphtrain.weights.families.family import Config, Family, Row
+from graphtrain.weights.families.llama import ATTENTION, GROUPED, HEAD, NORMS, SIZES, TABLES
+from graphtrain.weights.families.settings import Choice, Key, Only, QwenWindow, Rope, Window
 
 
 @dataclass(frozen=True)

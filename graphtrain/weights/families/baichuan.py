@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.families.family import Config, Family, Row
-from graphtrain.families.llama import HEAD, MLP, NORMS, OUTPUT, SIZES, TABLES
+from graphtrain.weights.families.family import Config, Family, Row
+from graphtrain.weights.families.llama import HEAD, MLP, NORMS, OUTPUT, SIZES, TABLES
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 

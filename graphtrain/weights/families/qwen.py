@@ -1,8 +1,8 @@
 """Qwen1.5 and Qwen2, with biases of query, key and value; Qwen3, with norms of query and key."""
 
-from graphtrain.families.family import Family
-from graphtrain.families.llama import GROUPED, HEAD, ROWS, SIZES
-from graphtrain.families.settings import Choice, Key, QwenWindow, Rope
+from graphtrain.weights.families.family import Family
+from graphtrain.weights.families.llama import GROUPED, HEAD, ROWS, SIZES
+from graphtrain.weights.families.settings import Choice, Key, QwenWindow, Rope
 
 QWEN2 = Family(
     "qwen2",

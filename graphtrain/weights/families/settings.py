@@ -8,7 +8,7 @@ from typing import Any
 
 from graphtrain.config.schema import Model, RopeScaling
 from graphtrain.errors import WeightsError
-from graphtrain.families.family import Config
+from graphtrain.weights.families.family import Config
 
 _REQUIRED = object()
 
