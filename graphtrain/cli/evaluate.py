@@ -44,7 +44,7 @@ def command(
     """Measure the loss of a run's checkpoint on its whole validation set, in nats per token."""
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
-    from graphtrain.evaluate import bigram_loss, checkpoint_loss
+    from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
 
     settings = load_config(config, overrides, target)
     remedy = compile_command(config, target, overrides, cache)

@@ -59,7 +59,7 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
-    from graphtrain.generate import Generator, Sampling
+    from graphtrain.run.generate import Generator, Sampling
 
     try:
         prompt.encode()

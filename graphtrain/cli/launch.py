@@ -121,7 +121,7 @@ def status(config: Path, overrides: Sequence[str]) -> None:
     """Say how the jobs of CONFIG do, and how far its run is."""
     from graphtrain.config import load_config
     from graphtrain.launch.slurm import status
-    from graphtrain.metrics import read_journal
+    from graphtrain.run.metrics import read_journal
 
     directory = Path(load_config(config, overrides, None).run.directory)
     for name, (number, state) in status(directory / "launch").items():

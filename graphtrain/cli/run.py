@@ -61,7 +61,7 @@ def command(
     if compile_missing:
         _compile_missing(config, settings.program, store)
     enter_run(settings.program.target, coordinator, count, rank)
-    from graphtrain.run import train
+    from graphtrain.run.train import train
 
     remedy = compile_command(config, target, overrides, cache)
     with reporting(settings.run.steps, settings.run.report_every) as report:
@@ -162,8 +162,8 @@ def _told(record) -> str:
 
 def print_curve(directory: Path) -> None:
     """The loss by step, of training and validation, as a chart of characters."""
-    from graphtrain.metrics import read_journal
     from graphtrain.report import loss_curve
+    from graphtrain.run.metrics import read_journal
 
     records = read_journal(directory)
     if len(records) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 from graphtrain.config import load_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import WeightsError
-from graphtrain.metrics import writing
+from graphtrain.run.metrics import writing
 from graphtrain.weights.sources import Source, open_source
 
 _NAME = "base.json"

@@ -199,14 +199,14 @@ def stages() -> None:
     import numpy as np
 
     marks.mark("import jax")
-    import graphtrain.run  # noqa: F401
+    import graphtrain.run.train  # noqa: F401
     import lowering
     from graphtrain.compile.request_keys import request_keys
     from lowering.machine.target import Target
 
     target = Target.parse(settings.program.target)
     backend = lowering.backend(target)
-    marks.mark("import graphtrain.run")
+    marks.mark("import graphtrain.run.train")
     backend.devices(target)
     marks.mark("devices")
     keys, cache = request_keys(settings.program), Cache(Path("cache"))

@@ -8,7 +8,7 @@ import pytest
 
 from graphtrain.config.schema import Batch, Loss, Model, Program
 from graphtrain.errors import DataError
-from graphtrain.evaluate import check_validation, perplexity, validation_loss
+from graphtrain.run.evaluate import check_validation, perplexity, validation_loss
 from lowering.machine.target import Target
 
 

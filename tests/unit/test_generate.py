@@ -14,7 +14,7 @@ from graphtrain.cli.generate import command
 from graphtrain.config import render
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
 from graphtrain.errors import GraphtrainError
-from graphtrain.generate import Generator, Sampling, choose, program_for
+from graphtrain.run.generate import Generator, Sampling, choose, program_for
 from graphtrain.weights.convert import from_hugging_face
 from graphtrain.weights.sources import Converted
 

@@ -10,7 +10,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from graphtrain.data.batches.loader import _grain
-from graphtrain.metrics import Journal
+from graphtrain.run.metrics import Journal
 journal = Journal(Path(sys.argv[1]), after=0, tensorboard=True)
 journal.write({"step": 1, "loss": 0.5})
 _grain().MapDataset

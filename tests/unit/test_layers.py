@@ -35,5 +35,7 @@ def test_compiling_imports_no_jax_in_the_parent_process():
 
 
 def test_training_imports_no_model():
-    loaded = python("import sys, graphtrain.run, lowering.xla.backend; print(*sys.modules)").split()
+    loaded = python(
+        "import sys, graphtrain.run.train, lowering.xla.backend; print(*sys.modules)"
+    ).split()
     assert not {"flax", "optax", "orbax", "grain", "tensorboardX"} & set(loaded)

@@ -1,4 +1,4 @@
-from graphtrain.metrics import Journal, read_journal
+from graphtrain.run.metrics import Journal, read_journal
 
 
 def write(directory, steps, after):

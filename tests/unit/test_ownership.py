@@ -3,7 +3,7 @@
 import pytest
 
 from graphtrain.errors import TrainingError
-from graphtrain.ownership import owned
+from graphtrain.run.directory_lock import owned
 
 
 def refuse(directory, written=()):

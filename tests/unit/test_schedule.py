@@ -3,7 +3,7 @@ import optax
 import pytest
 
 from graphtrain.config.schema import Schedule
-from graphtrain.schedule import learning_rate
+from graphtrain.run.learning_rate import learning_rate
 
 
 def test_cosine_equals_optax_one_step_on():

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data import bigram
 from graphtrain.data.batches.loader import evaluation_batches
-from graphtrain.data.bigram import Bigram
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
+from graphtrain.run import bigram_baseline
+from graphtrain.run.bigram_baseline import Bigram
 
 documents_strategy = st.lists(
     st.lists(st.integers(0, 6), min_size=1, max_size=30), min_size=2, max_size=8
@@ -34,7 +34,7 @@ def naive_loss(train: list[int], validation: list[int], vocab: int) -> float:
 def test_the_loss_is_that_of_a_dense_table(make_dataset, train, validation, chunk):
     prefix = make_dataset(validation, 7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bigram, "_CHUNK", chunk)
+        patch.setattr(bigram_baseline, "_CHUNK", chunk)
         model = Bigram.count(IndexedDataset(make_dataset(train, 7)), 7)
     loss = model.loss(evaluation_batches(prefix, sequences=2, length=5))
     assert loss == pytest.approx(naive_loss(joined(train), joined(validation), 7), rel=1e-12)

@@ -151,7 +151,7 @@ def test_evaluation_scores_every_token_but_the_first_once(make_dataset, tokens, 
 
 def test_modules_other_than_a_loader_do_not_import_grain():
     code = (
-        "import sys, graphtrain.data.prepare.text, graphtrain.data.bigram\n"
+        "import sys, graphtrain.data.prepare.text, graphtrain.run.bigram_baseline\n"
         "import graphtrain.data.batches.loader\n"
         "assert not {'grain', 'jax', 'sentencepiece'} & set(sys.modules)"
     )

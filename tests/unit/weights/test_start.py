@@ -9,16 +9,16 @@ import pytest
 import torch
 import transformers
 
-from graphtrain.beginning import Beginning
 from graphtrain.compile.request_keys import stages_of
 from graphtrain.config import render
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Pipeline, Program, Run
 from graphtrain.errors import TrainingError, WeightsError
-from graphtrain.generate import _weights
 from graphtrain.graphs.build import parameter_specs_of
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.lora.quantize import rounded
 from graphtrain.models.pipeline_stages import arrange
+from graphtrain.run.generate import _weights
+from graphtrain.run.initial_weights import Beginning
 from graphtrain.weights.base import check_adapter
 from graphtrain.weights.convert import from_hugging_face
 from graphtrain.weights.sources import Converted, open_source

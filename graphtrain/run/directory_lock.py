@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graphtrain.errors import TrainingError
-from graphtrain.metrics import writing
+from graphtrain.run.metrics import writing
 
 
 @contextmanager

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Config, Data, Program
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
-from graphtrain.data.bigram import Bigram
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
-from graphtrain.loading import Programs
 from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.run.bigram_baseline import Bigram
+from graphtrain.run.initial_weights import Beginning
+from graphtrain.run.programs import Programs
 from lowering.machine.target import Target
 from lowering.trees import Tree
 

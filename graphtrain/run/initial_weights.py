@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.schema import Config, Program
-from graphtrain.metrics import writing
 from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.run.metrics import writing
 from lowering.machine.target import Target
 from lowering.trees import Tree
 

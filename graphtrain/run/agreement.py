@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.errors import MissingProgram, TrainingError
-from graphtrain.loading import Programs
+from graphtrain.run.programs import Programs
 from graphtrain.user_errors import USER_ERRORS
 from lowering.machine import distributed
 

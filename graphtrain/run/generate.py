@@ -17,7 +17,7 @@ from graphtrain.compile.request_keys import mesh_shape, request_keys
 from graphtrain.compile.tasks import Observer, Task
 from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError
-from graphtrain.loading import Programs
+from graphtrain.run.programs import Programs
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules

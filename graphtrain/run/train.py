@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.beginning import Beginning
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import estimable, hides_sizes
 from graphtrain.errors import TrainingError
-from graphtrain.interrupts import StopRequest, stop_requests
-from graphtrain.loading import Programs
-from graphtrain.metrics import Journal, Record, read_journal, writing
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import keeps_weights
-from graphtrain.ownership import owned
-from graphtrain.schedule import learning_rate
-from graphtrain.together import check_programs, check_steps, together
+from graphtrain.run.agreement import check_programs, check_steps, together
+from graphtrain.run.directory_lock import owned
+from graphtrain.run.initial_weights import Beginning
+from graphtrain.run.learning_rate import learning_rate
+from graphtrain.run.metrics import Journal, Record, read_journal, writing
+from graphtrain.run.programs import Programs
+from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import distributed, host
 from lowering.machine.memory_pages import PagesAhead, merge_pages
 from lowering.machine.target import Target
@@ -183,7 +183,7 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
         from graphtrain.data.batches.loader import Loader
 
         if run.data.validation is not None:
-            from graphtrain.evaluate import check_validation
+            from graphtrain.run.evaluate import check_validation
 
             check_validation(_validation(run, program), program)
         return Loader(
@@ -204,7 +204,7 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
 
 
 def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
-    from graphtrain.evaluate import validation_batches
+    from graphtrain.run.evaluate import validation_batches
 
     return validation_batches(run.data, program, program.model.vocab, run.evaluate_batches)
 
@@ -342,7 +342,7 @@ class _Loop:
         run, program = self.config.run, self.config.program
         if run.data.validation is None:
             return None
-        from graphtrain.evaluate import validation_loss
+        from graphtrain.run.evaluate import validation_loss
 
         self._settle()
         batches = _validation(run, program)

@@ -1,0 +1,1 @@
+"""Execution of compiled programs: training, evaluation, generation; nothing is traced."""
