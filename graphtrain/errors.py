@@ -1,5 +1,8 @@
 """What a user can fix; the command prints these in one line and exits with their status."""
 
+from lowering.errors import LoweringError
+from sharding_rules.errors import ShardingError
+
 
 class GraphtrainError(Exception):
     """Base of the errors of this package that a user can fix."""
@@ -43,3 +46,20 @@ class WeightsError(GraphtrainError):
 
 class ExtractionError(GraphtrainError):
     """The graphs of a torch-xla script cannot be extracted, or read."""
+
+
+class ImportedModelError(GraphtrainError):
+    """A model of PyTorch cannot be made, traced, or trusted; the message says why."""
+
+
+class NeedsStrict(ImportedModelError):
+    """A trace would be wrong in silence, where the strict front end is right."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(
+            f'{reason}; {remedy}, or set program.model.front_end = "strict" (or "auto")'
+        )
+        self.reason = reason
+
+
+USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)  # of every package

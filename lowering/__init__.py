@@ -5,8 +5,10 @@ May import `sharding_rules`; knows nothing of language models.
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from lowering.machine.target import Target
+if TYPE_CHECKING:
+    from lowering.machine.target import Target
 
 _XLA = dict.fromkeys(("cpu", "cuda", "rocm", "tpu"), "lowering.xla.backend")
 _BACKENDS: dict[str, str] = _XLA | {
@@ -15,6 +17,6 @@ _BACKENDS: dict[str, str] = _XLA | {
 }
 
 
-def backend(target: Target) -> ModuleType:
+def backend(target: "Target") -> ModuleType:
     """The module that lowers, compiles and loads for a target; imported when first asked for."""
     return importlib.import_module(_BACKENDS[target.platform])

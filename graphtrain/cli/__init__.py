@@ -104,6 +104,6 @@ def _others_wait() -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    from graphtrain.user_errors import USER_ERRORS
+    from graphtrain.errors import USER_ERRORS
 
     return getattr(error, "exit_status", 2) if isinstance(error, USER_ERRORS) else None

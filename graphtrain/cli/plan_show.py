@@ -164,8 +164,8 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
 
 def _print_arrays(program: "Program", pattern: str) -> None:
     from graphtrain.planning.assess import plan_program
+    from graphtrain.planning.tables import plan_table
     from graphtrain.planning.text import matching
-    from graphtrain.report import plan_table
 
     plan = plan_program(program)
     console().print(plan_table(plan, matching(plan, pattern)))

@@ -162,7 +162,7 @@ def _told(record) -> str:
 
 def print_curve(directory: Path) -> None:
     """The loss by step, of training and validation, as a chart of characters."""
-    from graphtrain.report import loss_curve
+    from graphtrain.run.loss_curve import loss_curve
     from graphtrain.run.metrics import read_journal
 
     records = read_journal(directory)

@@ -27,7 +27,7 @@ class ForkServer:
         self._context.set_forkserver_preload(["graphtrain.compile.worker"])
 
     def start(self, *arguments: Any) -> tuple[Any, Connection]:
-        """Start a process with arguments for worker.work; return it and the pipe it reports through.
+        """Start a process with arguments for worker.work; return it and its report pipe.
 
         Raises:
             GraphtrainError: the forkserver is killed again and again.

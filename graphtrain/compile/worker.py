@@ -28,10 +28,10 @@ from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.memory_check import explained
 from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Imported, Program, is_imported
+from graphtrain.errors import USER_ERRORS
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS
 from graphtrain.torch_xla.graphs import Extracted
-from graphtrain.user_errors import USER_ERRORS
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered

@@ -194,7 +194,7 @@ class Imported:
         if (self.torch is None) == (self.hf is None):
             raise ValueError("give either torch or hf")
         if self.vocab is None:
-            from graphtrain.torch_frontend.errors import ImportedModelError
+            from graphtrain.errors import ImportedModelError
             from graphtrain.torch_frontend.source import vocabulary
 
             try:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
+from graphtrain.errors import USER_ERRORS
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.remedies import Vary
-from graphtrain.user_errors import USER_ERRORS
 
 
 @dataclass(frozen=True)

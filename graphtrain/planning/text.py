@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.planning.blame import flagged
+from graphtrain.planning.tables import plan_as_json, plan_table
 from graphtrain.planning.traffic import by_axes
-from graphtrain.report import plan_as_json, plan_table
 from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 

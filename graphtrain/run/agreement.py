@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
-from graphtrain.errors import MissingProgram, TrainingError
+from graphtrain.errors import USER_ERRORS, MissingProgram, TrainingError
 from graphtrain.run.programs import Programs
-from graphtrain.user_errors import USER_ERRORS
 from lowering.machine import distributed
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.attention.segment_mask import apart
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import (
     QUICKLY,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 Sums = tuple[jax.Array, jax.Array]  # of a block, by expert
 

@@ -21,6 +21,7 @@ from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
 from graphtrain.config.schema import HowAttended
+from graphtrain.errors import ImportedModelError, NeedsStrict
 from graphtrain.models.attention.kv_cache import begins
 from graphtrain.models.attention.score_mods import Scoring
 from graphtrain.models.decoder import rows_of
@@ -28,7 +29,6 @@ from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_frontend.attention import attend, attend_causally, only_native
 from graphtrain.torch_frontend.causes import here, innermost, raised
-from graphtrain.torch_frontend.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_frontend.functions import apply_function
 from graphtrain.torch_frontend.joint import changes_buffer
 from lowering.tracing.constrain import by_hand_now, constrain

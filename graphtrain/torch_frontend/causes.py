@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import lowering
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 _OURS = ("graphtrain.", "lowering.", "sharding_rules.")
 _FOLLOWED = ("__getitem__",)  # views that torchax writes through

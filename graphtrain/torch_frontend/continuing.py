@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.attention.kv_cache import Wanted, beginning, keeping, wanting
 from graphtrain.torch_frontend.blocks import Stack
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scanning import Scan, Through
 from lowering.trees import Tree, flatten, unflatten

@@ -13,8 +13,8 @@ from jax import Array
 from torchax.tensor import Tensor
 from transformers.integrations import moe
 
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.moe import send_to_experts
-from graphtrain.torch_frontend.errors import ImportedModelError
 from lowering.tracing.constrain import placement
 
 NAME = "graphtrain"

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torchax.tensor import Environment, Tensor
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 _TENSOR = object()  # in place of one that is kept beside
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 OWN = "graphtrain"
 

@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
+from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.causes import Watch, innermost, raised
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.making import Made
 
 Call = Callable[[torch.Tensor], torch.Tensor]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 _UNKNOWN = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
 # After these nothing of what was there is left; those of torch.nn.init among them.

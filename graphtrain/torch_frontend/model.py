@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from graphtrain.errors import ImportedModelError, NeedsStrict
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_frontend.attention import only_native
 from graphtrain.torch_frontend.axes import Named, name_axes
@@ -23,7 +24,6 @@ from graphtrain.torch_frontend.balance import Balance
 from graphtrain.torch_frontend.blocks import Stack, Unrolled, find_stacks
 from graphtrain.torch_frontend.bridge import Environment, Tensor, call
 from graphtrain.torch_frontend.causes import raised
-from graphtrain.torch_frontend.errors import ImportedModelError, NeedsStrict
 from graphtrain.torch_frontend.joint import trace_joint, written_through_views
 from graphtrain.torch_frontend.making import Change, Made, make
 from graphtrain.torch_frontend.scanning import NotAlike, Scan, Through, blocks_scanned

@@ -22,10 +22,10 @@ from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import Layout
 from graphtrain.cache.writing import replace_file, writing
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.causes import likely_causes, raised
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.joint import autocast_on_host
 from graphtrain.torch_frontend.model import OpenedModel, factory, open_anew, scores
 from graphtrain.torch_frontend.shrink import shrunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.making import make, parameter_count
 from graphtrain.torch_frontend.model import factory
 from graphtrain.torch_frontend.source import read_config

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.versions import installed
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.matmul import dot
 from graphtrain.torch_frontend.bridge import Environment, Tensor, integers_of_32_bits
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.joint import Joint
 from lowering.tracing.constrain import constrain
 

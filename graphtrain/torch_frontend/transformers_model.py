@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 
 
 def from_config(config: dict[str, Any]) -> torch.nn.Module:

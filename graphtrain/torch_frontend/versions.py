@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphtrain.torch_frontend.errors import ImportedModelError
+from graphtrain.errors import ImportedModelError
 from lowering.machine.toolchain import version
 
 TORCHAX = "0.0.14.dev20261026"

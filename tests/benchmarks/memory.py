@@ -117,9 +117,8 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    from graphtrain.cost_model.memory import least, memory
-
     from graphtrain.compile.request_keys import mesh_shape
+    from graphtrain.cost_model.memory import least, memory
     from sharding_rules.rules import Rules
 
     parser = argparse.ArgumentParser(description=__doc__)

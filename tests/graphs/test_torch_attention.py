@@ -13,10 +13,10 @@ from torch_families import imported
 from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Batch, Mesh
+from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.dispatch import extend, kept_specs
 from graphtrain.models.attention.segment_mask import apart
 from graphtrain.torch_frontend.bridge import to_numpy
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import real_module, stacked
 from lowering.trees import flatten, unflatten

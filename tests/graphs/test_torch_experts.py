@@ -11,9 +11,9 @@ from torch_families import imported
 
 from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.build import build_graph
 from graphtrain.torch_frontend import experts
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.parity import check_parity
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

@@ -1,5 +1,5 @@
 from graphtrain.doctor import examine
-from graphtrain.report import loss_curve
+from graphtrain.run.loss_curve import loss_curve
 
 
 def test_a_curve_shows_training_and_validation():

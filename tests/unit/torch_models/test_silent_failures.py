@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from graphtrain.config.schema import Imported
+from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.apart import check_apart
 from graphtrain.torch_frontend.attention import attend
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.bridge import Environment, Tensor
-from graphtrain.torch_frontend.errors import ImportedModelError
 from graphtrain.torch_frontend.interface import Causal, _in_pytorch
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import check_parity, once

@@ -1,6 +1,6 @@
-"""What people read: plans as tables, the loss as a curve."""
+"""Placement tables of a plan: one row for each array, for a terminal and as JSON."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,22 +43,3 @@ def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
         }
         for path, layout in plan.layouts.items()
     ]
-
-
-def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
-    """The loss by step, of training and validation, drawn with characters."""
-    from plotext import figure
-
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(width, height)
-    for name, key, marker in (
-        ("training", "loss", "braille"),
-        ("validation", "validation_loss", "o"),
-    ):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            signal = figure.signal(*zip(*points, strict=True), marker=marker)
-            figure.draw(signal.label(name))
-    figure.label("step")
-    return str(figure.build())

@@ -1,0 +1,23 @@
+"""The loss curve of a run, drawn with characters for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
+    """The loss by step, of training and validation, drawn with characters."""
+    from plotext import figure
+
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    for name, key, marker in (
+        ("training", "loss", "braille"),
+        ("validation", "validation_loss", "o"),
+    ):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            signal = figure.signal(*zip(*points, strict=True), marker=marker)
+            figure.draw(signal.label(name))
+    figure.label("step")
+    return str(figure.build())
