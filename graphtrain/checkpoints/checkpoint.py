@@ -14,7 +14,7 @@ import numpy as np
 
 import lowering
 from graphtrain.checkpoints.layer_rows import Index, Rows, Stacked, part
-from graphtrain.compile.request_keys import rows_of_layers, stages_of
+from graphtrain.config.resolve import rows_of_layers, stages_of
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
 from lowering.machine import distributed

@@ -19,8 +19,8 @@ import numpy as np
 from graphtrain.checkpoints.checkpoint import About, errors, open_array, read_about, saved_steps
 from graphtrain.checkpoints.layer_rows import Index, Stacked, part
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
-from graphtrain.compile.request_keys import rows_of_layers
 from graphtrain.config import load_config, render
+from graphtrain.config.resolve import rows_of_layers
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
 from graphtrain.weights.convert import making

@@ -53,7 +53,7 @@ def strategy_of(program: Program) -> Strategy:
 
 def write_json(path: Path, program: Program) -> None:
     """Write a strategy as JSON, for `graphtrain convert reshard` and for other programs."""
-    from graphtrain.compile.request_keys import mesh_shape, rows_of_layers
+    from graphtrain.config.resolve import mesh_shape, rows_of_layers
 
     strategy = strategy_of(program)
     about = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import largest
 from graphtrain.cost_model.native_equivalent import hides_sizes

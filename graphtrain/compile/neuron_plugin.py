@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from graphtrain.compile.request_keys import GRAPHS, mesh_shape
+from graphtrain.compile.request_keys import GRAPHS
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.graphs.build import build_graph
 from lowering.machine.target import Target

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphtrain.cache.key import CacheKey
-from graphtrain.config.schema import Program, check_pipeline, is_imported
-from graphtrain.errors import PlanError
+from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.schema import Program, is_imported
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
-from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
 
 GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program takes
@@ -23,20 +21,12 @@ GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program
 _ROOT = Path(__file__).parents[2]
 # What tracing and lowering execute; the command, the loop and the cache are not in a program.
 _SOURCES = (
-    "graphtrain/graphs/dispatch.py",
-    "graphtrain/models/chunked_loss.py",
-    "graphtrain/models/chunk_size.py",
-    "graphtrain/config/schema.py",
-    "graphtrain/graphs/deferred_reduction.py",
-    "graphtrain/models/shapes.py",
-    "graphtrain/graphs/decode.py",
-    "graphtrain/models/loss.py",
-    "graphtrain/models",
-    "graphtrain/graphs/objectives.py",
-    "graphtrain/graphs/optimizer.py",
-    "graphtrain/graphs/pipelined.py",
     "graphtrain/compile/request_keys.py",
-    "graphtrain/graphs/build.py",
+    "graphtrain/config/hf_config.py",
+    "graphtrain/config/resolve.py",
+    "graphtrain/config/schema.py",
+    "graphtrain/graphs",
+    "graphtrain/models",
     "lowering",
     "sharding_rules",
 )
@@ -67,40 +57,6 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
         "toolchain": dataclasses.asdict(Toolchain.here(target.platform)),
     }
     return {name: CacheKey.of(graph=name, **parts) for name in names or GRAPHS}
-
-
-def mesh_shape(program: Program) -> MeshShape:
-    """The mesh of a program, with the axis that takes the rest of the target's devices."""
-    sizes = dataclasses.asdict(program.mesh)
-    return MeshShape.resolve(sizes, Target.parse(program.target).devices)
-
-
-def stages_of(program: Program) -> Stages | None:
-    """How the layers of a program are divided among stages; None where it is no pipeline.
-
-    Raises:
-        LoweringError: no such target.
-        ShardingError: layers or microbatches that the stages cannot take.
-    """
-    stages = mesh_shape(program).axes.get("stage", 1)
-    if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
-        return None
-    return check_pipeline(program, stages)
-
-
-def rows_of_layers(program: Program) -> tuple[int | None, ...]:
-    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage.
-
-    Raises:
-        PlanError: the model is one of PyTorch, whose layers have no rows of ours.
-    """
-    if is_imported(program.model):
-        raise PlanError(
-            "this knows the layers of the native decoder, not those of model.torch or model.hf; "
-            "their checkpoints go into any mesh when a run goes on from them"
-        )
-    stages = stages_of(program)
-    return tuple(range(program.model.layers)) if stages is None else stages.rows
 
 
 @functools.cache

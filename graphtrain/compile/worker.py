@@ -26,7 +26,7 @@ from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.memory_check import explained
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.errors import USER_ERRORS
 from graphtrain.graphs.build import build_graph

@@ -9,6 +9,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypeIs
 
+from graphtrain.config.hf_config import layer_count, vocabulary
+from graphtrain.errors import ImportedModelError
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
 
@@ -194,9 +196,6 @@ class Imported:
         if (self.torch is None) == (self.hf is None):
             raise ValueError("give either torch or hf")
         if self.vocab is None:
-            from graphtrain.errors import ImportedModelError
-            from graphtrain.torch_frontend.source import vocabulary
-
             try:
                 _settle(self, vocab=self.hf and vocabulary(self.hf, self.overrides))
             except ImportedModelError as error:
@@ -478,9 +477,9 @@ def _layers_of(program: Program) -> int:
     """
     if not is_imported(program.model):
         return program.model.layers
-    from graphtrain.torch_frontend.sizes import blocks_of
-
-    blocks = blocks_of(program.model) or sum(program.pipeline.layers or ())
+    model = program.model
+    stated = model.hf and layer_count(model.hf, model.overrides)
+    blocks = stated or sum(program.pipeline.layers or ())
     if not blocks:
         raise ShardingError(
             "how many blocks model.torch makes is not known before it is made; say how many each "

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphtrain.compile.request_keys import stages_of
+from graphtrain.config.resolve import stages_of
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.native_equivalent import estimable
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from graphtrain.compile.request_keys import mesh_shape, stages_of
+from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Program
 from graphtrain.graphs.decode import TOKENS, extend_graph
 from graphtrain.graphs.deferred_reduction import can_defer, reduce_last

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.graphs.deferred_reduction import Objective, key_here, own_here
 from graphtrain.graphs.dispatch import before_head, drops, forward

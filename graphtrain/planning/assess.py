@@ -12,8 +12,8 @@ from typing import Any
 
 from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
-from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.compile.tasks import Limits, Observer, Outcome, tasks_of
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_filler

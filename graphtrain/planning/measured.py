@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache.programs import timestamp
-from graphtrain.compile.request_keys import mesh_shape, request_keys
+from graphtrain.compile.request_keys import request_keys
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_filler

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphtrain.cache import Cache
-from graphtrain.compile.request_keys import mesh_shape
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.render import toml
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.cost_model.padded_stages import with_filler
 from graphtrain.errors import USER_ERRORS

@@ -13,8 +13,9 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
 from graphtrain.compile.driver import compile_tasks
-from graphtrain.compile.request_keys import mesh_shape, request_keys
+from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.run.programs import Programs

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError, NeedsStrict
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_frontend.attention import only_native
@@ -27,7 +28,7 @@ from graphtrain.torch_frontend.causes import raised
 from graphtrain.torch_frontend.joint import trace_joint, written_through_views
 from graphtrain.torch_frontend.making import Change, Made, make
 from graphtrain.torch_frontend.scanning import NotAlike, Scan, Through, blocks_scanned
-from graphtrain.torch_frontend.source import find, read_config, split_name, with_here
+from graphtrain.torch_frontend.source import find, split_name, with_here
 from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
 from lowering.tracing.constrain import by_hand_now, constrain
 from lowering.tracing.deferred_gradient import Pending, complete

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.making import make, parameter_count
 from graphtrain.torch_frontend.model import factory
-from graphtrain.torch_frontend.source import read_config
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported

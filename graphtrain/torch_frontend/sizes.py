@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
 from graphtrain.config.schema import HowAttended, Mixture, Model
-from graphtrain.torch_frontend.source import read_config
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-# What transformers' families call the same thing.
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "embed": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "mlp": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
-    "experts": ("num_local_experts", "num_experts"),
-}
 _ATTENDING_THEMSELVES = ("bloom", "falcon", "gptj", "gpt_neo")  # docs/torch.md, Attention
 _WITHOUT_GATE = (
     "bloom",
@@ -35,13 +25,6 @@ _WITHOUT_GATE = (
 )
 
 
-def blocks_of(model: Imported) -> int | None:
-    """Blocks of a model as its configuration has them; None for a module of the user's own."""
-    if model.hf is None:
-        return None
-    return _first(read_config(model.hf, model.overrides), _NAMES["layers"])
-
-
 def look_alike(model: Imported) -> Model | None:
     """A native model of about the same sizes; None where a configuration does not say them.
 
@@ -50,7 +33,7 @@ def look_alike(model: Imported) -> Model | None:
     if model.hf is None:
         return _of_module(model)
     config = read_config(model.hf, model.overrides)
-    sizes: dict[str, Any] = {name: _first(config, names) for name, names in _NAMES.items()}
+    sizes: dict[str, Any] = {name: first_int(config, names) for name, names in SIZE_NAMES.items()}
     if not (sizes["layers"] and sizes["embed"] and sizes["heads"]):
         return None
     experts = sizes.pop("experts")
@@ -125,7 +108,3 @@ def _heads(width: int) -> tuple[int, int]:
         if width % head_dim == 0 and width // head_dim >= 4:
             return width // head_dim, head_dim
     return max(1, width // 2), 2
-
-
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.versions import installed
 
@@ -25,40 +25,6 @@ _SOURCES = (
     *("model.py", "names.toml", "scanning.py", "sizes.py", "source.py", "staged.py", "strict.py"),
     "transformers_model.py",
 )
-
-
-def config_path(hf: str) -> Path:
-    """The config.json of a folder, or the file itself."""
-    path = Path(hf)
-    return path / "config.json" if path.is_dir() else path
-
-
-def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration, with the settings that replace some of it.
-
-    Raises:
-        ImportedModelError: there is none, or it is not one of a model.
-    """
-    path = config_path(hf)
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise ImportedModelError(
-            f'hf = "{hf}": {path} cannot be read ({error.strerror}); name a folder with a '
-            "config.json, or such a file; nothing is downloaded"
-        ) from None
-    except ValueError as error:
-        raise ImportedModelError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ImportedModelError(f"{path} has no model_type, so it is no model of transformers")
-    return config | dict(overrides)
-
-
-def vocabulary(hf: str, overrides: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding as the configuration has them."""
-    config = read_config(hf, overrides)
-    found = config.get("vocab_size")
-    return found if isinstance(found, int) else None
 
 
 def ingredients(model: Imported) -> dict[str, Any]:

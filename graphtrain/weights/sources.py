@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from graphtrain.compile.request_keys import rows_of_layers
+from graphtrain.config.resolve import rows_of_layers
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.compile.request_keys import rows_of_layers, stages_of
+from graphtrain.config.resolve import rows_of_layers, stages_of
 from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays

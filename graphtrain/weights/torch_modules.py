@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphtrain.compile.request_keys import stages_of
+from graphtrain.config.hf_config import read_config
+from graphtrain.config.resolve import stages_of
 from graphtrain.errors import WeightsError
-from graphtrain.torch_frontend.source import read_config
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten

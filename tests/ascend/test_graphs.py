@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture
 from graphtrain.graphs.build import build_graph
 from lowering.ascend import backend, mindir

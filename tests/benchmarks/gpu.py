@@ -54,7 +54,7 @@ def program(model: str, target: str) -> Any:
 def compile_to(directory: Path, model: str, target: str, graphs: list[str]) -> dict[str, Any]:
     """Compile graphs with no card, leave them in a directory, and describe the training step."""
     from graphtrain.compile import worker
-    from graphtrain.compile.request_keys import mesh_shape
+    from graphtrain.config.resolve import mesh_shape
     from graphtrain.cost_model.memory import memory
     from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
@@ -82,7 +82,7 @@ def graphtrain_step(directory: Path | None, model: str, target: str) -> Step:
     """The training step, from artifacts of a directory; else compiled by JAX on the card."""
     import numpy as np
 
-    from graphtrain.compile.request_keys import mesh_shape
+    from graphtrain.config.resolve import mesh_shape
     from graphtrain.graphs.build import build_graph
     from lowering.machine.target import Target
     from lowering.xla import backend as xla

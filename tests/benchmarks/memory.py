@@ -117,7 +117,7 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    from graphtrain.compile.request_keys import mesh_shape
+    from graphtrain.config.resolve import mesh_shape
     from graphtrain.cost_model.memory import least, memory
     from sharding_rules.rules import Rules
 

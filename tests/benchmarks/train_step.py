@@ -57,8 +57,8 @@ def graphtrain_step(dtype: str, overrides: list[str]) -> Step:
     import numpy as np
 
     import lowering
-    from graphtrain.compile.request_keys import mesh_shape
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import mesh_shape
     from graphtrain.graphs.build import build_graph
     from lowering.machine.target import Target
     from sharding_rules.rules import Rules

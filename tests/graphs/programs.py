@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from unoptimized import OPTIONS
 
-from graphtrain.compile.request_keys import mesh_shape, stages_of
+from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
 from graphtrain.graphs.dispatch import arrange, parameter_specs

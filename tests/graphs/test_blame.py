@@ -6,7 +6,7 @@ import jax
 import pytest
 from programs import LLAMA, program, unoptimized
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.graphs.build import build_graph
 from graphtrain.models.decoder import Decoder

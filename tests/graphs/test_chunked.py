@@ -11,7 +11,7 @@ import pytest
 from programs import CUBE, GEMMA, batch, gradients_graph, loaded, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
 from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
 from lowering.machine.target import Target

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from programs import program
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model
 from graphtrain.cost_model.traffic import traffic
 from graphtrain.graphs.build import build_graph

@@ -12,7 +12,7 @@ from programs import LLAMA, batch, loaded, program, state_of
 from torch_families import imported
 
 from graphtrain.compile import worker
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.cost_model.time import utilisation
 from graphtrain.models.attention import flash, module

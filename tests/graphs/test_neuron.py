@@ -14,7 +14,7 @@ import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 from unoptimized import OPTIONS
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from programs import LLAMA, gradients_graph, program
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from lowering.machine.target import Target
 from lowering.xla import backend as xla

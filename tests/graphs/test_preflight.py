@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from programs import CUBE, GPT2, LLAMA, program
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory

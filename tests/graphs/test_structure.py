@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from programs import LLAMA, gradients_graph, program
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh
 from lowering.hlo.collectives import read
 from lowering.hlo.text import parse

@@ -9,7 +9,7 @@ from programs import alone, loaded, program
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.build import build_graph

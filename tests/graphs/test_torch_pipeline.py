@@ -14,7 +14,7 @@ from torch_families import imported
 
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, restore_parameters
-from graphtrain.compile.request_keys import stages_of
+from graphtrain.config.resolve import stages_of
 from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph

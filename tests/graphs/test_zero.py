@@ -6,7 +6,7 @@ import pytest
 from programs import GPT2, LLAMA, batch, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model
 from graphtrain.graphs.build import build_graph
 from graphtrain.models.flops import parameter_count

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
 from graphtrain.cost_model.memory import memory
 from graphtrain.models.chunk_size import Logits, best_chunk, chunk_of

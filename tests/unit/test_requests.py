@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from graphtrain.compile.request_keys import (
-    GRAPHS,
-    mesh_shape,
-    request_keys,
-    source_digests,
-    stages_of,
-)
+from graphtrain.compile.request_keys import GRAPHS, request_keys, source_digests
+from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError

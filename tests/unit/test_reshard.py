@@ -25,8 +25,8 @@ from graphtrain.checkpoints.checkpoint import (
 from graphtrain.checkpoints.reshard import reshard
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
-from graphtrain.compile.request_keys import stages_of
 from graphtrain.config import load_config, render
+from graphtrain.config.resolve import stages_of
 from graphtrain.config.schema import (
     Batch,
     Config,

@@ -16,8 +16,8 @@ def main() -> None:
     import numpy as np
 
     marks.mark("import jax")
-    from graphtrain.compile.request_keys import mesh_shape
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import mesh_shape
     from graphtrain.graphs.build import build_graph
     from lowering.tracing.constrain import placed, sharding
     from lowering.trees import flatten, unflatten

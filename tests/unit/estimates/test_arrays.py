@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
 from graphtrain.cost_model.weights import place_weights
 from graphtrain.graphs.build import state_specs_of

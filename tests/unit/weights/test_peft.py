@@ -12,7 +12,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from unoptimized import OPTIONS
 
-from graphtrain.compile.request_keys import mesh_shape
+from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.errors import WeightsError
 from graphtrain.models.decoder import forward

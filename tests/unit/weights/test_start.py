@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from graphtrain.compile.request_keys import stages_of
 from graphtrain.config import render
+from graphtrain.config.resolve import stages_of
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Pipeline, Program, Run
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.build import parameter_specs_of
