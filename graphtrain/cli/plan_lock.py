@@ -17,7 +17,7 @@ from graphtrain.cli.options import (
 from graphtrain.cli.plan_show import compile_option
 
 if TYPE_CHECKING:
-    from graphtrain.planning.assessment import Assessment
+    from graphtrain.cost_model.assessment import Assessment
 
 _DIFFERS = 5  # exit status
 

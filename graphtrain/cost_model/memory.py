@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.sizes import Sizes
 from graphtrain.cost_model.weights import Weight, place_weights
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.flops import is_gated
-from graphtrain.planning.assessment import Memory
 from lowering.machine.target import Target
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape

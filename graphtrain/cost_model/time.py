@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.native_equivalent import estimable
 from graphtrain.models.flops import (
     attention_flops_per_token,
     flops_per_token,
     step_flops_per_token,
 )
-from graphtrain.planning.assessment import Memory, StepTime
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 

@@ -9,10 +9,10 @@ from graphtrain.cache import Cache
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
-from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.blame import Cause, blame
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, Vary, find_remedies

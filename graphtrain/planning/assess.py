@@ -15,6 +15,7 @@ from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, Outcome, tasks_of
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_filler
 from graphtrain.cost_model.time import step_time, utilisation
@@ -22,7 +23,6 @@ from graphtrain.cost_model.traffic import bubble_of, traffic
 from graphtrain.errors import PlanError
 from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.chunk_size import chunk_of
-from graphtrain.planning.assessment import Assessment, Memory
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules

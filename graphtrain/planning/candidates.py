@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
+from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.time import step_time, utilisation
 from graphtrain.cost_model.traffic import bubble_of, traffic
@@ -17,7 +18,6 @@ from graphtrain.models.attention.kernel_support import in_step
 from graphtrain.models.chunk_size import chunk_of
 from graphtrain.models.lora.trainable import keeps_weights
 from graphtrain.models.shapes import state_arrays
-from graphtrain.planning.assessment import Memory, StepTime
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from sharding_rules.arrays import ArraySpec

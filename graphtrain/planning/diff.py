@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from graphtrain.planning.assessment import Assessment
+from graphtrain.cost_model.assessment import Assessment
 from graphtrain.planning.traffic import by_axes
 from lowering.trees import tails
 from sharding_rules.plan import Plan

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from graphtrain.cost_model.assessment import Assessment
 from graphtrain.errors import PlanError
-from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.diff import placement
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain

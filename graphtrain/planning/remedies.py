@@ -12,12 +12,12 @@ from graphtrain.compile.tasks import Observer
 from graphtrain.config.render import toml
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program, is_imported
+from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.padded_stages import with_filler
 from graphtrain.errors import USER_ERRORS
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assess import assess_all, estimate
-from graphtrain.planning.assessment import Assessment
 from lowering.machine.target import Target
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules

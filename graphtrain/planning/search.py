@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
+from graphtrain.cost_model.assessment import StepTime
 from graphtrain.cost_model.native_equivalent import estimable
 from graphtrain.cost_model.time import HIDDEN, crosses_hosts
 from graphtrain.errors import PlanError
-from graphtrain.planning.assessment import StepTime
 from graphtrain.planning.candidates import (
     LONG,
     WIDEST_TENSOR,

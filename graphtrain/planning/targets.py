@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
+from graphtrain.cost_model.assessment import Assessment
 from graphtrain.errors import USER_ERRORS
 from graphtrain.planning.assess import assess_all
-from graphtrain.planning.assessment import Assessment
 from graphtrain.planning.remedies import Vary
 
 

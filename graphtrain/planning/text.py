@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from graphtrain.cost_model.assessment import Assessment, Memory
     from graphtrain.planning.answer import Answer
-    from graphtrain.planning.assessment import Assessment, Memory
     from graphtrain.planning.blame import Cause
     from graphtrain.planning.diff import Change
     from graphtrain.planning.remedies import Remedy
