@@ -10,7 +10,7 @@ import pytest
 # In a thread, as XLA does; a megabyte of pages is 256.
 FAULTS = """
 import resource, sys, threading
-from lowering import host
+from lowering.machine import host
 
 if sys.argv[1] == "kept":
     host.keep_pages()
@@ -30,7 +30,7 @@ print(faults[2] - faults[1])
 # The pages of what is allocated after are there already; a stop in between leaves what there is.
 AHEAD = """
 import resource, sys, threading
-from lowering import host
+from lowering.machine import host
 from lowering.machine.memory_pages import PagesAhead
 
 host.usable_cores = lambda: 2
@@ -49,7 +49,7 @@ print(given >> 20, faults, whole[:251] == bytes(range(251)))
 HUGE = """
 import sys
 from pathlib import Path
-from lowering import host
+from lowering.machine import host
 from lowering.machine.memory_pages import merge_pages
 
 def huge():
