@@ -16,7 +16,9 @@ class Part(Protocol):
     """Dataset of a blend, with either a weight or a number of epochs."""
 
     @property
-    def dataset(self) -> str: ...
+    def dataset(self) -> str:
+        """Path prefix of the dataset."""
+        ...
 
     @property
     def weight(self) -> float | None:

@@ -62,7 +62,7 @@ def read_conversations(record: Any, format: str, place: str) -> tuple[Conversati
 
 
 def recognised(record: dict[str, Any]) -> str:
-    """Return the format whose keys a record has."""
+    """Detect the format of a record by its keys."""
     if "chosen" in record and "rejected" in record:
         return "preference"
     if "instruction" in record:

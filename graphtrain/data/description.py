@@ -17,7 +17,7 @@ _BEGINNING = 256  # tokens of the first document shown in a summary
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """Settings that a dataset of conversations was made with, and its loss mask."""
+    """Settings that a dataset of conversations was made with, and the size of its loss mask."""
 
     template: str  # name
     template_digest: str
@@ -58,6 +58,7 @@ def file_digests(prefix: str | Path) -> dict[str, str]:
 
 
 def write_description(prefix: str | Path, description: Description) -> None:
+    """Write the description of a dataset, PREFIX.json."""
     with replacing(Path(f"{prefix}.json")) as file:
         file.write((json.dumps(asdict(description), indent=2) + "\n").encode())
 

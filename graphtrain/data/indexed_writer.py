@@ -88,6 +88,7 @@ class IndexedWriter:
 
     @property
     def written(self) -> Written:
+        """Documents and tokens written so far, for `keep` of a later writer."""
         return Written(self.documents, self.token_count)
 
     @property

@@ -113,7 +113,9 @@ class Making(Protocol):
         """Description of the conversations; None for plain text, which has no loss mask."""
         ...
 
-    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode: ...
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+        """Return the function that encodes chunks of the corpus."""
+        ...
 
     def save(self, directory: Path) -> tuple[str, ...]:
         """Write additional files next to the tokenizer; return their names."""

@@ -180,7 +180,7 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     assert verify(tmp_path / "both/train")["documents"] == 8
     assert (tmp_path / "both/chat_template.jinja").is_file()
     made(tmp_path, [PAIR])
-    with pytest.raises(DataError, match="differ in kind .*, chat template or --learn"):
+    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --learn"):
         merge([prefixes[0], tmp_path / "out/train"], tmp_path / "mixed/train")
 
 
