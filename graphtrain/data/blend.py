@@ -7,9 +7,7 @@ import numpy as np
 
 from graphtrain.errors import DataError
 
-_PERIOD = (
-    1 << 20
-)  # maximum sequences before the pattern repeats; shares are exact to one part in this
+_PERIOD = 1 << 20  # maximum sequences before the pattern repeats; the resolution of shares
 
 
 class Part(Protocol):

@@ -89,9 +89,7 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) ->
         yield encoded
 
 
-_encoders: list[
-    Encode
-] = []  # at most one, set once per worker process: sending it costs more than a chunk
+_encoders: list[Encode] = []  # in a worker process: one, sent once because it is large
 
 
 def _set_encoder(encoder: Encode) -> None:

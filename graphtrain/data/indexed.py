@@ -59,9 +59,7 @@ class IndexedDataset:
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
         self._check_documents(documents, sequences)
-        self.document_offsets: np.ndarray = offsets[
-            documents
-        ]  # token offsets: one more than documents
+        self.document_offsets: np.ndarray = offsets[documents]  # in tokens; (documents + 1,)
         if not offsets[-1]:
             raise DataError(f"{self._index_path}: the dataset is empty; prepare it from some text")
         self._check_tokens_length(int(offsets[-1]))

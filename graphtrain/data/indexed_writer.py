@@ -61,9 +61,7 @@ class IndexedWriter:
             _discard(self._tokens, self._tokens_path)
             raise
         if not kept.documents:
-            self._index.write(
-                bytes(HEADER.size)
-            )  # placeholder: the counts are known only at the end
+            self._index.write(bytes(HEADER.size))  # placeholder: the counts are not known yet
         return self
 
     def __exit__(
@@ -72,9 +70,8 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and not issubclass(
-            kind, Exception
-        ):  # interrupted, for example by Ctrl-C: keep the partial files
+        if kind is not None and not issubclass(kind, Exception):
+            # Interrupted, for example by Ctrl-C: keep the partial files.
             self._tokens.close()
             self._index.close()
             return

@@ -21,9 +21,8 @@ class Rows:
     length: int
     vocab: int | None = None
     apart: bool = False
-    packing: HowPacked | None = (
-        None  # None: "cut" for text; for conversations "fit" if apart, else "padded"
-    )
+    # None: "cut" for text; for conversations "fit" if apart, else "padded".
+    packing: HowPacked | None = None
     longer: Longer = "refuse"
     pairs: bool | None = None  # require or refuse preference pairs; None: accept both
 

@@ -27,9 +27,7 @@ from graphtrain.errors import DataError
 
 NAMES = ("train", "validation", "test")
 _ENDINGS = ("bin", "idx", "json")
-_SAVE_EVERY = (
-    10.0  # seconds between saves of the progress; at most this much work is lost by a kill
-)
+_SAVE_EVERY = 10.0  # seconds between saves of the progress; a kill loses at most this work
 
 
 def split_names(corpus: Corpus) -> tuple[str, ...]:

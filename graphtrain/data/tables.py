@@ -11,9 +11,7 @@ from graphtrain.errors import DataError
 ENDINGS = (".parquet", ".arrow")
 _ROWS = 256  # rows read at a time
 
-Batches = Iterator[
-    tuple[int, Any, float]
-]  # index of the first row, rows, fraction of the file read
+Batches = Iterator[tuple[int, Any, float]]  # index of first row, rows, fraction of the file read
 
 
 def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:

@@ -173,9 +173,7 @@ class SentencePieceTokenizer:
     def _places(self, text: str) -> Placed:
         from sentencepiece import sentencepiece_pb2
 
-        proto: Any = (
-            sentencepiece_pb2  # its classes are created at import, unknown to type checkers
-        )
+        proto: Any = sentencepiece_pb2  # its classes are created at import
         encoded = self._processor.encode(text, out_type="serialized_proto")
         pieces = proto.SentencePieceText.FromString(encoded).pieces
         begins = np.array([piece.begin for piece in pieces], np.int64)

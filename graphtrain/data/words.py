@@ -49,9 +49,7 @@ class Words:
         self._expression = expression
         self._parts = Words(parts, encode) if parts else None
         self._encode = encode
-        self._known: dict[
-            str, bytes
-        ] = {}  # int32 arrays as bytes, which concatenate much faster than lists
+        self._known: dict[str, bytes] = {}  # int32 arrays: bytes are joined faster than lists
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text, equal to those of the tokenizer itself."""
@@ -112,9 +110,7 @@ def exact_words(model: bytes) -> re.Pattern[str] | None:
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    proto: Any = (
-        sentencepiece_model_pb2  # its classes are created at import, unknown to type checkers
-    )
+    proto: Any = sentencepiece_model_pb2  # its classes are created at import
     parsed = proto.ModelProto.FromString(model)
     trained, normalizer = parsed.trainer_spec, parsed.normalizer_spec
     plain = (
