@@ -1,4 +1,4 @@
-"""Files that appear whole under their name, or not at all."""
+"""Atomic replacement of files: they appear complete under their name, or not at all."""
 
 import hashlib
 import os
@@ -9,13 +9,13 @@ from typing import BinaryIO
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it takes its name; a later attempt writes over it."""
+    """Return the temporary path of a file until it is complete; later attempts overwrite it."""
     return path.with_name(path.name + ".partial")
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of the system: writing, unlike opening, does not say it."""
+    """Add the file name to operating system errors, which write errors do not contain."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def settle(file: BinaryIO) -> None:
-    """Write what is buffered and wait for the disk: a full one must be noticed before a rename."""
+    """Flush, sync to disk and close, so that a full disk is noticed before the rename."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
@@ -32,7 +32,7 @@ def settle(file: BinaryIO) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when the block ends, and is removed when it raises."""
+    """Open a temporary file, renamed to `path` at the end of the block, or removed on error."""
     partial = partial_path(path)
     try:
         with naming(path):
@@ -47,6 +47,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def content_digest(path: Path) -> str:
-    """The digest of a file's bytes, whatever its name."""
+    """Return the SHA-256 digest of the content of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

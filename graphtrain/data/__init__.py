@@ -1,5 +1,6 @@
-"""From text to batches: a tokenizer, an indexed dataset on disk, and its packing into sequences.
+"""Data pipeline from text to batches: tokenizers, indexed datasets on disk, packing, loading.
 
-May import `graphtrain.errors` and NumPy. Grain is imported by a `Loader`, sentencepiece by its
-tokenizer, Jinja by chat templates, and JAX never, so that a command pays only for what it uses.
+This package may import `graphtrain.errors` and NumPy at module level. Grain is imported only by
+`Loader`, sentencepiece by its tokenizer and Jinja by chat templates; JAX is never imported. A
+command therefore pays only for the libraries that it uses.
 """

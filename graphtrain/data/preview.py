@@ -1,4 +1,4 @@
-"""Documents of a dataset for a person to look at: what is learned of them, and how rows fill."""
+"""Preview of a dataset: documents with their loss mask, and how full packed rows are."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +15,7 @@ from graphtrain.errors import DataError
 
 
 class Piece(NamedTuple):
-    """Tokens of a document that are all learned, or all not."""
+    """Consecutive tokens of a document that are all inside or all outside the loss mask."""
 
     text: str
     tokens: np.ndarray
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piece]]]:
-    """Documents by number, in pieces; of text, everything is learned.
+    """Yield document indices and their pieces; in plain text, every token is in the loss mask.
 
     Raises:
         DataError: the dataset cannot be used, or has no such document.
@@ -31,9 +31,9 @@ def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piec
     dataset, description = IndexedDataset(prefix), read_description(prefix)
     tokenizer = dataset_tokenizer(prefix)
     if description is None or tokenizer is None:
-        raise DataError(f"{prefix}.json: no such file, and without it tokens have no text")
+        raise DataError(f"{prefix}.json: no such file; it is needed to decode the tokens to text")
     if first >= len(dataset):
-        raise DataError(f"{prefix}: has documents 0 to {len(dataset) - 1}, and no {first}")
+        raise DataError(f"{prefix}: has documents 0 to {len(dataset) - 1}, but no document {first}")
     learned = Learned(dataset) if description.conversations else None
     for number in range(first, min(first + count, len(dataset))):
         tokens = dataset.document(number)
@@ -50,7 +50,7 @@ def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piec
 
 
 def filling(prefix: str, length: int) -> str:
-    """How many rows of a length the whole documents of a dataset take, and how full they are."""
+    """Return a report of the rows that best-fit packing needs, and of how full they are."""
     sizes = np.diff(IndexedDataset(prefix).document_offsets)
     packed = Rows(length=length, apart=True, packing="fit", longer="cut").open(prefix)
     places = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
@@ -59,7 +59,7 @@ def filling(prefix: str, length: int) -> str:
 
 
 def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    """Text of tokens; a special one that decoding leaves out by its name."""
+    """Decode tokens; also show the end token, which some tokenizers omit from decoded text."""
     end = tokenizer.special.get("eos_token", "")
     text = tokenizer.decode(tokens)
     ends = len(tokens) and tokens[-1] == tokenizer.eod and not text.endswith(end)

@@ -1,16 +1,16 @@
-"""Orders and choices drawn from a seed, the same on every machine and with every NumPy."""
+"""Seeded permutations and samples, the same on every machine and with every NumPy version."""
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: separates neighbouring integers
 _WORD = (1 << 64) - 1
 
 
 def hashed(indices: np.ndarray, *salts: int) -> np.ndarray:
     """Hash each index with the salts to a uniform uint64.
 
-    NumPy's generators may change their streams between versions; this does not, so that a run
-    resumed years later reads the same data.
+    NumPy's generators may change their streams between versions. This function does not, so a run
+    that is resumed years later reads the same data.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 17
     (the finalizer of SplitMix64, once per salt), https://doi.org/10.1145/2714064.2660195
@@ -22,12 +22,12 @@ def hashed(indices: np.ndarray, *salts: int) -> np.ndarray:
 
 
 def permutation(count: int, *salts: int) -> np.ndarray:
-    """The numbers below `count` in an order drawn from the salts."""
+    """Return a permutation of the integers below `count`, determined by the salts."""
     return np.argsort(hashed(np.arange(count), *salts), kind="stable")
 
 
 def chosen(indices: np.ndarray, fraction: float, *salts: int) -> np.ndarray:
-    """A mask that is true for about `fraction` of the indices; each is decided on its own."""
+    """Return a mask, True for about `fraction` of the indices, each decided independently."""
     return hashed(indices, *salts) / 2.0**64 < fraction
 
 

@@ -1,4 +1,4 @@
-"""A bigram model: what a language model must beat to have learned more than pairs of tokens."""
+"""Bigram model: a baseline loss that a trained language model should beat."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ _CHUNK = 1 << 22  # tokens counted at a time
 
 @dataclass(frozen=True)
 class Bigram:
-    """Counts of the pairs of tokens that occur; memory grows with those, not with vocab squared."""
+    """Counts of the token pairs that occur; memory grows with these, not with vocab squared."""
 
     vocab: int
     pairs: np.ndarray  # first * vocab + second, ascending
     pair_counts: np.ndarray
-    first_counts: np.ndarray  # by token: how often it is followed by another
+    first_counts: np.ndarray  # occurrences of each token as the first of a pair
 
     @classmethod
     def count(cls, dataset: IndexedDataset, vocab: int) -> "Bigram":
-        """Count the pairs of a dataset, documents end to end in their own order.
+        """Count the pairs of a dataset whose documents are concatenated in their order on disk.
 
         Raises:
             DataError: a token is outside the vocabulary.
@@ -32,7 +32,9 @@ class Bigram:
         for first in range(0, len(dataset.tokens) - 1, _CHUNK):
             tokens = dataset.tokens[first : first + _CHUNK + 1].astype(np.int64)
             if tokens.max() >= vocab:
-                raise DataError(f"{dataset.prefix}: holds token {tokens.max()}, vocab is {vocab}")
+                raise DataError(
+                    f"{dataset.prefix}: contains token {tokens.max()}, but vocab = {vocab}"
+                )
             found, found_counts = np.unique(tokens[:-1] * vocab + tokens[1:], return_counts=True)
             pairs, counts = _added(pairs, counts, found, found_counts)
         first_counts = np.bincount(pairs // vocab, counts, minlength=vocab).astype(np.int64)
@@ -40,7 +42,12 @@ class Bigram:
 
     @classmethod
     def blended(cls, models: Sequence["Bigram"], shares: np.ndarray) -> "Bigram":
-        """Models of datasets in one, of as many pairs in all, these shares of them from each."""
+        """Combine models so that each contributes its share of the pairs.
+
+        Args:
+            models: Models of datasets, all with the same vocabulary.
+            shares: Relative weights of the models. The total number of pairs is unchanged.
+        """
         total = sum(model.pair_counts.sum() for model in models)
         pairs, counts = np.empty(0, np.int64), np.empty(0, np.float64)
         for model, share in zip(models, shares / shares.sum(), strict=True):
@@ -50,7 +57,7 @@ class Bigram:
         return cls(models[0].vocab, pairs, counts, first_counts)
 
     def probabilities(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Of each target after its token, with one added to every count.
+        """Return the probability of each target after its token, with add-one smoothing.
 
         Source: Jurafsky and Martin, "Speech and Language Processing", section 3.6.1 (Laplace)
         """
@@ -60,7 +67,7 @@ class Bigram:
         return (counts + 1) / (self.first_counts[tokens] + self.vocab)
 
     def loss(self, batches: Iterable[Batch]) -> float:
-        """Mean negative log likelihood of the targets, in nats per token, by their weights."""
+        """Return the weighted mean negative log-likelihood of the targets, in nats per token."""
         total = weight = 0.0
         for batch in batches:
             logarithms = np.log(self.probabilities(batch["tokens"], batch["targets"]))
@@ -72,7 +79,7 @@ class Bigram:
 def _added(
     pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of two tables of counts."""
+    """Return the sum of two sparse tables of counts."""
     merged, places = np.unique(np.concatenate([pairs, more]), return_inverse=True)
     summed = np.bincount(places, np.concatenate([counts, more_counts]), len(merged))
     return merged, summed.astype(counts.dtype)

@@ -1,4 +1,4 @@
-"""Several datasets in one stream of sequences, in fixed proportions."""
+"""Blending of several datasets into one stream of sequences, in fixed proportions."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,35 +7,37 @@ import numpy as np
 
 from graphtrain.errors import DataError
 
-_PERIOD = 1 << 20  # sequences after which the pattern repeats; shares are exact to one in so many
+_PERIOD = 1 << 20  # maximum sequences before the pattern repeats; the resolution of shares
 
 
 class Part(Protocol):
-    """A dataset of a blend, and either its weight or its epochs."""
+    """Dataset of a blend, with either a weight or a number of epochs."""
 
     @property
-    def dataset(self) -> str: ...
+    def dataset(self) -> str:
+        """Path prefix of the dataset."""
+        ...
 
     @property
     def weight(self) -> float | None:
-        """Its share of the sequences, relative to the weights of the others."""
+        """Share of the sequences, relative to the weights of the other parts."""
         ...
 
     @property
     def epochs(self) -> float | None:
-        """How often it is read while the others are read as often as theirs say."""
+        """Passes over this dataset per period, relative to the epochs of the other parts."""
         ...
 
 
 class Blend:
-    """Which dataset has the sequence at a position of the stream, and which of its own it is.
+    """Mapping from positions of the stream to datasets and their sequences.
 
-    The sequences of each are spread evenly: the first n hold as many of a dataset as its share of
-    n, but for one or two. The answer for a position needs no other position.
+    Each dataset is spread evenly: the number of its sequences among the first n differs from its
+    share of n by at most one or two. The mapping of a position depends on no other position.
     """
 
     def __init__(self, counts: np.ndarray) -> None:
-        """Blend datasets of which a period has these counts of sequences, all positive."""
+        """Build the mapping from the positive counts of sequences of each dataset per period."""
         self.counts = counts
         owners = np.repeat(np.arange(len(counts)), counts)
         numbers = np.concatenate([np.arange(count) for count in counts])
@@ -43,23 +45,24 @@ class Blend:
         self._owners, self._numbers = owners[order], numbers[order]
 
     def place(self, position: int) -> tuple[int, int]:
-        """The dataset of a position, and the number of the sequence among that dataset's."""
+        """Return the index of the dataset of a position and of the sequence in that dataset."""
         period, slot = divmod(position, len(self._owners))
         owner = int(self._owners[slot])
         return owner, period * int(self.counts[owner]) + int(self._numbers[slot])
 
 
 def blend_counts(parts: Sequence[Part], lengths: Sequence[int]) -> np.ndarray:
-    """How many sequences of each dataset a period of the stream holds.
+    """Return the number of sequences of each dataset in one period of the stream.
 
-    With epochs, a period is every dataset as often as it says, where that is not too long.
+    With epochs, a period contains each dataset `epochs` times, unless that exceeds the maximum
+    length of a period; then only the proportions are kept.
 
     Args:
-        parts: of the blend.
-        lengths: sequences in one epoch of each dataset.
+        parts: Parts of the blend.
+        lengths: Sequences in one epoch of each dataset.
 
     Raises:
-        DataError: a share is too small to be kept.
+        DataError: a share rounds to no sequence in a period.
     """
     wanted = np.array(
         [
@@ -73,6 +76,6 @@ def blend_counts(parts: Sequence[Part], lengths: Sequence[int]) -> np.ndarray:
         part = parts[int(np.argmin(counts))]
         raise DataError(
             f"{part.dataset}: its share of the blend, {wanted.min() / wanted.sum():.2g}, is too "
-            "small to be kept; give it more, or leave it out"
+            "small; increase its weight or epochs, or remove the dataset"
         )
     return counts // np.gcd.reduce(counts)

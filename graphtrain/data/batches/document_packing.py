@@ -1,8 +1,8 @@
-"""Rows of whole documents: several that fit together, or one and padding.
+"""Packing of uncut documents: best-fit packing, or one document per row with padding.
 
-A document of n tokens takes n - 1 places of a row: none of its targets is in another document. Of a
-conversation, targets that are not learned weigh 0. The rows of a dataset are the same in every
-epoch; a loader shuffles them.
+A document of n tokens occupies n - 1 positions of a row, so none of its targets is in another
+document. Targets of a conversation outside its loss mask have weight 0. The rows of a dataset are
+the same in every epoch; the loader shuffles them.
 """
 
 import warnings
@@ -21,22 +21,22 @@ Longer = Literal["refuse", "cut", "drop"]
 
 
 class WholePacking:
-    """Random access to the rows of a dataset; number i is that of row i % len(self).
+    """Random access to the rows of a dataset; index i is row i % len(self).
 
-    Of a dataset of pairs, a number gives two rows: the chosen answer and the rejected one.
+    In a dataset of preference pairs, an index gives two rows: the chosen and the rejected answer.
 
     Args:
-        dataset: Of documents.
-        length: Places of a row.
-        learned: What to learn of the documents; None: everything.
-        fit: Whether a row takes as many documents as fit; else it takes one.
-        longer: What becomes of documents with more than length + 1 tokens.
-        pairs: Whether documents 2i and 2i + 1 are a pair.
-        vocab: Tokens of the model; without it, tokens are not compared with it.
-        apart: Whether batches say which tokens are of one document.
+        dataset: The documents.
+        length: Sequence length in tokens.
+        learned: Loss mask of the documents. None: train on everything.
+        fit: Best-fit packing: several documents share a row. False: one document per row.
+        longer: What to do with documents of more than length + 1 tokens.
+        pairs: Documents 2i and 2i + 1 are a preference pair.
+        vocab: Vocabulary size of the model. None: token ids are not checked against it.
+        apart: Isolate documents: batches contain segment ids.
 
     Raises:
-        DataError: documents are longer, and that is refused, or none can be used.
+        DataError: documents are longer and `longer` is "refuse", or no document can be used.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WholePacking:
         apart: bool = False,
     ) -> None:
         self.dataset, self.length = dataset, length
-        self.rows = 2 if pairs else 1  # of a number
+        self.rows = 2 if pairs else 1  # batch rows per index
         self.identity = f"{'fit' if fit and not pairs else 'padded'}, longer: {longer}"
         self._learned, self._vocab, self._apart = learned, vocab, apart
         documents = self._usable(longer, pairs)
@@ -68,16 +68,16 @@ class WholePacking:
         self._documents, self._starts = documents, starts
 
     def __len__(self) -> int:
-        """Rows in one epoch; of pairs, pairs."""
+        """Number of rows in one epoch; of preference pairs, the number of pairs."""
         return len(self._starts) - 1
 
     def documents(self, index: int) -> np.ndarray:
-        """The numbers of the documents in a row, in order."""
+        """Return the indices of the documents in a row, in order."""
         row = index % len(self)
         return self._documents[self._starts[row] : self._starts[row + 1]]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Rows of inputs, targets and weights; index -1 gives padding."""
+        """Return the batch of these indices; index -1 gives padding."""
         batch = empty_batch(len(indices) * self.rows, self.length, self._apart)
         for place, index in enumerate(indices):
             if index < 0:
@@ -89,7 +89,7 @@ class WholePacking:
         return batch
 
     def _fill(self, row: Batch, documents: np.ndarray) -> None:
-        """Write documents into the arrays of a row, one after another."""
+        """Write documents into the arrays of one row, one after another."""
         begin = 0
         for number, document in enumerate(documents, 1):
             tokens = self.dataset.document(document)[: self.length + 1]
@@ -104,17 +104,17 @@ class WholePacking:
             begin = end
 
     def _places(self, documents: np.ndarray) -> np.ndarray:
-        """That each document takes in a row."""
+        """Return the number of positions that each document occupies in a row."""
         offsets = self.dataset.document_offsets
         return np.minimum(offsets[documents + 1] - offsets[documents] - 1, self.length)
 
     def _usable(self, longer: Longer, pairs: bool) -> np.ndarray:
-        """The numbers of the documents to use, ascending; says how many are cut or left out."""
+        """Return the indices of usable documents, ascending; warn if some are cut or dropped."""
         sizes = np.diff(self.dataset.document_offsets)
         long = sizes > self.length + 1
         use = sizes > 1
         if longer == "cut" and self._learned:
-            use &= self._learned.first() <= self.length  # else nothing is learned of the rest
+            use &= self._learned.first() <= self.length  # otherwise no target remains after the cut
         elif longer == "drop":
             use &= ~long
         if pairs:
@@ -122,7 +122,10 @@ class WholePacking:
         if long.any():
             self._tell(longer, long, use, int(sizes.max()))
         if not use.any():
-            raise DataError(f"{self.dataset.prefix}: no document can be used")
+            raise DataError(
+                f"{self.dataset.prefix}: no document can be used; increase batch.length, or add "
+                "documents of at least 2 tokens"
+            )
         return np.flatnonzero(use)
 
     def _tell(self, longer: Longer, long: np.ndarray, use: np.ndarray, longest: int) -> None:
@@ -132,25 +135,30 @@ class WholePacking:
         )
         if longer == "refuse":
             raise DataError(
-                f'{said}; set run.data.longer to "cut", which keeps their beginning, or to "drop", '
-                "or make batch.length larger"
+                f'{said}; set run.data.longer to "cut" to keep their beginning or to "drop" to '
+                "leave them out, or increase batch.length"
             )
         warnings.warn(
-            f"{said}; {(long & use).sum()} are cut, {(~use).sum()} left out", stacklevel=1
+            f"{said}; {(long & use).sum()} are cut, {(~use).sum()} are left out", stacklevel=1
         )
 
 
 def best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
-    """The row of each document: longest first, each where it leaves the least room.
+    """Assign documents to rows by best-fit decreasing bin packing; return the row of each.
 
-    Rows have the numbers from 0 on; no size is above `length`.
+    Documents are placed longest first, each into the row where it leaves the least space. Rows are
+    numbered from 0.
+
+    Args:
+        sizes: Positions that each document occupies, none above `length`.
+        length: Positions of a row.
 
     Source: Ding et al. 2024, "Fewer truncations improve language modeling", algorithm 1,
     https://arxiv.org/abs/2404.10830
     """
     row_of = np.zeros(len(sizes), np.int64)
-    rooms: list[int] = []  # that some rows have left, ascending
-    rows: dict[int, list[int]] = {}  # by the room they have left
+    rooms: list[int] = []  # distinct free positions of started rows, ascending
+    rows: dict[int, list[int]] = {}  # started rows by their free positions
     count = 0
     for document in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[document])

@@ -1,4 +1,4 @@
-"""Batches for training, read ahead by Grain; batches for validation, once through."""
+"""Training batches, prefetched by Grain, and validation batches over one pass of a dataset."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,36 +13,39 @@ from graphtrain.data.batches.rows import HowPacked, Rows
 from graphtrain.errors import DataError
 from graphtrain.importing import import_without
 
-_THREADS = 4  # reading ahead
-_AHEAD = 4  # batches held in memory
-_NAMED = 20  # documents of a dataset that a message names
+_THREADS = 4  # prefetch threads
+_AHEAD = 4  # prefetched batches held in memory
+_NAMED = 20  # documents per dataset that a message lists
 
 
 class Loader:
-    """Batches without end; the batch of a step is a function of the data, the seed and the step.
+    """Infinite iterator of training batches, each a function of the data, the seed and the step.
 
-    The stream does not depend on the number of data-parallel ranks: rank r of n yields rows
-    r * sequences / n up to (r + 1) * sequences / n of each global batch. Each epoch of a dataset
-    takes its documents, and then the sequences made of them, in another order. Of pairs of answers,
-    rows 2i and 2i + 1 are the chosen and the rejected one of a pair, on every rank.
+    The global batches do not depend on the number of data-parallel ranks: rank r of n yields rows
+    r * sequences / n up to (r + 1) * sequences / n of each. In every epoch of a dataset, the order
+    of the documents and then the order of the sequences made from them are shuffled again. With
+    preference pairs, rows 2i and 2i + 1 are the chosen and the rejected answer of one pair, on
+    every rank.
 
     Args:
-        data: The prefix of a dataset, or the parts of a blend.
-        sequences: In a global batch.
-        length: Tokens of a sequence.
-        seed: Of the order.
-        vocab: Tokens of the model; without it, tokens are not compared with it.
-        apart: Whether batches say which tokens are of one document.
-        packing: How documents become sequences; None: as `Rows` chooses.
-        longer: What becomes of documents that do not fit into a sequence, where they stay whole.
-        pairs: Whether they must be pairs of answers; None: either will do.
-        rank: Which part of each batch this loader yields.
-        ranks: Parts in all.
-        start_step: Of the first batch.
+        data: Path prefix of a dataset, or the parts of a blend.
+        sequences: Global batch size, in sequences.
+        length: Sequence length in tokens.
+        seed: Seed of the shuffles.
+        vocab: Vocabulary size of the model. None: token ids are not checked against it.
+        apart: Isolate documents: batches contain segment ids (`documents`), so that attention
+            does not cross document boundaries.
+        packing: How documents become sequences. None: the default of `Rows`.
+        longer: What to do with a document longer than a sequence, where documents are not cut.
+        pairs: Require (True) or refuse (False) preference pairs. None: accept both.
+        rank: Data-parallel rank whose rows this loader yields.
+        ranks: Number of data-parallel ranks.
+        start_step: Step of the first batch.
 
     Raises:
-        DataError: a dataset cannot be used, or a token is outside the vocabulary.
-        ValueError: ranks does not divide sequences or pairs, or rank is not one of ranks.
+        DataError: a dataset cannot be used, or a token id is outside the vocabulary.
+        ValueError: ranks does not divide the sequences or the pairs of a batch, or rank is not
+            below ranks.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Loader:
         start_step: int = 0,
     ) -> None:
         if sequences % ranks or not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} of {ranks} ranks, {sequences} sequences in a batch")
+            raise ValueError(
+                f"rank = {rank}, ranks = {ranks}, sequences = {sequences}: rank must be from 0 to "
+                "ranks - 1, and ranks must divide sequences"
+            )
         alone = isinstance(data, str | Path)
         prefixes = [data] if alone else [part.dataset for part in data]
         rows = Rows(
@@ -86,12 +92,15 @@ class Loader:
             places = _alone(counts[0], seed)
         else:
             blend = Blend(blend_counts(data, counts))
-            # With these, other sizes or shares are noticed; where the datasets are may change.
+            # The state detects changed sizes or shares; the paths of the datasets may change.
             self._origin["blend"] = [blend.counts.tolist(), counts]
             places = _blended(blend, counts, seed)
         if units % ranks:
-            raise ValueError(f"{ranks} ranks, {units} pairs in a batch")
-        # (units, 2): the dataset, and which of its own. Grain's batches of one overflow (0.2.18).
+            raise ValueError(
+                f"ranks = {ranks} does not divide the {units} preference pairs of a batch"
+            )
+        # (units, 2): index of the dataset, index of the sequence in it. Grain's `batch(1)`
+        # overflows (0.2.18), hence the map.
         one = places.map(lambda place: place[None])
         self._places = one if units == 1 else places.batch(units)
         mine = slice(rank * units // ranks, (rank + 1) * units // ranks)
@@ -107,28 +116,28 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON: the next step, and what the order of the stream depends on."""
+        """Return the position as JSON: the next step, and all that determines the batch order."""
         return {"step": self._step, **self._origin}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state` returned, on any number of ranks.
+        """Resume from a position that `state` returned, on any number of ranks.
 
         Raises:
-            DataError: the position belongs to other data, another seed or shape of batch.
+            DataError: the position belongs to different data, another seed or another batch shape.
         """
         for name in {**self._origin, "blend": None, "packing": None}:
             was, value = state.get(name), self._origin.get(name)
             if was != value:
                 prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
                 raise DataError(
-                    f"{prefixes}: cannot continue at step {state.get('step')}: {name} was {was} "
-                    f"and is {value}; restore the setting or the dataset, or start from step 0"
+                    f"{prefixes}: cannot resume at step {state.get('step')}: {name} was {was} and "
+                    f"is now {value}; restore the setting or the dataset, or restart from step 0"
                 )
         self._iterator.close()
         self._start(state["step"])
 
     def documents(self, step: int) -> dict[str, np.ndarray]:
-        """The numbers of the documents in the global batch of a step, ascending, by dataset."""
+        """Return the document indices in the global batch of a step, ascending, by dataset."""
         touched: dict[str, list[np.ndarray]] = {}
         for owner, index in self._places[step]:
             packing = self._packings[owner]
@@ -136,7 +145,7 @@ class Loader:
         return {prefix: np.unique(np.concatenate(found)) for prefix, found in touched.items()}
 
     def describe(self, step: int) -> str:
-        """The documents of a step, for a message."""
+        """Describe the documents of a step for a message."""
         parts = []
         for prefix, documents in self.documents(step).items():
             some = ", ".join(str(number) for number in documents[:_NAMED])
@@ -145,11 +154,11 @@ class Loader:
         return "; ".join(parts)
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         self._iterator.close()
 
     def _batch(self, places: np.ndarray) -> Batch:
-        """Rows from the datasets they belong to, in the order of the places."""
+        """Return the rows at (dataset, sequence) index pairs, in the order of `places`."""
         if len(self._packings) == 1:
             return self._packings[0].batch(places[:, 1])
         rows = [self._packings[owner].batch([index]) for owner, index in places]
@@ -174,14 +183,17 @@ def evaluation_batches(
     longer: Longer = "refuse",
     pairs: bool | None = None,
 ) -> Iterator[Batch]:
-    """A dataset once through in its own order; every token but the first is a target once.
+    """Yield the batches of one pass over a dataset, unshuffled.
 
-    Of conversations, only what is learned is a target, and rows are in the order of their packing.
-    All batches have the same shape: the last sequence and the last batch are padded with weight 0.
-    With documents apart, the first token of each is no target.
+    In text, every token but the first is a target once. In conversations, only tokens in the loss
+    mask are targets, and rows come in packing order. All batches have the same shape: the last
+    sequence and the last batch are padded with weight 0. With isolated documents (`apart`), the
+    first token of each document is not a target.
+
+    The arguments are those of `Loader`.
 
     Raises:
-        DataError: the dataset cannot be used, or a token is outside the vocabulary.
+        DataError: the dataset cannot be used, or a token id is outside the vocabulary.
     """
     rows = Rows(
         length=length, vocab=vocab, apart=apart, packing=packing, longer=longer, pairs=pairs
@@ -194,33 +206,36 @@ def evaluation_batches(
 
 
 def _units(packings: Sequence[Any], sequences: int) -> int:
-    """How many sequences, or pairs of them, a batch holds."""
+    """Return the number of sequences, or of preference pairs, in a batch."""
     rows = {packing.rows for packing in packings}
     prefixes = ", ".join(packing.dataset.prefix for packing in packings)
     if len(rows) > 1:
-        raise DataError(f"{prefixes}: pairs of answers are blended only with others")
+        raise DataError(
+            f"{prefixes}: a blend cannot mix preference pairs with other data; use datasets of "
+            "one kind"
+        )
     (each,) = rows
     if sequences % each:
         raise DataError(
-            f"{prefixes}: holds pairs of answers, and a batch of {sequences} sequences would part "
-            "one; make batch.sequences, over microbatches, even"
+            f"{prefixes}: contains preference pairs of two sequences each, which do not fit into "
+            f"a batch of {sequences} sequences; make batch.sequences / batch.microbatches even"
         )
     return sequences // each
 
 
 def _alone(count: int, seed: int, owner: int = 0) -> Any:
-    """A Grain dataset: at each position, a dataset and the number of a sequence of it."""
+    """Return an infinite Grain dataset of (owner, sequence index) for one dataset, shuffled."""
     return (
         _grain()
         .MapDataset.range(count)
         .shuffle(seed % 2**32)  # Grain's limit
-        .repeat()  # shuffled anew each time
+        .repeat()  # reshuffles in each repetition
         .map_with_index(lambda position, row: np.array([owner, position // count * count + row]))
     )
 
 
 def _blended(blend: Blend, counts: Sequence[int], seed: int) -> Any:
-    """The same, of several datasets."""
+    """Return an infinite Grain dataset of (owner, sequence index) for a blend."""
     streams = [_alone(count, seed, owner) for owner, count in enumerate(counts)]
 
     def at(position: int, _: int) -> np.ndarray:
@@ -231,6 +246,9 @@ def _blended(blend: Blend, counts: Sequence[int], seed: int) -> Any:
 
 
 def _grain() -> Any:
-    """Grain, imported here as only training needs it; its handlers for Orbax, which takes twice as
-    long to import as the rest, are not used."""
+    """Import Grain without Orbax.
+
+    Only training needs Grain. Its Orbax handlers are unused, and importing Orbax takes twice as
+    long as the rest of Grain.
+    """
     return import_without("grain", "orbax.checkpoint")

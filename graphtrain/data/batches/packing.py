@@ -1,9 +1,9 @@
-"""Documents end to end, cut into sequences of one length.
+"""Packing by concatenation: documents end to end, cut into sequences of one length.
 
-Documents follow one another in an order drawn anew for each epoch. A sequence is `length` inputs
-and the `length` targets that follow each, so neighbouring sequences share one token and every token
-but an epoch's first is a target once. The last sequence of an epoch is padded, with weight 0. A
-document that is longer than a sequence goes on in the next ones of its epoch.
+Documents are concatenated in an order that is shuffled for each epoch. A sequence has `length`
+inputs and `length` targets, shifted by one token, so neighbouring sequences share one token and
+every token but the first of an epoch is a target once. The last sequence of an epoch is padded,
+with weight 0. A document longer than a sequence continues in the next sequence of its epoch.
 """
 
 import threading
@@ -16,14 +16,14 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.shuffle import permutation
 from graphtrain.errors import DataError
 
-# tokens and targets int32, weights float32, and documents int32 if they are kept apart: each
-# (sequences, length).
+# tokens (inputs) and targets int32, weights (loss mask) float32 and, if documents are isolated,
+# documents (segment ids) int32: each (sequences, length).
 Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The order of one epoch: slot i holds documents[i], which ends before position ends[i]."""
+    """Order of one epoch: documents[i] is at index i and ends before token position ends[i]."""
 
     documents: np.ndarray
     ends: np.ndarray
@@ -31,7 +31,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The parts of documents that make up a sequence, in order; none is empty."""
+    """Parts of documents that make up one sequence, in order; none is empty."""
 
     documents: np.ndarray
     starts: np.ndarray  # positions in the dataset's tokens
@@ -39,17 +39,22 @@ class _Pieces:
 
 
 class Packing:
-    """Random access to the sequences of a dataset; number i is row i % len(self) of its epoch.
+    """Random access to the sequences of a dataset; index i is row i % len(self) of its epoch.
 
-    Without a seed the documents keep their order, as a validation set should. Kept apart, the
-    documents of a row are numbered from 1, padding is 0, and the first token of a document is no
-    target: what is before it belongs to another.
+    Args:
+        dataset: The documents.
+        length: Sequence length in tokens.
+        seed: Seed of the order of the documents. None: their order on disk, for validation.
+        vocab: Vocabulary size of the model. None: token ids are not checked against it.
+        apart: Isolate documents: batches contain segment ids, from 1 in each row with 0 for
+            padding, and the first token of a document is not a target, because the token before
+            it belongs to another document.
 
     Raises:
         DataError: the dataset has fewer than two tokens, so there is nothing to predict.
     """
 
-    rows = 1  # of a number
+    rows = 1  # batch rows per index
     identity = "cut"
 
     def __init__(
@@ -67,10 +72,10 @@ class Packing:
         self._seed = seed
         self._vocab = vocab
         self._epochs: dict[int, _Epoch] = {}
-        self._lock = threading.Lock()  # sequences are read by threads ahead of their use
+        self._lock = threading.Lock()  # prefetch threads read sequences concurrently
         if len(dataset.tokens) < 2:
             raise DataError(
-                f"{dataset.prefix}: has one token, which leaves none to predict; add text"
+                f"{dataset.prefix}: has one token, so there is none to predict; add text"
             )
 
     def __len__(self) -> int:
@@ -78,19 +83,19 @@ class Packing:
         return -(-(len(self.dataset.tokens) - 1) // self.length)
 
     def sequence(self, index: int) -> np.ndarray:
-        """The length + 1 tokens of a sequence; fewer for the last of an epoch.
+        """Return the length + 1 tokens of a sequence; fewer for the last one of an epoch.
 
         Raises:
-            DataError: a token is outside the vocabulary.
+            DataError: a token id is outside the vocabulary.
         """
         return self._tokens(self._pieces(index))
 
     def documents(self, index: int) -> np.ndarray:
-        """The numbers of the documents that a sequence touches, in order."""
+        """Return the indices of the documents in a sequence, in order."""
         return self._pieces(index).documents
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Sequences as rows of inputs, targets and weights; index -1 gives a row of padding."""
+        """Return the batch of these sequences; index -1 gives a row of padding."""
         rows = empty_batch(len(indices), self.length, self._apart)
         for row, index in enumerate(indices):
             if index >= 0:
@@ -143,7 +148,7 @@ class Packing:
             number = 0  # every epoch has the same order
         with self._lock:
             if number not in self._epochs:
-                while len(self._epochs) > 1:  # reading ahead needs two where one ends
+                while len(self._epochs) > 1:  # prefetching across the end of an epoch needs two
                     self._epochs.pop(min(self._epochs))
                 self._epochs[number] = self._order(number)
             return self._epochs[number]
@@ -155,7 +160,7 @@ class Packing:
 
 
 def empty_batch(rows: int, length: int, apart: bool) -> Batch:
-    """Rows of padding."""
+    """Return a batch of `rows` rows of padding."""
     batch = {
         "tokens": np.zeros((rows, length), np.int32),
         "targets": np.zeros((rows, length), np.int32),
@@ -169,10 +174,16 @@ def empty_batch(rows: int, length: int, apart: bool) -> Batch:
 def check_tokens(
     prefix: str, tokens: np.ndarray, vocab: int | None, document_at: Callable[[int], int]
 ) -> None:
-    """Refuse tokens that a model with this vocabulary does not have.
+    """Check that all token ids are in the vocabulary.
+
+    Args:
+        prefix: Path prefix of the dataset, for the message.
+        tokens: Token ids.
+        vocab: Vocabulary size. None: only negative ids are refused.
+        document_at: Returns the document index of a position in `tokens`.
 
     Raises:
-        DataError: names the dataset and the document.
+        DataError: a token id is outside the vocabulary; names the dataset and the document.
     """
     wrong = tokens < 0
     if vocab is not None:
@@ -181,7 +192,7 @@ def check_tokens(
         place = int(np.argmax(wrong))
         vocabulary = f"a vocabulary of {vocab}" if vocab else "any vocabulary"
         raise DataError(
-            f"{prefix}: document {document_at(place)} holds token {tokens[place]}, which is "
-            f"outside {vocabulary}; prepare it with the tokenizer of the model, or make the "
-            "model's vocabulary larger"
+            f"{prefix}: document {document_at(place)} contains token {tokens[place]}, which is "
+            f"outside {vocabulary}; prepare the dataset with the tokenizer of the model, or "
+            "increase program.model.vocab"
         )

@@ -1,4 +1,4 @@
-"""How the rows of a batch are made of a dataset: cut, fitted or padded."""
+"""Choice of a packing: concatenated and cut, best-fit, or one padded document per row."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,38 +16,40 @@ HowPacked = Literal["cut", "fit", "padded"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The shape of a row, and what fills it."""
+    """Settings by which a dataset becomes rows of one length."""
 
     length: int
     vocab: int | None = None
     apart: bool = False
-    packing: HowPacked | None = None  # None: text is cut; conversations fit, or else are padded
+    # None: "cut" for text; for conversations "fit" if apart, else "padded".
+    packing: HowPacked | None = None
     longer: Longer = "refuse"
-    pairs: bool | None = None  # whether documents must be pairs of answers; None: either will do
+    pairs: bool | None = None  # require or refuse preference pairs; None: accept both
 
     def open(self, prefix: str | Path, seed: int | None = None) -> Packing | WholePacking:
-        """The rows of a dataset, in an order of the seed or in its own.
+        """Open a dataset as rows, shuffled by the seed; without a seed, in the order on disk.
 
         Raises:
-            DataError: the dataset cannot be used, or not so.
+            DataError: the dataset cannot be used, or not with these settings.
         """
         dataset = IndexedDataset(prefix)
         description = read_description(prefix)
         conversations = description.conversations if description else None
         pairs = conversations is not None and conversations.pairs
         if self.pairs is not None and pairs != self.pairs:
-            holds, kind = ("", "is for") if pairs else ("no ", "needs")
+            holds, kind = ("", "require") if pairs else ("no ", "are required by")
             raise DataError(
-                f'{prefix}: holds {holds}pairs of answers, which loss.kind = "preference" {kind}; '
-                "set program.loss.kind, or take other data (docs/instructions.md)"
+                f"{prefix}: contains {holds}preference pairs, which {kind} "
+                'program.loss.kind = "preference"; change this setting or the dataset '
+                "(docs/instructions.md)"
             )
         packing = self.packing or self._usual(conversations is not None)
         if packing == "cut" and conversations is None:
             return Packing(dataset, self.length, seed=seed, vocab=self.vocab, apart=self.apart)
         if packing == "cut":
             raise DataError(
-                f'{prefix}: run.data.packing = "cut" is for text, and these are conversations; '
-                'choose "fit" or "padded", or leave it out'
+                f'{prefix}: run.data.packing = "cut" supports only text, but this dataset contains '
+                'conversations; set it to "fit" or "padded", or omit it'
             )
         return WholePacking(
             dataset,

@@ -1,9 +1,9 @@
-"""Megatron-LM's indexed dataset: all tokens in PREFIX.bin, where each document is in PREFIX.idx.
+"""Megatron-LM's indexed dataset: all tokens in PREFIX.bin, document positions in PREFIX.idx.
 
 The .idx is little-endian: the magic, the version (uint64), a code for the dtype of a token (uint8),
 the counts of sequences and of document boundaries (uint64 each), then the length of every sequence
-in tokens (int32), its place in the .bin in bytes (int64), and the boundaries of the documents,
-counted in sequences, from 0 to the last (int64).
+in tokens (int32), its byte offset in the .bin (int64), and the document boundaries as sequence
+indices, from 0 to the number of sequences (int64).
 
 Source: megatron/core/datasets/indexed_dataset.py of https://github.com/NVIDIA/Megatron-LM
 """
@@ -31,19 +31,19 @@ DTYPES: dict[int, np.dtype] = {
 
 
 def token_dtype(vocab: int) -> np.dtype:
-    """The dtype Megatron chooses for a vocabulary: uint16 where it fits, else int32."""
+    """Return the dtype that Megatron chooses for a vocabulary: uint16 if it fits, else int32."""
     return DTYPES[8] if vocab < 65500 else DTYPES[4]
 
 
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """The .bin and the .idx of a dataset."""
+    """Return the paths of the .bin and the .idx of a dataset."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
-    """A dataset on disk, opened without reading its tokens.
+    """Memory-mapped dataset on disk, opened without reading its tokens.
 
-    Every field of the .idx is checked against the others and against the length of the .bin.
+    Every field of the .idx is checked against the others and against the size of the .bin.
 
     Raises:
         DataError: a file is missing, empty, truncated, or does not agree with the other.
@@ -59,18 +59,18 @@ class IndexedDataset:
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
         self._check_documents(documents, sequences)
-        self.document_offsets: np.ndarray = offsets[documents]  # tokens; one more than documents
+        self.document_offsets: np.ndarray = offsets[documents]  # in tokens; (documents + 1,)
         if not offsets[-1]:
             raise DataError(f"{self._index_path}: the dataset is empty; prepare it from some text")
         self._check_tokens_length(int(offsets[-1]))
         self.tokens = np.asarray(np.memmap(self._tokens_path, self.dtype, mode="r"))
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Number of documents."""
         return len(self.document_offsets) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document, as a view of the file."""
+        """Return the tokens of one document as a view of the file."""
         return self.tokens[self.document_offsets[index] : self.document_offsets[index + 1]]
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
@@ -83,14 +83,18 @@ class IndexedDataset:
                 "this is not the index of a Megatron dataset"
             )
         if len(header) < HEADER.size:
-            raise DataError(f"{path}: ends at byte {len(header)}, inside its header; make it again")
+            raise DataError(
+                f"{path}: ends at byte {len(header)}, inside its header; prepare the dataset again"
+            )
         _, version, code, sequences, boundaries = HEADER.unpack(header)
         if version != VERSION:
-            raise DataError(f"{path}: byte 9: version {version}, but only {VERSION} is known")
+            raise DataError(
+                f"{path}: byte 9: version {version} is not supported, only {VERSION} is"
+            )
         dtype = DTYPES.get(code)
         if dtype is None or dtype.kind == "f":
             name = dtype.name if dtype else "unknown"
-            raise DataError(f"{path}: byte 17: dtype code {code} ({name}) is not one of tokens")
+            raise DataError(f"{path}: byte 17: dtype code {code} ({name}) is not an integer dtype")
         return dtype, sequences, boundaries
 
     def _read_index(self, sequences: int, boundaries: int) -> tuple[np.ndarray, ...]:
@@ -98,27 +102,27 @@ class IndexedDataset:
         length = self._index_path.stat().st_size
         if length == expected + sequences and sequences:
             raise DataError(
-                f"{self._index_path}: from byte {expected} it holds modes of a multimodal dataset, "
-                "which graphtrain does not read; prepare the text alone"
+                f"{self._index_path}: from byte {expected} it contains modes of a multimodal "
+                "dataset, which graphtrain does not read; prepare a dataset of the text only"
             )
         if length != expected or not boundaries:
             raise DataError(
                 f"{self._index_path}: is {length} bytes long, but its header (bytes 18 to 33: "
                 f"{sequences} sequences, {boundaries} document boundaries) needs {expected}; "
-                "the file is truncated or damaged, make it again"
+                "the file is truncated or damaged; prepare the dataset again"
             )
         body = np.memmap(self._index_path, np.uint8, mode="r", offset=HEADER.size)
         sizes, pointers, documents = np.split(body, [sequences * 4, sequences * 12])
         return sizes.view("<i4"), pointers.view("<i8"), documents.view("<i8")
 
     def _sequence_offsets(self, sizes: np.ndarray, pointers: np.ndarray) -> np.ndarray:
-        """Where each sequence begins and the last ends, in tokens."""
+        """Return the token offset at which each sequence begins, and the end of the last one."""
         start = HEADER.size
         if sizes.size and sizes.min() < 0:
             first = int(np.argmax(sizes < 0))
             raise DataError(
                 f"{self._index_path}: byte {start + 4 * first}: sequence {first} has a length of "
-                f"{sizes[first]} tokens; the file is damaged, make it again"
+                f"{sizes[first]} tokens; the file is damaged, prepare the dataset again"
             )
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
@@ -127,8 +131,9 @@ class IndexedDataset:
             first = int(np.argmax(wrong))
             raise DataError(
                 f"{self._index_path}: byte {start + 4 * len(sizes) + 8 * first}: sequence {first} "
-                f"is said to begin at byte {pointers[first]}, but the lengths before it say "
-                f"{offsets[first] * self.dtype.itemsize}; the file is damaged, make it again"
+                f"has byte offset {pointers[first]} in the .bin, but the lengths before it add up "
+                f"to {offsets[first] * self.dtype.itemsize} bytes; the file is damaged, prepare "
+                "the dataset again"
             )
         return offsets
 
@@ -141,8 +146,9 @@ class IndexedDataset:
         )
         if not right:
             raise DataError(
-                f"{self._index_path}: byte {HEADER.size + 12 * sequences}: the boundaries of the "
-                f"documents do not rise from 0 to {sequences}; the file is damaged, make it again"
+                f"{self._index_path}: byte {HEADER.size + 12 * sequences}: the document boundaries "
+                f"do not increase from 0 to {sequences}; the file is damaged, prepare the dataset "
+                "again"
             )
 
     def _check_tokens_length(self, tokens: int) -> None:
@@ -152,11 +158,11 @@ class IndexedDataset:
             raise DataError(
                 f"{self._tokens_path}: is {length} bytes long, but {self._index_path.name} counts "
                 f"{tokens} tokens of {self.dtype}, {expected} bytes; the file is truncated or "
-                "belongs to another index, make it again"
+                "belongs to another index; prepare the dataset again"
             )
 
 
 def _hint(prefix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
-        return f"; name the dataset without its ending: {prefix[:-4]}"
-    return "; make the dataset with: graphtrain data prepare"
+        return f"; name the dataset without its suffix: {prefix[:-4]}"
+    return "; prepare the dataset with: graphtrain data prepare"

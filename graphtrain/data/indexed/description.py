@@ -1,4 +1,4 @@
-"""What the numbers of a dataset mean: PREFIX.json, beside its .bin and .idx."""
+"""Description of a dataset, PREFIX.json: its tokenizer, sizes and digests."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -12,61 +12,62 @@ from graphtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import content_digest, replacing
 
-_BEGINNING = 256  # tokens of the first document that a summary shows
+_BEGINNING = 256  # tokens of the first document shown in a summary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """How a dataset of conversations was made."""
+    """Settings that a dataset of conversations was made with, and the size of its loss mask."""
 
-    template: str  # its name
+    template: str  # name
     template_digest: str
     learn: str  # answers, last or all
     pairs: bool  # documents 2i and 2i + 1 are the chosen and the rejected one of a pair
-    learned: int = 0  # tokens
-    digests: dict[str, str] | None = None  # of the files that say what is learned
+    learned: int = 0  # tokens in the loss mask
+    digests: dict[str, str] | None = None  # of the loss mask's .bin and .idx, by suffix
 
     def of(self, prefix: str | Path) -> "Conversations":
-        """The same, with what is known of the dataset once it is written."""
+        """Return a copy with the token count and digests of the written dataset."""
         learned = Learned(IndexedDataset(prefix)).count()
         return replace(self, learned=learned, digests=file_digests(learned_prefix(prefix)))
 
     @property
     def made(self) -> tuple[str, str, bool]:
-        """What datasets have in common that can be one."""
+        """Properties that must be equal in datasets that are merged."""
         return self.template_digest, self.learn, self.pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The tokenizer a dataset was made with, and its size."""
+    """Tokenizer, size and digests of a dataset."""
 
-    tokenizer: str  # its kind
+    tokenizer: str  # kind, for example sentencepiece
     tokenizer_digest: str
-    tokenizer_file: str | None  # in the directory of the dataset
+    tokenizer_file: str | None  # file name in the directory of the dataset
     vocab: int
-    eod: int | None  # the token at the end of every document; None: there is none
+    eod: int | None  # id of the token that ends every document; None: there is none
     documents: int
     tokens: int
-    digests: dict[str, str] | None = None  # of the .bin and the .idx, by ending
-    conversations: Conversations | None = None  # None: it is text
+    digests: dict[str, str] | None = None  # of the .bin and the .idx, by suffix
+    conversations: Conversations | None = None  # None: plain text
 
 
 def file_digests(prefix: str | Path) -> dict[str, str]:
-    """Of the two files of a dataset."""
+    """Return the digests of the .bin and the .idx of a dataset, by suffix."""
     return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
 
 
 def write_description(prefix: str | Path, description: Description) -> None:
+    """Write the description of a dataset, PREFIX.json."""
     with replacing(Path(f"{prefix}.json")) as file:
         file.write((json.dumps(asdict(description), indent=2) + "\n").encode())
 
 
 def read_description(prefix: str | Path) -> Description | None:
-    """The description of a dataset; None where it has none, as those that Megatron made.
+    """Read the description of a dataset; None if it has none, as for datasets from Megatron.
 
     Raises:
-        DataError: the file does not hold a description.
+        DataError: the file is not a description.
     """
     path = Path(f"{prefix}.json")
     try:
@@ -81,7 +82,7 @@ def read_description(prefix: str | Path) -> Description | None:
 
 
 def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
-    """The tokenizer a dataset was made with; None where it has no description.
+    """Load the tokenizer that a dataset was made with; None if it has no description.
 
     Raises:
         DataError: the tokenizer's file is missing, or is not the one the dataset was made with.
@@ -100,7 +101,7 @@ def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
 
 
 def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
-    """What a dataset holds, for a person to look at; text is None where the tokenizer is unknown.
+    """Summarize a dataset for display; the text is None if the tokenizer is unknown.
 
     Raises:
         DataError: the dataset or its description cannot be used.

@@ -1,7 +1,7 @@
-"""Which tokens of a dataset of conversations are learned: PREFIX_learned.bin and .idx.
+"""Loss mask of a dataset of conversations: PREFIX_learned.bin and .idx.
 
-An indexed dataset, too: document i holds, for every part to learn of document i of PREFIX, where it
-begins and where it ends, in tokens from the beginning of the document.
+The files are an indexed dataset too: its document i lists the begin and the end of every span to
+train on in document i of PREFIX, in tokens from the beginning of that document.
 """
 
 from pathlib import Path
@@ -17,51 +17,52 @@ _SUFFIX = "_learned"
 
 
 def learned_prefix(prefix: str | Path) -> str:
+    """Return the path prefix of the loss mask of a dataset."""
     return f"{prefix}{_SUFFIX}"
 
 
 def spans_writer(prefix: str | Path, keep: Written = NOTHING) -> IndexedWriter:
-    """Of the spans of PREFIX."""
+    """Return the writer of the loss mask of the dataset `prefix`."""
     limit = int(np.iinfo(SPANS).max)
     return IndexedWriter(learned_prefix(prefix), limit, dtype=SPANS, keep=keep)
 
 
 class Learned:
-    """The spans of a dataset.
+    """Loss mask of a dataset, as spans of tokens.
 
     Raises:
-        DataError: the files are not there, damaged, or of another dataset.
+        DataError: the files are missing, damaged, or belong to another dataset.
     """
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._spans = IndexedDataset(learned_prefix(dataset.prefix))
         if len(self._spans) != len(dataset) or self._spans.dtype != SPANS:
             raise DataError(
-                f"{self._spans.prefix}.idx: has the learned parts of {len(self._spans)} documents "
-                f"and {dataset.prefix} has {len(dataset)}; prepare both again"
+                f"{self._spans.prefix}.idx: contains the loss masks of {len(self._spans)} "
+                f"documents, but {dataset.prefix} has {len(dataset)}; prepare both again"
             )
 
     def spans(self, document: int) -> np.ndarray:
-        """Begin and end of each learned part: (spans, 2)."""
+        """Return begin and end of each span to train on in a document: (spans, 2)."""
         return self._spans.document(document).reshape(-1, 2)
 
     def mask(self, document: int, size: int) -> np.ndarray:
-        """Whether each of a document's tokens, the first `size`, is learned."""
+        """Return the loss mask of the first `size` tokens of a document: (size,) bool."""
         changes = np.zeros(size + 1, np.int32)
         np.add.at(changes, np.minimum(self.spans(document), size), [1, -1])
         return np.cumsum(changes[:-1]) > 0
 
     def first(self) -> np.ndarray:
-        """Where the first learned part of each document begins."""
+        """Return the begin of the first span of each document: (documents,)."""
         return self._spans.tokens[self._spans.document_offsets[:-1]]
 
     def count(self) -> int:
-        """Learned tokens in all."""
+        """Return the total number of tokens in the loss mask."""
         ends = self._spans.tokens
         return int(ends[1::2].sum(dtype=np.int64) - ends[::2].sum(dtype=np.int64))
 
     def check(self, dataset: IndexedDataset) -> None:
-        """Compare with a dataset to the last span.
+        """Check every span against its document in `dataset`.
 
         Raises:
             DataError: a span is not inside its document, or spans are not in order.
@@ -73,6 +74,6 @@ class Learned:
             if not len(spans) or not in_order or spans[0] < 0 or spans[-1] > size:
                 raise DataError(
                     f"{self._spans.prefix}.bin: byte {offsets[document] * SPANS.itemsize}: the "
-                    f"learned parts of document {document} are not in order within its {size} "
-                    "tokens; prepare the dataset again"
+                    f"loss mask of document {document} is not a list of ordered spans within its "
+                    f"{size} tokens; prepare the dataset again"
                 )

@@ -1,4 +1,4 @@
-"""Several datasets, end to end, as one."""
+"""Merging of several datasets into one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +19,21 @@ from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import replacing
 
-_TOKENS = 1 << 22  # copied at a time
+_TOKENS = 1 << 22  # tokens copied at a time
 
 
 def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | None:
-    """Write the documents of datasets, one dataset after another; memory does not grow with them.
+    """Write the documents of several datasets, one after another, into one dataset.
 
-    The result has a description if all have one; a document of several sequences becomes one.
+    Memory use does not grow with the datasets. The result has a description if all inputs have
+    one. A document of several sequences becomes one sequence.
+
+    Args:
+        prefixes: Path prefixes of the datasets.
+        output: Path prefix of the result.
 
     Raises:
-        DataError: a dataset cannot be used, or they do not have one tokenizer and one dtype.
+        DataError: a dataset cannot be used, or the tokenizers or dtypes differ.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     descriptions = [read_description(prefix) for prefix in prefixes]
@@ -38,7 +43,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | N
     described = descriptions[0] if all(descriptions) else None
     tokenizer = dataset_tokenizer(prefixes[0]) if described else None
     _check_directory(directory, described)
-    # Without a vocabulary, one of which the dtype and every token are those of the datasets.
+    # Without a known vocabulary, accept every token of the dtype.
     vocab = described.vocab if described else int(np.iinfo(datasets[0].dtype).max) + 1
     with IndexedWriter(output, vocab, dtype=datasets[0].dtype) as writer:
         for dataset in datasets:
@@ -77,27 +82,30 @@ def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Descriptio
         if dataset.dtype != first.dtype:
             raise DataError(
                 f"{dataset.prefix} has tokens of {dataset.dtype} and {first.prefix} of "
-                f"{first.dtype}; prepare both with one tokenizer"
+                f"{first.dtype}; prepare both with the same tokenizer"
             )
         if dataset.dtype not in (DTYPES[8], DTYPES[4]):
-            raise DataError(f"{dataset.prefix}: tokens of {dataset.dtype} are not merged")
+            raise DataError(
+                f"{dataset.prefix}: cannot merge tokens of {dataset.dtype}; prepare the dataset "
+                "again"
+            )
         if _made(description) != _made(descriptions[0]):
             raise DataError(
-                f"{dataset.prefix} and {first.prefix} were not made in one way: texts, "
-                "conversations and pairs, by one template and with the same to learn; train on a "
-                "blend of them, or prepare both in one way"
+                f"{dataset.prefix} and {first.prefix} differ in kind (text, conversations or "
+                "preference pairs), chat template or --learn; train on a blend of them, or prepare "
+                "both with the same settings"
             )
         known = [each for each in (descriptions[0], description) if each is not None]
         facts = {(each.tokenizer_digest, each.eod) for each in known}
         if len(facts) > 1:
             raise DataError(
-                f"{dataset.prefix} and {first.prefix} were made with different tokenizers or ends "
-                "of documents; prepare both in one way"
+                f"{dataset.prefix} and {first.prefix} were made with different tokenizers or "
+                "end-of-document tokens; prepare both with the same settings"
             )
 
 
 def _made(description: Description | None) -> tuple[str, str, bool] | None:
-    """How conversations were made; None of text."""
+    """Return the settings that conversations were made with; None for text."""
     conversations = description.conversations if description else None
     return conversations and conversations.made
 
@@ -108,11 +116,11 @@ def _check_directory(directory: Path, described: Description | None) -> None:
         return
     there = directory / described.tokenizer_file
     if there.is_file() and load_tokenizer(there).digest != described.tokenizer_digest:
-        raise DataError(f"{there}: is another tokenizer; choose another directory for --output")
+        raise DataError(f"{there}: is a different tokenizer; choose another directory for --output")
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedWriter) -> None:
-    """Add all documents of a dataset, several at a time."""
+    """Append all documents of a dataset, several at a time."""
     offsets = dataset.document_offsets
     first = 0
     while first < len(dataset):

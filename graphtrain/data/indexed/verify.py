@@ -1,4 +1,4 @@
-"""Whether a dataset is what it says it is, to the last byte."""
+"""Complete verification of a dataset against its index and description."""
 
 from pathlib import Path
 
@@ -14,18 +14,22 @@ from graphtrain.data.indexed.description import (
 from graphtrain.data.indexed.loss_spans import Learned, learned_prefix
 from graphtrain.errors import DataError
 
-_CHUNK = 1 << 22  # tokens looked at a time
+_CHUNK = 1 << 22  # tokens checked at a time
 
 
 def verify(prefix: str | Path, vocab: int | None = None) -> dict[str, int]:
-    """Read every token of a dataset; return the numbers of documents and of tokens.
+    """Verify a dataset by reading all of it; return the counts of documents and tokens.
 
-    The index has to agree with itself and with the .bin; all tokens have to be in the vocabulary,
-    which is that of the description unless it is given. What a description says besides is checked
-    too: sizes, digests, the tokenizer's file and the token at the end of each document.
+    Checks that the index is consistent and agrees with the .bin, and that all tokens are in the
+    vocabulary. If the dataset has a description, also checks its sizes, digests, tokenizer file
+    and the end-of-document token of each document.
+
+    Args:
+        prefix: Path prefix of the dataset.
+        vocab: Vocabulary size. None: that of the description, if there is one.
 
     Raises:
-        DataError: something is wrong; names the file and the place.
+        DataError: a check failed; names the file and the byte or document.
     """
     dataset = IndexedDataset(prefix)
     description = read_description(prefix)
@@ -47,7 +51,7 @@ def _check_tokens(dataset: IndexedDataset, vocab: int | None) -> None:
             limit = f"a vocabulary of {vocab}" if vocab else "any vocabulary"
             raise DataError(
                 f"{dataset.prefix}.bin: byte {place * dataset.dtype.itemsize}: document {document} "
-                f"holds token {dataset.tokens[place]}, which is outside {limit}"
+                f"contains token {dataset.tokens[place]}, which is outside {limit}"
             )
 
 
@@ -55,7 +59,7 @@ def _check_description(dataset: IndexedDataset, description: Description) -> Non
     prefix = dataset.prefix
     for name, found in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
         if (said := getattr(description, name)) != found:
-            raise DataError(f"{prefix}.json: says {said} {name}, but there are {found}")
+            raise DataError(f"{prefix}.json: records {said} {name}, but the dataset has {found}")
     if description.eod is not None:
         _check_ends(dataset, description.eod)
     _check_digests(prefix, prefix, description.digests)
@@ -63,7 +67,10 @@ def _check_description(dataset: IndexedDataset, description: Description) -> Non
         Learned(dataset).check(dataset)
         _check_digests(prefix, learned_prefix(prefix), conversations.digests)
         if conversations.pairs and len(dataset) % 2:
-            raise DataError(f"{prefix}.json: says pairs, but there are {len(dataset)} documents")
+            raise DataError(
+                f"{prefix}.json: records preference pairs, but the dataset has an odd number of "
+                f"documents, {len(dataset)}"
+            )
 
 
 def _check_digests(prefix: str, files: str, digests: dict[str, str] | None) -> None:
@@ -72,8 +79,8 @@ def _check_digests(prefix: str, files: str, digests: dict[str, str] | None) -> N
     for ending, digest in file_digests(files).items():
         if digests.get(ending) != digest:
             raise DataError(
-                f"{files}.{ending}: its bytes are not those that {Path(prefix).name}.json was "
-                "written for; prepare the dataset again"
+                f"{files}.{ending}: its digest differs from the one in {Path(prefix).name}.json; "
+                "prepare the dataset again"
             )
 
 
@@ -86,5 +93,5 @@ def _check_ends(dataset: IndexedDataset, eod: int) -> None:
         last = int(ends[document]) - 1
         raise DataError(
             f"{dataset.prefix}.bin: byte {last * dataset.dtype.itemsize}: document {document} ends "
-            f"with token {dataset.tokens[last]}, not with {eod}"
+            f"with token {dataset.tokens[last]}, not with the end-of-document token {eod}"
         )

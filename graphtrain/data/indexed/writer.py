@@ -1,4 +1,4 @@
-"""Writes an indexed dataset document by document, in memory that does not grow with the corpus."""
+"""Writer of indexed datasets; its memory use does not grow with the corpus."""
 
 import contextlib
 import os
@@ -18,11 +18,11 @@ from graphtrain.data.indexed.dataset import (
 )
 from graphtrain.files import naming, partial_path, settle
 
-_CHUNK = 1 << 20  # sequences whose pointers are computed at a time
+_CHUNK = 1 << 20  # sequences per step of the pointer computation
 
 
 class Written(NamedTuple):
-    """How much of a dataset is written."""
+    """Number of documents and tokens that are already written."""
 
     documents: int = 0
     tokens: int = 0
@@ -32,11 +32,17 @@ NOTHING = Written()
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; each document is one sequence.
+    """Writer of PREFIX.bin and PREFIX.idx; each document is one sequence.
 
-    Both take their names when the block ends; when it raises, neither does, and a dataset that was
-    there before stays as it was. An interruption leaves what is written, and a writer that is told
-    how much of it to keep goes on from there.
+    Use it as a context manager. Partial files are renamed to their final names when the block
+    ends. If the block raises an error, they are deleted and a previous dataset stays unchanged. An
+    interruption such as Ctrl-C leaves the partial files, from which another writer can resume.
+
+    Args:
+        prefix: Path prefix of the dataset.
+        vocab: Vocabulary size; larger token ids are refused.
+        dtype: Integer type of a token on disk. None: that of `token_dtype`.
+        keep: Part of the partial files to keep when resuming.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class IndexedWriter:
             _discard(self._tokens, self._tokens_path)
             raise
         if not kept.documents:
-            self._index.write(bytes(HEADER.size))  # the counts are known only at the end
+            self._index.write(bytes(HEADER.size))  # placeholder: the counts are not known yet
         return self
 
     def __exit__(
@@ -71,7 +77,8 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and not issubclass(kind, Exception):  # a person ended it
+        if kind is not None and not issubclass(kind, Exception):
+            # Interrupted, for example by Ctrl-C: keep the partial files.
             self._tokens.close()
             self._index.close()
             return
@@ -85,11 +92,12 @@ class IndexedWriter:
 
     @property
     def written(self) -> Written:
+        """Documents and tokens written so far, for `keep` of a later writer."""
         return Written(self.documents, self.token_count)
 
     @property
     def nbytes(self) -> int:
-        """The length of the two files, were they finished now."""
+        """Total bytes of the two files if they were finished now."""
         return self.token_count * self.dtype.itemsize + HEADER.size + self.documents * 20 + 8
 
     def append(self, tokens: np.ndarray) -> None:
@@ -97,14 +105,14 @@ class IndexedWriter:
         self.extend(tokens, np.array([len(tokens)]))
 
     def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Add documents whose tokens follow one another, `sizes` of them each.
+        """Add documents whose tokens are concatenated; `sizes` are the tokens of each.
 
         Raises:
-            ValueError: a token is outside the vocabulary, or sizes do not add up.
+            ValueError: a token is outside the vocabulary, or the sizes do not add up.
             OSError: the disk is full; the error names the file.
         """
         if sizes.sum() != len(tokens) or (len(sizes) and sizes.max() > np.iinfo(np.int32).max):
-            raise ValueError(f"sizes of {sizes.sum()} tokens in all for {len(tokens)} tokens")
+            raise ValueError(f"sizes add up to {sizes.sum()} tokens, but {len(tokens)} were given")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab:
             raise ValueError(f"a token is outside the vocabulary of {self.vocab}")
         with naming(self._tokens_path):
@@ -115,7 +123,7 @@ class IndexedWriter:
         self.token_count += len(tokens)
 
     def sync(self) -> None:
-        """Wait until the disk has all that is written, so that a later writer may keep it.
+        """Flush everything to disk, so that a later writer can keep it.
 
         Raises:
             OSError: the disk is full; the error names the file.
@@ -126,7 +134,7 @@ class IndexedWriter:
                 os.fsync(file.fileno())
 
     def complete(self) -> None:
-        """Write all that is left, so that only the names are still to come; then nothing is added.
+        """Finish the partial files, except for renaming them; nothing can be added afterwards.
 
         Raises:
             OSError: the disk is full; the error names the file.
@@ -145,8 +153,8 @@ class IndexedWriter:
             settle(self._index)
 
     def _rename(self) -> None:
-        # Without an index there is no dataset: at any moment a reader finds the old one, none, or
-        # the new one, never the tokens of one under the index of the other.
+        # Without an index there is no dataset: at any moment a reader finds the old dataset, none,
+        # or the new one, but never the tokens of one with the index of the other.
         self._index_path.unlink(missing_ok=True)
         partial_path(self._tokens_path).replace(self._tokens_path)
         partial_path(self._index_path).replace(self._index_path)
@@ -171,7 +179,7 @@ class IndexedWriter:
 
 
 def _open(path: Path, keep: int) -> BinaryIO:
-    """Open a partial file behind the bytes to keep, of those that an earlier writer left."""
+    """Open a partial file, truncated to the first `keep` bytes of an earlier writer."""
     mode = "r+b" if keep else "w+b"
     file: BinaryIO = partial_path(path).open(mode, buffering=1 << 20)  # type: ignore[assignment]
     file.truncate(keep)
@@ -180,7 +188,7 @@ def _open(path: Path, keep: int) -> BinaryIO:
 
 
 def _discard(file: BinaryIO, path: Path) -> None:
-    """Remove a partial file, if it still has that name."""
-    with contextlib.suppress(OSError):  # the disk is full, and what was buffered is not wanted
+    """Close and remove a partial file, if it was not renamed."""
+    with contextlib.suppress(OSError):  # the disk is full; the buffered data is not needed
         file.close()
     partial_path(path).unlink(missing_ok=True)

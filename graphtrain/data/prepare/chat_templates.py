@@ -1,7 +1,8 @@
-"""Chat templates: conversations to text, and where the answers are in it.
+"""Chat templates: rendering of conversations to text, and location of the answers in it.
 
-A template is one of transformers' (Jinja): those here have `{% generation %}` around what a model
-writes. Of one that has not, answers are found by rendering the conversation up to each of them.
+Templates are those of transformers (Jinja). The built-in ones mark the generated parts with
+`{% generation %}`. For a template without these marks, each answer is located by rendering the
+conversation up to it.
 """
 
 import json
@@ -19,39 +20,45 @@ from graphtrain.errors import DataError
 
 Learn = Literal["answers", "last", "all"]
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode keeps them out of all text
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of a text
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile(r"<\|[^\s|<>]+\|>|<reserved_\d+>|<eo[ah]>")
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the parts of it to learn, in characters."""
+    """A conversation as text, and its spans to train on, in characters."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class _WrongConversation(ValueError):
-    """Why a template cannot take a conversation, to be told with its place."""
+    """Error of a template on a conversation; the caller adds file and line."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation is written down."""
+    """A Jinja chat template and the special tokens that it may use."""
 
     name: str
     text: str
     special: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
 
     def render(self, conversation: Conversation, learn: Learn, place: str) -> Rendered:
-        """A conversation as text; no spans where it has no answer to learn.
+        """Render a conversation; without an answer to train on, the spans are empty.
+
+        Args:
+            conversation: The messages.
+            learn: Spans to train on: all answers, the last one, or the complete text.
+            place: File and line, for error messages.
 
         Raises:
-            DataError: the template refuses it, or answers cannot be found; names the place.
+            DataError: the template fails, or answers cannot be located; the message begins with
+                the place.
         """
         try:
             text, found = self._answers(conversation)
-            text.encode()  # a lone surrogate is no text
+            text.encode()  # raises for a lone surrogate
         except _WrongConversation as error:
             raise DataError(f"{place}: {error}") from None
         except UnicodeEncodeError as error:
@@ -64,7 +71,7 @@ class Template:
         return Rendered(text, learned[-1:] if learn == "last" else learned)
 
     def _answers(self, conversation: Conversation) -> tuple[str, dict[int, tuple[int, int]]]:
-        """The text, and where the answer of each message of the assistant is."""
+        """Return the text, and the span of each assistant message by message index."""
         answers = [
             index
             for index, message in enumerate(conversation.messages)
@@ -76,12 +83,13 @@ class Template:
         text, spans = _unmarked(whole)
         if len(spans) != len(answers):
             raise _WrongConversation(
-                f"the template {self.name} writes {len(spans)} answers of {len(answers)}"
+                f"the template {self.name} marks {len(spans)} generated parts, but the "
+                f"conversation has {len(answers)} assistant messages"
             )
         return text, dict(zip(answers, spans, strict=True))
 
     def _located(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
-        """Where an answer is, with the marks that end it: behind what asks for it."""
+        """Return the span of an answer after its generation prompt, including its end tokens."""
         messages = conversation.messages
         asked = self._text(conversation, messages[:index], ask=True)
         alone = self._text(conversation, messages[: index + 1])
@@ -90,15 +98,17 @@ class Template:
         at_alone = alone.find(content, begin)
         if not whole.startswith(asked) or not alone.startswith(asked) or at < 0 or at_alone < 0:
             raise _WrongConversation(
-                f"the template {self.name} does not show where message {index} is in its text; "
-                "use one with {% generation %}, such as --template chatml"
+                f"the template {self.name} has no {{% generation %}} marks, and message {index} "
+                "cannot be located in its text; use a template with marks, such as --template "
+                "chatml"
             )
         tail = alone[at_alone + len(content) :].rstrip()
         end = at + len(content)
         if not whole.startswith(tail, end):
             raise _WrongConversation(
-                f"the template {self.name} ends message {index} in another way once others follow; "
-                "use one with {% generation %}, such as --template chatml"
+                f"the template {self.name} has no {{% generation %}} marks, and ends message "
+                f"{index} differently when others follow; use a template with marks, such as "
+                "--template chatml"
             )
         return begin, end + len(tail)
 
@@ -106,7 +116,7 @@ class Template:
         self, conversation: Conversation, messages: tuple[Message, ...], ask: bool = False
     ) -> str:
         if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
-            raise _WrongConversation("holds U+FDD0 or U+FDD1, which are no characters")
+            raise _WrongConversation("contains U+FDD0 or U+FDD1, which are not Unicode characters")
         try:
             return _compiled(self.text).render(
                 messages=list(messages),
@@ -115,17 +125,22 @@ class Template:
                 add_generation_prompt=ask,
                 **self.special,
             )
-        except Exception as error:  # a template is code of its author's, and may raise anything
+        except Exception as error:  # a template is user code and may raise anything
             raise _WrongConversation(
-                f"the template {self.name} refuses it: {str(error) or type(error).__name__}"
+                f"the template {self.name} failed: {str(error) or type(error).__name__}"
             ) from None
 
 
 def find_template(word: str, tokenizer: Tokenizer) -> Template:
-    """A template that is here by name, the tokenizer's `own`, or that of a file or a folder.
+    """Find a chat template.
+
+    Args:
+        word: Name of a built-in template, `own` for the template of the tokenizer, or the path of
+            a .jinja file, a tokenizer_config.json or a folder with one of them.
+        tokenizer: Provides the special tokens, and the template if `word` is `own`.
 
     Raises:
-        DataError: there is none, or it cannot be read as Jinja.
+        DataError: there is no such template, or it is not valid Jinja.
     """
     path = Path(word)
     if word == "own":
@@ -141,7 +156,7 @@ def find_template(word: str, tokenizer: Tokenizer) -> Template:
         text = _of_path(path)
     else:
         raise DataError(
-            f"--template {word}: there are own, {', '.join(template_names())}; or name a file"
+            f"--template {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
         )
     template = Template(word, text, {"bos_token": "", **tokenizer.special})
     _check(template)
@@ -149,12 +164,12 @@ def find_template(word: str, tokenizer: Tokenizer) -> Template:
 
 
 def template_names() -> list[str]:
-    """Those that are here."""
+    """Return the names of the built-in templates, sorted."""
     return sorted(path.name.removesuffix(".jinja") for path in _FOLDER.iterdir())
 
 
 def spelled_out(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Marks of a template that are no tokens of their own, so that the model spells them."""
+    """Return the special tokens of a template that the tokenizer splits into several tokens."""
     marks = dict.fromkeys(_MARK.findall(template.text))
     return [mark for mark in marks if len(tokenizer.encode_places([mark])[0].tokens) > 1]
 
@@ -190,7 +205,7 @@ def _check(template: Template) -> None:
 
 
 def _unmarked(whole: str) -> tuple[str, list[tuple[int, int]]]:
-    """Text without the marks around generated parts, and where these are."""
+    """Remove the marks around generated parts; return the text and the spans of these parts."""
     spans, parts, length = [], [], 0
     for number, part in enumerate(re.split(f"[{_BEGIN}{_END}]", whole)):
         if number % 2:
@@ -207,7 +222,7 @@ def _compiled(text: str) -> Any:
 
 @lru_cache
 def _environment() -> Any:
-    """Jinja as transformers sets it: sandboxed, with its names.
+    """Build the sandboxed Jinja environment of transformers, with its globals and filters.
 
     Source: https://huggingface.co/docs/transformers/chat_templating_writing
     """
@@ -219,9 +234,9 @@ def _environment() -> Any:
         raise DataError("chat templates need jinja2; pip install 'graphtrain[data]'") from None
 
     class Generation(Extension):
-        """Marks what is between {% generation %} and {% endgeneration %}."""
+        """Jinja extension that marks the text between {% generation %} and {% endgeneration %}."""
 
-        tags = {"generation"}  # noqa: RUF012, as Jinja has it
+        tags = {"generation"}  # noqa: RUF012, declared like this by Jinja
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -1,4 +1,4 @@
-"""Conversations: messages with roles, from the shapes that data sets of instructions come in."""
+"""Parsing of the published instruction data formats into messages with roles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from graphtrain.errors import DataError
 
-Message = dict[str, Any]  # role and content, and what else the record has for a template
+Message = dict[str, Any]  # role and content, and other keys of the record for the template
 
 _ROLES = {
     "human": "user",
@@ -24,28 +24,34 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in turn; answers before the message `learned_from` only lead to the others."""
+    """Messages in order; answers before message index `learned_from` are context, not targets."""
 
     messages: tuple[Message, ...]
     tools: Any = None
     learned_from: int = 0
 
     def is_learned(self, index: int) -> bool:
-        """Whether a message is an answer to learn; a weight of 0 says that it is not."""
+        """Return True if a message is an answer to train on; a weight of 0 excludes it."""
         message = self.messages[index]
         asked = message["role"] == "assistant" and message.get("weight") != 0
         return asked and index >= self.learned_from
 
 
 class _WrongRecord(ValueError):
-    """What is wrong with a record, to be told with its place."""
+    """Error in a record; the caller adds file and line."""
 
 
 def read_conversations(record: Any, format: str, place: str) -> tuple[Conversation, ...]:
-    """The conversation of a record; of a preference, the chosen and the rejected one.
+    """Return the conversation of a record; of a preference pair, the chosen and the rejected one.
+
+    Args:
+        record: A parsed record.
+        format: A key of FORMATS, or auto to detect it by the keys of the record.
+        place: File and line, for error messages.
 
     Raises:
-        DataError: the record is not of the format, or of none that is known; names the place.
+        DataError: the record does not have the format, or any known format; the message begins
+            with the place.
     """
     try:
         if not isinstance(record, dict):
@@ -56,7 +62,7 @@ def read_conversations(record: Any, format: str, place: str) -> tuple[Conversati
 
 
 def recognised(record: dict[str, Any]) -> str:
-    """The format whose keys a record has."""
+    """Detect the format of a record by its keys."""
     if "chosen" in record and "rejected" in record:
         return "preference"
     if "instruction" in record:
@@ -66,17 +72,19 @@ def recognised(record: dict[str, Any]) -> str:
         if key in record:
             return name
     found = ", ".join(map(repr, list(record)[:5])) or "nothing"
-    raise _WrongRecord(f"has the keys {found}, which are those of no format; name it with --format")
+    raise _WrongRecord(
+        f"has the keys {found}, which match no known format; name the format with --format"
+    )
 
 
 def _alpaca(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """instruction, input, output; also system, and history as pairs of question and answer."""
+    """Parse Alpaca: instruction, input, output; optional system, history of (question, answer)."""
     messages = [*_system(record), *_turns(record.get("history") or ())]
     return (_made([*messages, _instruction(record), _answer(_string(record, "output"))]),)
 
 
 def _belle(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """BELLE's: turns after Human: and Assistant: in one text, the last answer apart."""
+    """Parse BELLE: turns after Human: and Assistant: in `instruction`, last answer in `output`."""
     messages: list[Message] = []
     for turn in _string(record, "instruction").split("Human:")[1:]:
         question, *answers = turn.split("Assistant:")
@@ -88,7 +96,7 @@ def _belle(record: dict[str, Any]) -> tuple[Conversation, ...]:
 
 
 def _moss(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """MOSS's: turns by name under chat, or one plain_text; thoughts and commands are left out."""
+    """Parse MOSS: `chat` with named turns, or `plain_text`; drop thoughts and commands."""
     messages: list[Message] = []
     meta = record.get("meta_instruction")
     if isinstance(meta, str) and meta.strip():
@@ -98,48 +106,48 @@ def _moss(record: dict[str, Any]) -> tuple[Conversation, ...]:
         if not isinstance(turns, dict):
             raise _WrongRecord("'chat' is not an object of turns")
         for name, turn in turns.items():
-            if turn is None:  # a table has a column for each turn of the longest chat
+            if turn is None:  # tables have a column for every turn of the longest chat
                 continue
             if not isinstance(turn, dict):
-                raise _WrongRecord(f"'chat' has {name!r}, which is not an object")
+                raise _WrongRecord(f"turn {name!r} of 'chat' is not an object")
             messages.append(_question(_without(_string(turn, "Human"), "<|Human|>:", "<eoh>")))
             messages.append(_answer(_without(_string(turn, "MOSS"), "<|MOSS|>:", "<eom>")))
     else:
         for turn in _string(record, "plain_text").split("[Human]:")[1:]:
             question, mark, answer = turn.partition("[MOSS]:")
             if not mark:
-                raise _WrongRecord("'plain_text' has [Human]: without [MOSS]: after it")
+                raise _WrongRecord("'plain_text' has a [Human]: without [MOSS]: after it")
             messages.append(_question(_without(question, "", "<eoh>")))
             messages.append(_answer(_without(answer, "", "<eoa>")))
     return (_made(messages),)
 
 
 def _leetcode(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """Leetcode-python's: a problem, then code and its explanation."""
+    """Parse leetcode-python: a problem, then code and its explanation."""
     problem = _string(record, "code_with_problem").split("```", 1)[0].strip()
     answer = _string(record, "code_only") + "\n" + _string(record, "explanation_only")
     return (_made([_question(problem), _answer(answer)]),)
 
 
 def _sharegpt(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """ShareGPT's: from and value under conversations."""
+    """Parse ShareGPT: `from` and `value` under conversations."""
     return (_made([*_system(record), *_said(record, "conversations")], record.get("tools")),)
 
 
 def _messages(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """OpenAI's: role and content under messages."""
+    """Parse OpenAI chat: `role` and `content` under messages."""
     return (_made(_said(record, "messages"), record.get("tools")),)
 
 
 def _preference(record: dict[str, Any]) -> tuple[Conversation, ...]:
-    """Chosen and rejected, as answers to a prompt or as lists of messages that begin alike."""
+    """Parse chosen and rejected: answers to a prompt, or message lists with a common prefix."""
     ends = [_end(record, key) for key in ("chosen", "rejected")]
     begin = _prompt(record)
     pair = [[*begin, *end] for end in ends]
     alike = takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
     shared = max(len(list(alike)), len(begin))
     if any(len(messages) == shared for messages in pair):
-        raise _WrongRecord("'chosen' and 'rejected' are the same, or one begins the other")
+        raise _WrongRecord("'chosen' and 'rejected' are the same, or one is a prefix of the other")
     return tuple(_made(messages, record.get("tools"), shared) for messages in pair)
 
 
@@ -162,7 +170,7 @@ _BY_KEY = {
 
 
 def _prompt(record: dict[str, Any]) -> list[Message]:
-    """What both answers of a pair follow: a text, messages, or nothing where they hold it."""
+    """Return the prompt of a preference pair; empty if both answers already include it."""
     prompt = record.get("prompt")
     if isinstance(prompt, list):
         return _said(record, "prompt")
@@ -175,12 +183,12 @@ def _prompt(record: dict[str, Any]) -> list[Message]:
         if key in record:
             return [*_system(record), *_said(record, key)]
     if isinstance(record["chosen"], str):
-        raise _WrongRecord("'chosen' is a text, and there is no 'prompt' before it")
+        raise _WrongRecord("'chosen' is a text, and the record has no 'prompt'")
     return []
 
 
 def _end(record: dict[str, Any], key: str) -> list[Message]:
-    """One answer of a pair: a text, a message or several."""
+    """Return the messages of one answer: from a text, one message or a list of messages."""
     value = record.get(key)
     if isinstance(value, dict):
         return [_message(value, key)]
@@ -190,7 +198,7 @@ def _end(record: dict[str, Any], key: str) -> list[Message]:
 
 
 def _instruction(record: dict[str, Any]) -> Message:
-    """A question of Alpaca's two parts, which its own template tells apart."""
+    """Return the user message; also keep instruction and input for the Alpaca template."""
     instruction = _string(record, "instruction")
     added = _string(record, "input") if record.get("input") else ""
     if not added:
@@ -209,7 +217,7 @@ def _turns(history: Any) -> list[Message]:
     messages = []
     for turn in history if isinstance(history, list | tuple) else [history]:
         if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-            raise _WrongRecord("'history' is not a list of pairs of question and answer")
+            raise _WrongRecord("'history' is not a list of [question, answer] pairs")
         messages += [_question(turn[0]), _answer(turn[1])]
     return messages
 
@@ -222,13 +230,13 @@ def _said(record: dict[str, Any], key: str) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    """One message with its role by the common name; what else it has is kept."""
+    """Return a message with a standard role name; keep its other keys."""
     if not isinstance(message, dict):
         raise _WrongRecord(f"{where} is not an object")
     names = ("from", "value") if "from" in message else ("role", "content")
     role = message.get(names[0])
     if not isinstance(role, str) or not role:
-        raise _WrongRecord(f"{where} has no {names[0]!r} that is a string")
+        raise _WrongRecord(f"{where}: {names[0]!r} is absent, empty or not a string")
     others = {
         name: value for name, value in message.items() if name not in names and value is not None
     }
@@ -237,15 +245,15 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _content(content: Any, where: str, name: str, may_be_absent: bool) -> str:
-    if isinstance(content, list):  # OpenAI's parts
+    if isinstance(content, list):  # OpenAI content parts
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise _WrongRecord(f"{where} has a part of its {name!r} that is not text")
+            raise _WrongRecord(f"{where}: {name!r} has a part that is not text")
         return "".join(texts)  # type: ignore[arg-type]
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise _WrongRecord(f"{where} has no {name!r} that is a string")
+        raise _WrongRecord(f"{where}: {name!r} is absent or not a string")
     return content
 
 
@@ -265,7 +273,9 @@ def _answer(text: str) -> Message:
 
 def _string(record: dict[str, Any], key: str) -> str:
     if not isinstance(record.get(key), str):
-        found = "is absent" if key not in record else f"is {type(record[key]).__name__}, not str"
+        found = (
+            "is absent" if key not in record else f"is {type(record[key]).__name__}, not a string"
+        )
         raise _WrongRecord(f"{key!r} {found}")
     return record[key]
 

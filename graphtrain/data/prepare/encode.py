@@ -1,4 +1,4 @@
-"""Chunks of text to chunks of tokens, in worker processes, in order."""
+"""Parallel tokenization: chunks of text to chunks of tokens, in worker processes, in order."""
 
 import collections
 import itertools
@@ -16,29 +16,29 @@ from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
-_AHEAD = 3  # chunks in flight per worker; more only costs memory
+_AHEAD = 3  # chunks in flight per worker process; more uses memory without being faster
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a chunk as tokens, one after another; a document without text has none.
+    """Documents of a chunk as concatenated tokens; a document without text has no tokens.
 
-    Of each record there are equally many. Those of conversations come with the parts to learn.
+    Every record has the same number of documents. Conversations also have a loss mask.
     """
 
     chunk: Chunk
     tokens: np.ndarray
     sizes: np.ndarray  # tokens of each document
-    learned: np.ndarray | None = None  # begin and end of parts in their document
-    learned_sizes: np.ndarray | None = None  # numbers in `learned`, of each document
+    learned: np.ndarray | None = None  # spans to train on: begin and end in their document
+    learned_sizes: np.ndarray | None = None  # values in `learned`, two per span, of each document
 
 
-Encode = Callable[[Chunk], Encoded]  # what a worker does; it can be pickled
+Encode = Callable[[Chunk], Encoded]  # called in worker processes; must be picklable
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Texts to tokens."""
+    """Encoder of the texts of a corpus."""
 
     tokenizer: Tokenizer
     corpus: Corpus
@@ -55,31 +55,31 @@ class Encoder:
 
 
 def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Iterator[Encoded]:
-    """Encode chunks in `workers` processes, or in this one if it is one; the order is kept.
+    """Yield encoded chunks in order, using `workers` processes, or this process if it is 1.
 
     Raises:
-        DataError: a line cannot be used, or a worker was killed.
+        DataError: a record cannot be used, or a worker process was killed.
     """
     if workers == 1:
         yield from map(encoder, chunks)
         return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload([__name__])  # imported once, not by each worker
+    context.set_forkserver_preload([__name__])  # imported once, not by each worker process
     pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
     try:
         yield from _in_order(pool, iter(chunks), _AHEAD * workers)
     except BrokenProcessPool:
         raise DataError(
-            f"one of {workers} worker processes was killed, perhaps for want of memory; "
-            "give fewer with --workers"
+            f"one of {workers} worker processes was killed, probably because memory ran out; use "
+            "fewer with --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) -> Iterator[Encoded]:
-    """Results in the order of the chunks, of which no more than `ahead` are read in advance."""
+    """Yield results in the order of the chunks, reading at most `ahead` chunks in advance."""
     waiting: collections.deque[Future[Encoded]] = collections.deque()
     for chunk in itertools.islice(chunks, ahead):
         waiting.append(pool.submit(_encode, chunk))
@@ -89,7 +89,7 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) ->
         yield encoded
 
 
-_encoders: list[Encode] = []  # of a worker process: one, kept as it costs more than a chunk
+_encoders: list[Encode] = []  # in a worker process: one, sent once because it is large
 
 
 def _set_encoder(encoder: Encode) -> None:
@@ -98,7 +98,7 @@ def _set_encoder(encoder: Encode) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, and each would wait forever for another chunk."""
+    """Exit when the parent does: a killed parent leaves workers that wait forever for a chunk."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

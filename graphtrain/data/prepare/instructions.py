@@ -1,4 +1,4 @@
-"""Instruction data to indexed datasets: conversations as a template writes them, answers marked."""
+"""Conversion of instruction data: conversations into indexed datasets with a loss mask."""
 
 import hashlib
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ from graphtrain.files import replacing
 
 @dataclass(frozen=True)
 class Instructed(Prepared):
-    """What a directory holds after `instruct`."""
+    """Result of `instruct`: the datasets in a directory."""
 
-    spelled_out: tuple[str, ...] = ()  # marks of the template that the tokenizer has no token for
+    spelled_out: tuple[str, ...] = ()  # special tokens of the template that the tokenizer lacks
 
 
 def instruct(
@@ -47,37 +47,40 @@ def instruct(
     report: Report = lambda stage, fraction: None,
     **corpus: Any,
 ) -> Instructed:
-    """Make datasets of conversations, or of pairs of them, as `prepare` makes datasets of texts.
+    """Make datasets of conversations or of preference pairs, as `prepare` does of texts.
 
-    Beside the tokens of PREFIX are those to learn, in PREFIX_learned. Records without an answer to
-    learn are left out. The template is written down beside the tokenizer.
+    The loss mask of the dataset PREFIX is stored in PREFIX_learned. Records without an answer to
+    train on are left out. The chat template is saved next to the tokenizer.
 
     Args:
-        inputs: Files, or folders that `datasets` saved.
-        output: The directory.
-        tokenizer: One that `load_tokenizer` knows.
-        template: As `find_template` takes it.
-        format: One of FORMATS, or auto: each record's keys say.
-        learn: All answers, the last of each conversation, or everything.
-        eod: The token for the end, where it is not the tokenizer's own.
-        workers: Processes; left out, as many as pay.
-        report: Told what is being done, and the fraction of it that is.
-        corpus: What else `Corpus` takes.
+        inputs: Files, or folders written by `datasets.Dataset.save_to_disk`.
+        output: Output directory.
+        tokenizer: A name that `load_tokenizer` accepts.
+        template: A name that `find_template` accepts.
+        format: One of FORMATS, or auto to detect the format of each record by its keys.
+        learn: Train on all answers, on the last of each conversation, or on every token.
+        eod: Text of the end-of-document token. None: the tokenizer's own.
+        workers: Worker processes. None: chosen by the size of the text and the number of cores.
+        report: Called with the current stage and its completed fraction.
+        corpus: Other fields of `Corpus`.
 
     Raises:
         DataError: an input, the tokenizer or the output cannot be used.
     """
     if tokenizer.startswith("sentencepiece:"):
         raise DataError(
-            f"--tokenizer {tokenizer}: a tokenizer is learned from text, not from conversations; "
-            "give that of the model, or make one with: graphtrain data tokenizer"
+            f"--tokenizer {tokenizer}: a tokenizer cannot be trained on conversations; give the "
+            "tokenizer of the model, or train one with: graphtrain data tokenizer"
         )
     files = Corpus.of(inputs, keys=(), **corpus)
     known = load_tokenizer(tokenizer, eod)
     chosen = find_template(template, known)
     making = Instructions(chosen, format, learn, _are_pairs(files, format))
     if making.pairs and learn == "all":
-        raise DataError("--learn all: of a pair of answers, only these are compared; leave it out")
+        raise DataError(
+            "--learn all does not apply to preference pairs, where only the answers are compared; "
+            "omit --learn"
+        )
     identity = format, making.conversations.template_digest, learn
     request = manifest.Request.of(files, tokenizer, False, eod, identity)
     made = Work(Path(output), files, making, workers, report).prepared(request, tokenizer)
@@ -86,13 +89,13 @@ def instruct(
 
 @dataclass(frozen=True)
 class Instructions:
-    """A record is a conversation, or a pair of them, and each becomes one document."""
+    """Conversations or preference pairs: each conversation becomes one document."""
 
     template: Template
     format: str
     learn: Learn
     pairs: bool
-    append_eod = False  # the template says what ends an answer
+    append_eod = False  # the template ends the answers
 
     @property
     def documents(self) -> int:
@@ -112,7 +115,7 @@ class Instructions:
         return ConversationEncoder(tokenizer, corpus, self)
 
     def save(self, directory: Path) -> tuple[str, ...]:
-        """The template, under the name that transformers reads it by."""
+        """Write the template, under the file name that transformers reads."""
         with replacing(directory / CHAT_TEMPLATE) as file:
             file.write(self.template.text.encode())
         return (CHAT_TEMPLATE,)
@@ -120,7 +123,7 @@ class Instructions:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Conversations to tokens, and which of them are learned."""
+    """Encoder of conversations into tokens and a loss mask."""
 
     tokenizer: Tokenizer
     corpus: Corpus
@@ -151,17 +154,17 @@ class ConversationEncoder:
     def _rendered(self, record: Any, place: str) -> list[Rendered]:
         conversations = read_conversations(record, self.making.format, place)
         if len(conversations) != self.making.documents:
-            kinds = "a conversation", "a pair of answers"
+            kinds = "a conversation", "a preference pair"
             here, others = kinds if len(conversations) == 1 else kinds[::-1]
             raise DataError(
-                f"{place}: is {here}, and the first record is {others}; prepare them apart"
+                f"{place}: is {here}, but the first record is {others}; prepare them separately"
             )
         render, learn = self.making.template.render, self.making.learn
         return [render(conversation, learn, place) for conversation in conversations]
 
 
 def _leave_out_halves(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:
-    """Of a pair with nothing to learn in one of the two, leave out both."""
+    """Empty both documents of a pair if one of them has nothing to train on."""
     for first in range(0, len(documents), 2):
         pair = first, first + 1
         if not all(len(documents[index]) for index in pair):
@@ -170,9 +173,9 @@ def _leave_out_halves(documents: list[np.ndarray], learned: list[np.ndarray]) ->
 
 
 def _are_pairs(corpus: Corpus, format: str) -> bool:
-    """Whether the first record is a pair of answers."""
+    """Return True if the first record is a preference pair."""
     for chunk in corpus.chunks():
         for place, record in corpus.objects(chunk):
             return len(read_conversations(record, format, place)) == 2
     names = ", ".join(map(str, corpus.paths))
-    raise DataError(f"{names}: the corpus is empty; give files with some conversations")
+    raise DataError(f"{names}: the corpus is empty; give files that contain conversations")

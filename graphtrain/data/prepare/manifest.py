@@ -1,4 +1,4 @@
-"""manifest.json: what a directory of datasets was made from, so that it is not made again."""
+"""manifest.json: record of the request that a directory was made from, to skip equal requests."""
 
 import importlib.metadata
 import json
@@ -12,16 +12,16 @@ from graphtrain.data.readers.json_lines import open_file
 from graphtrain.data.tokenizers.tokenizer import load_tokenizer
 from graphtrain.files import content_digest, replacing
 
-_FORMAT = 2  # of what prepare writes; raised when the same request would give other files
+_FORMAT = 2  # version of the output of prepare; increase it when equal requests give other files
 _LEARNED = "sentencepiece:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Everything that decides what `prepare` writes; contents, never names or places."""
+    """Everything that determines what `prepare` writes: contents, never file names or paths."""
 
     inputs: tuple[str, ...]  # digests, in order
-    endings: tuple[str, ...]  # of their names, which say how they are read
+    endings: tuple[str, ...]  # suffixes of the inputs, which determine how they are read
     tokenizer: str
     eod: str | None
     append_eod: bool
@@ -31,7 +31,7 @@ class Request:
     validation: float
     test: float
     seed: int
-    conversations: tuple[str, ...] | None = None  # format, template's digest, what is learned
+    conversations: tuple[str, ...] | None = None  # format, template digest, --learn
     format: int = _FORMAT
 
     @classmethod
@@ -43,7 +43,7 @@ class Request:
         eod: str | None,
         conversations: tuple[str, ...] | None = None,
     ) -> "Request":
-        """Digest the contents of the files, of the tokenizer and of the hooks.
+        """Build a request with the digests of the files, the tokenizer and the hooks.
 
         Raises:
             DataError: one of them cannot be read.
@@ -67,7 +67,7 @@ class Request:
 
 
 def write_manifest(directory: Path, request: Request, files: Sequence[str]) -> None:
-    """Record what was asked and the lengths of the files made from it."""
+    """Record a request and the sizes of the files made from it."""
     lengths = {name: (directory / name).stat().st_size for name in files}
     with replacing(directory / "manifest.json") as file:
         record = {"request": asdict(request), "files": lengths}
@@ -75,16 +75,17 @@ def write_manifest(directory: Path, request: Request, files: Sequence[str]) -> N
 
 
 def remove_manifest(directory: Path) -> None:
+    """Remove the manifest of a directory, if it exists."""
     (directory / "manifest.json").unlink(missing_ok=True)
 
 
 def is_up_to_date(directory: Path, request: Request) -> bool:
-    """Whether the directory holds, whole, what the request would make."""
+    """Return True if the directory contains all files that the request would make."""
     try:
         record = json.loads((directory / "manifest.json").read_text())
         asked, lengths = record["request"], record["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # absent or damaged: make everything again
+        return False  # absent or damaged: prepare everything again
     if asked != json.loads(json.dumps(asdict(request))):
         return False
     files = [(directory / name, length) for name, length in lengths.items()]
@@ -94,5 +95,5 @@ def is_up_to_date(directory: Path, request: Request) -> bool:
 def _tokenizer_identity(spec: str, eod: str | None) -> str:
     if spec.startswith(_LEARNED):
         return f"{spec} by {importlib.metadata.version('sentencepiece')}"
-    tokenizer = load_tokenizer(spec, eod)  # what ends a document may stand in a file of its own
+    tokenizer = load_tokenizer(spec, eod)  # the end token may come from a companion file
     return f"{tokenizer.digest}, documents end with {tokenizer.eod}"

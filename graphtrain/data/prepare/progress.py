@@ -1,4 +1,4 @@
-"""How far a preparation has come, so that the next one may go on after a kill or a power cut."""
+"""Saved progress of a preparation, to resume it after a kill or a power failure."""
 
 import json
 import shutil
@@ -17,24 +17,25 @@ _DIRECTORY = ".unfinished"
 
 @dataclass(frozen=True)
 class Progress:
-    """What is on the disk for a request: splits up to a position of the corpus."""
+    """Files on disk for a request: its splits up to a position of the corpus."""
 
     request: Mapping[str, Any]
-    tokenizer: str  # where `load_tokenizer` finds it
+    tokenizer: str  # argument of `load_tokenizer`
     position: Position = BEGINNING
     written: Mapping[str, Written] | None = None  # by split; None: nothing yet
 
     def at(self, position: Position, written: Mapping[str, Written]) -> "Progress":
+        """Return a copy at another position."""
         return replace(self, position=position, written=written)
 
 
 def unfinished(directory: Path) -> Path:
-    """Where what only a later preparation needs is kept, such as a tokenizer just learned."""
+    """Return the folder of files needed only to resume, such as a newly trained tokenizer."""
     return directory / _DIRECTORY
 
 
 def write_progress(directory: Path, progress: Progress) -> None:
-    """Record the progress; what it says must be on the disk already."""
+    """Save the progress; all that it lists must already be on disk."""
     record = {
         "request": progress.request,
         "tokenizer": progress.tokenizer,
@@ -46,7 +47,7 @@ def write_progress(directory: Path, progress: Progress) -> None:
 
 
 def read_progress(directory: Path, request: Mapping[str, Any]) -> Progress | None:
-    """The progress of the same request; None where there is none, or it is another's."""
+    """Return the saved progress of a request; None if there is none for this request."""
     try:
         record = json.loads((unfinished(directory) / "progress.json").read_text())
         if record["request"] != json.loads(json.dumps(request)):
@@ -60,8 +61,9 @@ def read_progress(directory: Path, request: Mapping[str, Any]) -> Progress | Non
             written and {name: Written(*counts) for name, counts in written.items()},
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent or damaged: begin again
+        return None  # absent or damaged: start from the beginning
 
 
 def remove_progress(directory: Path) -> None:
+    """Remove the saved progress of a directory."""
     shutil.rmtree(unfinished(directory), ignore_errors=True)

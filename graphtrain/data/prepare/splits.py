@@ -1,4 +1,4 @@
-"""The datasets of a directory while they are written: one for each split of a corpus."""
+"""Writer of the datasets of a directory: one for each split of a corpus."""
 
 import contextlib
 import time
@@ -27,20 +27,27 @@ from graphtrain.files import partial_path
 
 NAMES = ("train", "validation", "test")
 _ENDINGS = ("bin", "idx", "json")
-_SAVE_EVERY = 10.0  # seconds between records of the progress; a kill loses so much work
+_SAVE_EVERY = 10.0  # seconds between saves of the progress; a kill loses at most this work
 
 
 def split_names(corpus: Corpus) -> tuple[str, ...]:
-    """The splits that a corpus has."""
+    """Return the names of the splits that a corpus has."""
     fractions = (1.0, corpus.validation, corpus.test)
     return tuple(name for name, fraction in zip(NAMES, fractions, strict=True) if fraction)
 
 
 class Splits:
-    """Writers of all splits; on disk they appear together, or not at all.
+    """Context manager that writes all splits; on disk they appear together, or not at all.
 
-    An error leaves the directory as it was. An interruption leaves partial files and a record of
-    them, from which the next preparation of the same request goes on.
+    An error leaves the directory unchanged. An interruption leaves partial files and a record of
+    the progress, from which the next preparation of the same request resumes.
+
+    Args:
+        directory: Output directory.
+        corpus: Assigns documents to splits.
+        tokenizer: Saved next to the datasets.
+        progress: Progress of an interrupted preparation, or none.
+        learned: Also write the loss mask of the documents.
     """
 
     def __init__(
@@ -84,22 +91,22 @@ class Splits:
 
     @property
     def nbytes(self) -> int:
-        """The length of all files, were they finished now."""
+        """Total bytes of all files if they were finished now."""
         return sum(writer.nbytes for writer in self._all.values())
 
     @property
     def documents(self) -> int:
-        """In all splits so far."""
+        """Number of documents written so far, in all splits."""
         return sum(writer.documents for writer in self._writers.values())
 
     @property
     def _all(self) -> dict[str, IndexedWriter]:
-        """By the name of the file: of the tokens, then of what is learned of them."""
+        """Writers by file name: those of the tokens, then those of the loss masks."""
         learned = {learned_prefix(name): writer for name, writer in self._learned.items()}
         return self._writers | learned
 
     def write(self, encoded: Encoded) -> None:
-        """Write the documents of a chunk that have text, each to its split."""
+        """Write the documents of a chunk that are not empty, each to its split."""
         split = self._corpus.split(encoded.chunk)
         split = np.repeat(split, len(encoded.sizes) // len(split))
         for number, name in enumerate(NAMES):
@@ -115,7 +122,7 @@ class Splits:
             self._save(encoded)
 
     def complete(self) -> None:
-        """Write all that is left, then remove what describes the files about to be replaced.
+        """Finish the files, then remove the descriptions of the files they are about to replace.
 
         Raises:
             DataError: a split is too small to be used.
@@ -131,7 +138,7 @@ class Splits:
         (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
 
     def describe(self, append_eod: bool, conversations: Conversations | None = None) -> list[str]:
-        """Write tokenizer and descriptions beside finished datasets; return the files' names."""
+        """Write tokenizer and descriptions next to finished datasets; return all file names."""
         saved = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
             description = Description(
@@ -161,21 +168,21 @@ class Splits:
         if not documents:
             names = ", ".join(map(str, self._corpus.paths))
             if self._learned:
-                raise DataError(f"{names}: no record holds an answer to learn")
-            raise DataError(f"{names}: the corpus is empty; give files with some text")
+                raise DataError(f"{names}: no record contains an answer to train on")
+            raise DataError(f"{names}: the corpus is empty; give files that contain text")
         for name, writer in self._writers.items():
             if writer.token_count < 2:
                 test = f"--test {self._corpus.test} " if self._corpus.test else ""
                 raise DataError(
-                    f"the {name} split has {writer.token_count} tokens and needs 2: of {documents} "
-                    f"documents, --validation {self._corpus.validation} {test}--seed "
-                    f"{self._corpus.seed} leaves it {writer.documents}; give more documents or "
-                    "other fractions (0 for none)"
+                    f"the {name} split has {writer.token_count} tokens and needs at least 2: "
+                    f"--validation {self._corpus.validation} {test}--seed {self._corpus.seed} "
+                    f"assigns {writer.documents} of {documents} documents to it; give more "
+                    "documents or other fractions (0 omits a split)"
                 )
 
 
 def are_there(directory: Path, vocab: int, written: Mapping[str, Written]) -> bool:
-    """Whether partial files hold what a record of the progress says."""
+    """Return True if the partial files contain everything that the progress record lists."""
     for name, (documents, tokens) in written.items():
         learned = any(name == learned_prefix(split) for split in NAMES)
         width = (SPANS if learned else token_dtype(vocab)).itemsize

@@ -1,4 +1,4 @@
-"""Text to indexed datasets: tokenize, split into training, validation and test, write."""
+"""Tokenization of text into indexed datasets: training, validation and test splits."""
 
 import contextlib
 import errno
@@ -22,21 +22,21 @@ from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 from lowering.machine import host
 
-Report = Callable[[str, float], None]  # what is being done, and the fraction of it that is
+Report = Callable[[str, float], None]  # called with the current stage and its completed fraction
 
-_PER_WORKER = 4 << 20  # bytes of text; less is tokenized sooner than a process starts
+_PER_WORKER = 4 << 20  # bytes of text; tokenizing less takes less time than starting a process
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a directory holds after `prepare`."""
+    """Result of `prepare`: the datasets in a directory."""
 
     directory: Path
     train: Description
     validation: Description | None
     test: Description | None
-    up_to_date: bool  # nothing was done: it held the same before
-    left_out: int = 0  # records of which nothing was written
+    up_to_date: bool  # the directory already contained the result; nothing was written
+    left_out: int = 0  # records that contributed no document
 
 
 def prepare(
@@ -55,13 +55,28 @@ def prepare(
     workers: int | None = None,
     report: Report = lambda stage, fraction: None,
 ) -> Prepared:
-    """Make OUTPUT/train, validation and test from files of text; the same inputs, the same bytes.
+    """Make OUTPUT/train, validation and test from text files; equal inputs give equal bytes.
 
-    The tokenizer is one that `load_tokenizer` knows, or `sentencepiece:VOCAB`, which is learned
-    from the training documents only. Workers are processes; left out, there are as many as pay.
-    They change nothing but the time. Where the directory already holds the result, nothing is done;
-    where preparing fails, the directory keeps what it held; where it was killed, the next call goes
-    on from what is on the disk.
+    If the directory already contains the result, nothing is written. If preparing fails, the
+    directory keeps its previous content. If the process was killed, the next call with the same
+    arguments resumes from the files on disk.
+
+    Args:
+        inputs: Files, or folders written by `datasets.Dataset.save_to_disk`.
+        output: Output directory.
+        tokenizer: A name that `load_tokenizer` accepts, or `sentencepiece:VOCAB` to train a
+            sentencepiece model of VOCAB pieces on the training documents.
+        keys: Keys or columns that contain the text; several are joined by a blank line.
+        clean: Cleaning hooks, MODULE:FUNCTION, applied in order.
+        text_document: Unit of a .txt file that becomes one document.
+        append_eod: End every document with the end-of-document token.
+        eod: Text of the end-of-document token. None: the tokenizer's own.
+        validation: Fraction of the documents held out for validation.
+        test: Fraction of the documents held out for test.
+        seed: Seed of the choice of held-out documents.
+        workers: Worker processes; the result does not depend on it. None: chosen by the size of
+            the text and the number of cores.
+        report: Called with the current stage and its completed fraction.
 
     Raises:
         DataError: an input, the tokenizer or the output cannot be used.
@@ -81,33 +96,35 @@ def prepare(
 
 
 class Making(Protocol):
-    """What becomes of a record."""
+    """Conversion of records into documents."""
 
     @property
     def documents(self) -> int:
-        """Of each record."""
+        """Documents per record."""
         ...
 
     @property
     def append_eod(self) -> bool:
-        """Whether every document ends with the tokenizer's token for that."""
+        """True if every document ends with the end-of-document token."""
         ...
 
     @property
     def conversations(self) -> Conversations | None:
-        """Of a dataset that says what is learned of it."""
+        """Description of the conversations; None for plain text, which has no loss mask."""
         ...
 
-    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode: ...
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+        """Return the function that encodes chunks of the corpus."""
+        ...
 
     def save(self, directory: Path) -> tuple[str, ...]:
-        """Write what belongs beside the tokenizer; return the names of the files."""
+        """Write additional files next to the tokenizer; return their names."""
         ...
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A record is a text, and becomes one document."""
+    """Plain text: each record becomes one document."""
 
     append_eod: bool
     documents = 1
@@ -116,8 +133,8 @@ class Texts:
     def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
         if self.append_eod and tokenizer.eod is None:
             raise DataError(
-                "the tokenizer has no token for the end of a document; name one with --eod-token, "
-                "choose another tokenizer, or --no-eod"
+                "the tokenizer has no end-of-document token; name one with --eod-token, choose "
+                "another tokenizer, or pass --no-eod"
             )
         return Encoder(tokenizer, corpus, self.append_eod)
 
@@ -126,7 +143,7 @@ class Texts:
 
 
 class Work:
-    """One pass over a corpus into the files of a directory."""
+    """One pass over a corpus that writes the datasets of a directory."""
 
     def __init__(
         self,
@@ -142,11 +159,11 @@ class Work:
         self._left_out = 0
         self._workers = workers
         self._report = report
-        self._fraction = 0.0  # of the corpus that is tokenized
-        self._nbytes = 0  # written for it
+        self._fraction = 0.0  # of the corpus that has been tokenized
+        self._nbytes = 0  # written so far
 
     def prepared(self, request: manifest.Request, spec: str) -> Prepared:
-        """What the directory holds after the pass, or held before, if that is the same.
+        """Return the content of the directory; write it first unless it is up to date.
 
         Raises:
             DataError: an input, the tokenizer or the output cannot be used.
@@ -166,7 +183,7 @@ class Work:
         return Prepared(self.directory, train, *held_out, up_to_date, self._left_out)
 
     def _write(self, request: manifest.Request, spec: str) -> list[str]:
-        """Write datasets, descriptions and tokenizer; return the names of the files."""
+        """Write the datasets, descriptions and tokenizer; return the file names."""
         tokenizer, progress = self._beginning(request, spec)
         encoder, about = self._making.encoder(tokenizer, self._corpus), self._making.conversations
         with Splits(self.directory, self._corpus, tokenizer, progress, about is not None) as splits:
@@ -179,7 +196,7 @@ class Work:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turn errors of the system into one that says what to do."""
+        """Turn operating system errors into a `DataError` that says what to do."""
         try:
             yield
         except OSError as error:
@@ -194,13 +211,13 @@ class Work:
             ) from None
 
     def _beginning(self, request: manifest.Request, spec: str) -> tuple[Tokenizer, Progress]:
-        """The tokenizer, and how far an interrupted preparation of the same request came."""
+        """Return the tokenizer and the progress of an interrupted preparation of this request."""
         asked = asdict(request)
         progress = read_progress(self.directory, asked)
         if progress is not None:
             try:
                 tokenizer = load_tokenizer(progress.tokenizer, request.eod)
-            except DataError:  # its folder was moved since; what was asked for is still there
+            except DataError:  # the folder was moved since; use the tokenizer that was asked for
                 pass
             else:
                 if are_there(self.directory, tokenizer.vocab, progress.written or {}):
@@ -210,18 +227,18 @@ class Work:
             return load_tokenizer(spec, request.eod), Progress(asked, spec)
         if not size.isdecimal():
             raise DataError(
-                f"--tokenizer {spec}: give the number of pieces, as in sentencepiece:32000"
+                f"--tokenizer {spec}: give the vocabulary size, for example sentencepiece:32000"
             )
         tokenizer = train_sentencepiece(training_texts(self._corpus, self._report), int(size))
         (name,) = tokenizer.save(unfinished(self.directory))
         progress = Progress(asked, str(unfinished(self.directory) / name))
-        write_progress(self.directory, progress)  # learning takes long; it need not be repeated
+        write_progress(self.directory, progress)  # do not repeat the training of the tokenizer
         return tokenizer, progress
 
     def _tokenize(
         self, tokenizer: Tokenizer, encoder: Encode, splits: Splits, progress: Progress
     ) -> int:
-        """Write all that is not written yet; return the number of records in all."""
+        """Write the documents after the recorded progress; return the total number of records."""
         workers = self._workers or _workers_that_pay(self._corpus, tokenizer)
         total = max(self._corpus.nbytes, 1)
         chunks = self._corpus.chunks(progress.position)
@@ -236,7 +253,7 @@ class Work:
 
 
 def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
-    """The clean texts of a corpus that are not held out, for a tokenizer to learn from."""
+    """Yield the cleaned training texts of a corpus, without held-out documents."""
     total = max(corpus.nbytes, 1)
     for chunk in corpus.chunks():
         report("reading for the tokenizer", min(chunk.read / total, 1.0))
@@ -244,12 +261,12 @@ def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
         for text, number in zip(corpus.texts(chunk), split, strict=True):
             if number == TRAIN:
                 yield text
-    report("learning the tokenizer", 0.0)
+    report("training the tokenizer", 0.0)
 
 
 def _workers_that_pay(corpus: Corpus, tokenizer: Tokenizer) -> int:
     if isinstance(tokenizer, ByteTokenizer):
-        return 1  # moving text between processes takes longer than copying its bytes
+        return 1  # sending text to another process takes longer than encoding it
     return max(1, min(host.usable_cores(), corpus.nbytes // _PER_WORKER))
 
 

@@ -1,6 +1,7 @@
-"""Cleaning hooks: functions of the user's, named MODULE:FUNCTION, that text passes through.
+"""Cleaning hooks: user functions, named MODULE:FUNCTION, that filter or change each text.
 
-A hook takes the text of a document and returns what is kept of it; None or "" drops the document.
+A hook is called with the text of a document and returns the cleaned text; None or "" drops the
+document.
 """
 
 import hashlib
@@ -20,14 +21,16 @@ Hook = Callable[[str], str | None]
 
 @lru_cache
 def load_hook(name: str) -> Hook:
-    """The function called MODULE:FUNCTION; modules in the current directory are found too.
+    """Import the function MODULE:FUNCTION, also from the current directory.
 
     Raises:
         DataError: there is no such module or function.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise DataError(f"--clean {name}: give MODULE:FUNCTION, as in cleaning:without_markup")
+        raise DataError(
+            f"--clean {name}: give MODULE:FUNCTION, for example cleaning:without_markup"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -40,26 +43,31 @@ def load_hook(name: str) -> Hook:
 
 
 def hook_digest(name: str) -> str:
-    """The digest of a hook's name and of the file it is in: edited, it may keep other text."""
+    """Return a digest of a hook's name and source file, which changes when the hook is edited."""
     hook = load_hook(name)
     try:
         file = inspect.getsourcefile(inspect.unwrap(hook))
     except TypeError:
-        file = None  # built in: its name has to do
+        file = None  # built-in function without a source file: use only its name
     source = Path(file).read_bytes() if file else b""
     return f"{name} {hashlib.sha256(source).hexdigest()}"
 
 
 def clean(text: str, hooks: Sequence[str], place: str) -> str:
-    """Text as the hooks leave it, one after another.
+    """Apply the hooks to a text in order; return an empty text if one of them drops it.
+
+    Args:
+        text: Text of a document.
+        hooks: Names of the hooks, MODULE:FUNCTION.
+        place: File and line of the text, for error messages.
 
     Raises:
-        DataError: a hook fails or returns something else; names it and the place of the text.
+        DataError: a hook raises, or returns neither a string nor None; names hook and place.
     """
     for name in hooks:
         try:
             cleaned = load_hook(name)(text)
-        except Exception as error:  # the user's code: whatever it is, they need the place
+        except Exception as error:  # user code may raise anything; report where
             kind = type(error).__name__
             raise DataError(f"{place}: --clean {name} raised {kind}: {error}") from error
         if not cleaned:

@@ -1,4 +1,4 @@
-"""Text to train on: files of documents, read in chunks that know where they came from."""
+"""Files of documents, read in chunks that record their position in the corpus."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from graphtrain.data.shuffle import chosen
 from graphtrain.errors import DataError
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # splits
-_SPLIT = 0x73706C6974  # keeps this choice apart from other uses of the same seed
+_SPLIT = 0x73706C6974  # salt: makes this choice independent of other uses of the seed
 _TEXT = (".txt", ".text")
 
 
 class Position(NamedTuple):
-    """Where in a corpus reading begins; as JSON, so that it can go on after an interruption."""
+    """Position in a corpus at which reading starts; saved as JSON to resume a preparation."""
 
     file: int = 0
     place: Place = Place()
-    documents: int = 0  # before it, in the whole corpus
+    documents: int = 0  # number of documents before it in the entire corpus
 
 
 BEGINNING = Position()
@@ -36,19 +36,19 @@ class Chunk:
     """Some documents of one file, unparsed."""
 
     path: Path
-    numbers: tuple[int, ...]  # of the lines or rows in the file, from 1
+    numbers: tuple[int, ...]  # line or row numbers in the file, from 1
     records: tuple[Record, ...]
-    first_document: int  # the number of the first in the whole corpus
-    after: Position
-    read: int  # bytes of all files read so far, packed where they are
+    first_document: int  # index of the first document in the entire corpus
+    after: Position  # at which the next chunk begins
+    read: int  # bytes read so far of all files, compressed bytes if they are compressed
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of documents, and which of these are for validation and for a test."""
+    """Files of documents, and the assignment of documents to training, validation and test."""
 
     paths: tuple[Path, ...]
-    keys: tuple[str, ...] = ("text",)  # none: the records are wanted whole
+    keys: tuple[str, ...] = ("text",)  # empty: complete records are read
     clean: tuple[str, ...] = ()  # hooks, MODULE:FUNCTION
     text_document: TextDocument = "paragraph"
     validation: float = 0.0  # fraction of the documents
@@ -57,10 +57,14 @@ class Corpus:
 
     @classmethod
     def of(cls, inputs: Sequence[str | Path], **settings: Any) -> "Corpus":
-        """The files named, and those of folders that `datasets` saved.
+        """Build a corpus from files, and folders written by `datasets.Dataset.save_to_disk`.
+
+        Args:
+            inputs: Files and folders, in order.
+            settings: The other fields of `Corpus`.
 
         Raises:
-            DataError: a folder is of another sort, or the fractions leave nothing to train on.
+            DataError: a folder is of another kind, or the fractions leave nothing to train on.
         """
         paths: list[Path] = []
         for path in map(Path, inputs):
@@ -68,21 +72,24 @@ class Corpus:
         corpus = cls(tuple(paths), **settings)
         for name, value in (("validation", corpus.validation), ("test", corpus.test)):
             if not 0 <= value < 1:
-                raise DataError(f"{name} = {value} is not a fraction from 0 to below 1")
+                raise DataError(f"{name} = {value} is not a fraction of at least 0 and below 1")
         if corpus.validation + corpus.test >= 1:
-            raise DataError("validation and test take every document; leave some to train on")
+            raise DataError(
+                "--validation and --test hold out every document; lower them to leave some to "
+                "train on"
+            )
         return corpus
 
     @property
     def nbytes(self) -> int:
-        """The length of all files, packed where they are."""
+        """Size of all files in bytes; of compressed files, their compressed size."""
         return sum(path.stat().st_size for path in self.paths)
 
     def chunks(self, start: Position = BEGINNING) -> Iterator[Chunk]:
-        """The documents from a position on, a megabyte at a time, in order.
+        """Yield the documents from a position on, in order, in chunks of about a megabyte.
 
         Raises:
-            DataError: a file does not exist, or is not what its name says.
+            DataError: a file does not exist, or its content does not match its suffix.
         """
         documents, place = start.documents, start.place
         finished = sum(path.stat().st_size for path in self.paths[: start.file])
@@ -95,14 +102,14 @@ class Corpus:
             place = Place()
 
     def split(self, chunk: Chunk) -> np.ndarray:
-        """The split of each document of a chunk: its number and the seed decide."""
+        """Return the split of each document of a chunk, a function of its index and the seed."""
         numbers = np.arange(chunk.first_document, chunk.first_document + len(chunk.records))
         held_out = chosen(numbers, self.validation + self.test, _SPLIT, self.seed)
         validation = chosen(numbers, self.validation, _SPLIT, self.seed)
         return np.where(validation, VALIDATION, np.where(held_out, TEST, TRAIN))
 
     def texts(self, chunk: Chunk) -> list[str]:
-        """The clean text of each document of a chunk; a blank line joins those of several keys.
+        """Return the cleaned text of each document of a chunk; a blank line joins several keys.
 
         Raises:
             DataError: a record is not an object with strings under the keys, or a hook fails; names
@@ -116,7 +123,7 @@ class Corpus:
         return found
 
     def objects(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The record of each document of a chunk as an object, with its place for messages.
+        """Yield the place (file and line, for messages) and the parsed record of each document.
 
         Raises:
             DataError: a record is not a JSON object; names file and line.
@@ -137,7 +144,7 @@ class Corpus:
 
     def _groups(self, path: Path, start: Place) -> Iterator[Group]:
         if path.suffix in tables.ENDINGS:
-            open_file(path).close()  # so that one that is absent has the message of any other
+            open_file(path).close()  # reports a missing file in the same words as for other formats
             return tables.read_rows(path, self.keys, start)
         return read_lines(path, self.text_document if _is_text(path) else "line", start)
 
@@ -151,17 +158,17 @@ def _decoded(text: bytes, place: str) -> str:
         return text.decode().strip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: not UTF-8 at byte {error.start} of it; convert the file"
+            f"{place}: byte {error.start} of this text is not UTF-8; convert the file to UTF-8"
         ) from None
 
 
 def _parsed(line: bytes, keys: Sequence[str], place: str) -> dict[str, Any]:
     try:
         document = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: also of bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8
         raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(document, dict):
-        example = f", as in {{{json.dumps(keys[0])}: ...}}" if keys else ""
+        example = f"; give, for example, {{{json.dumps(keys[0])}: ...}}" if keys else ""
         raise DataError(f"{place}: not a JSON object{example}")
     return document
 
@@ -169,7 +176,7 @@ def _parsed(line: bytes, keys: Sequence[str], place: str) -> dict[str, Any]:
 def _text(document: dict[str, Any], key: str, place: str) -> str:
     if key not in document:
         found = ", ".join(map(repr, list(document)[:5])) or "nothing"
-        raise DataError(f"{place}: no key {key!r}, only {found}; choose one with --key")
+        raise DataError(f"{place}: no key {key!r}, only {found}; choose a key with --key")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {key!r} is not a string but {type(text).__name__}")

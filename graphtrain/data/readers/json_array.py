@@ -1,4 +1,4 @@
-"""A JSON array of records, as many data sets are published, read an element at a time."""
+"""Reading of a JSON array of records element by element, without loading all of it."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from graphtrain.errors import DataError
 
 _BLOCK = 1 << 20  # bytes read at a time
 _OUTSIDE = re.compile(rb'["\[\]{}]')
-_INSIDE = re.compile(rb'["\\]')  # a string
+_INSIDE = re.compile(rb'["\\]')  # inside a string
 _BETWEEN = b" \t\r\n,"
 
 
 def begins_array(file: Any) -> bool:
-    """Whether the first byte that is not blank is that of an array."""
+    """Return True if the first byte that is not blank opens a JSON array."""
     file.seek(0)
     while block := file.read(_BLOCK):
         if block := block.lstrip(b"\xef\xbb\xbf \t\r\n"):
@@ -24,7 +24,7 @@ def begins_array(file: Any) -> bool:
 
 
 def array_items(path: Path, file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
-    """The elements of an array from a place on; at the beginning, its bracket is still to come.
+    """Yield the elements of an array from a place on; offset 0 is before the opening bracket.
 
     Raises:
         DataError: the file ends within the array.
@@ -38,30 +38,30 @@ def array_items(path: Path, file: Any, raw: BinaryIO, start: Place) -> Iterator[
         if scanner.ended:
             return
     raise DataError(
-        f"{path}: ends at line {scanner.number}, byte {scanner.offset}, inside its array; the file "
-        "is truncated"
+        f"{path}: ends at line {scanner.number}, byte {scanner.offset}, inside its JSON array; the "
+        "file is truncated"
     )
 
 
 class _Scanner:
-    """Finds where elements end; what they hold is for a parser to judge."""
+    """Scanner that finds the ends of elements; it does not validate their content."""
 
     def __init__(self, start: Place) -> None:
-        self.offset, self.number = start  # of what is waiting
+        self.offset, self.number = start  # position of the first waiting byte
         self.ended = False
         self._waiting = b""
-        self._at = 0  # bytes of it that have been looked at
+        self._at = 0  # waiting bytes that have been scanned
         self._depth = 0
         self._in_string = False
 
     def open(self, file: Any) -> None:
-        """Step over the bracket."""
+        """Skip the opening bracket."""
         while (byte := file.read(1)) != b"[":
             self.offset, self.number = self.offset + 1, self.number + byte.count(b"\n")
         self.offset += 1
 
     def elements(self, block: bytes) -> Iterator[tuple[bytes, int, Place]]:
-        """The elements that are whole now, with the line they begin at and the place after."""
+        """Yield the elements completed by a block, each with its first line and the place after."""
         self._waiting += block
         while (end := self._end()) is not None:
             element = self._waiting[:end]
@@ -76,7 +76,7 @@ class _Scanner:
                 return
 
     def _end(self) -> int | None:
-        """Where the first element of what is waiting ends, if that is known."""
+        """Return the end of the first element in the waiting bytes; None if it is incomplete."""
         while True:
             pattern = _INSIDE if self._in_string else _OUTSIDE
             found = pattern.search(self._waiting, self._at)
@@ -86,7 +86,7 @@ class _Scanner:
             mark, self._at = found.group(), found.end()
             if mark == b"\\":
                 if self._at == len(self._waiting):
-                    self._at -= 1  # what it stands before is in the next block
+                    self._at -= 1  # the escaped byte is in the next block
                     return None
                 self._at += 1
             elif mark == b'"':

@@ -1,4 +1,4 @@
-"""Files of JSON lines and of text, plain or packed."""
+"""Reading of JSON lines, JSON arrays and text files, plain or compressed."""
 
 import gzip
 import importlib
@@ -17,12 +17,12 @@ PACKED = (".gz", ".zst")
 
 
 def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Group]:
-    """Documents of a file from a place on; those that are blank are left out.
+    """Yield the documents of a file from a place on; blank ones are skipped.
 
-    Lines of JSON may also be one array, whose elements are then the documents.
+    With document = "line", the file may also be one JSON array, whose elements are the documents.
 
     Raises:
-        DataError: the file does not exist, or is not packed as its name says.
+        DataError: the file does not exist, or is not compressed as its suffix says.
     """
     place = start
     with open_file(path) as raw, _damage(path, lambda: place):
@@ -43,6 +43,7 @@ def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Gro
 
 
 def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; raise a `DataError` if that fails."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -58,17 +59,17 @@ def _unpacked(path: Path, raw: BinaryIO) -> Any:
 
 
 def _zstd(path: Path) -> Any:
-    for name in ("compression.zstd", "backports.zstd"):  # Python 3.14 has it, earlier ones do not
+    for name in ("compression.zstd", "backports.zstd"):  # the first exists from Python 3.14 on
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise DataError(f"{path}: unpacking .zst needs backports.zstd; pip install 'graphtrain[data]'")
+    raise DataError(f"{path}: reading .zst needs backports.zstd; pip install 'graphtrain[data]'")
 
 
 @contextmanager
 def _damage(path: Path, place: Any) -> Iterator[None]:
-    """Turn the errors of unpacking into one that names the file and the place."""
+    """Turn decompression errors into a `DataError` with file and place."""
     kinds: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
         kinds = (_zstd(path).ZstdError, EOFError)
@@ -78,7 +79,7 @@ def _damage(path: Path, place: Any) -> Iterator[None]:
         kind = "gzip" if path.suffix == ".gz" else "zstd"
         at = place()
         raise DataError(
-            f"{path}: after line {at.number - 1}, byte {at.offset} of the text: "
+            f"{path}: after line {at.number - 1}, byte {at.offset} of the decompressed text: "
             f"damaged {kind} file ({error})"
         ) from None
 
@@ -95,7 +96,7 @@ def _lines(file: Any, raw: BinaryIO, start: Place) -> Iterator[Group]:
 
 
 def _paragraphs(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
-    """Texts between blank lines."""
+    """Yield the paragraphs of a text: what is between blank lines."""
     offset, number = start
     lines: list[bytes] = []
     for line in file:

@@ -1,38 +1,39 @@
 """Records of a file, in groups of about a megabyte.
 
-A record is what becomes one document: a JSON object or a text as bytes, or a row of a table as a
-dictionary. Every group says where the next one begins, so that reading can go on from there.
+A record is the source of one document or preference pair: a JSON object or a text as bytes, or a
+table row as a dictionary. Every group contains the place where the next one begins, so that reading
+can resume from there.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-CHUNK = 1 << 20  # bytes of records, more or less
+CHUNK = 1 << 20  # approximate bytes of the records of a group
 
 Record = bytes | dict[str, Any]
-TextDocument = Literal["line", "paragraph", "file"]  # what of a text file is a document
+TextDocument = Literal["line", "paragraph", "file"]  # unit of a text file that is a document
 
 
 class Place(NamedTuple):
-    """Where in a file reading begins."""
+    """Place in a file at which reading starts."""
 
-    offset: int = 0  # bytes of unpacked text, or rows
-    number: int = 1  # of the line or row there
+    offset: int = 0  # bytes of decompressed text, or rows
+    number: int = 1  # line or row number, from 1
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some records that follow one another in a file."""
+    """Consecutive records of a file."""
 
-    numbers: tuple[int, ...]  # of the lines or rows they begin at, from 1
+    numbers: tuple[int, ...]  # line or row at which each record begins, from 1
     records: tuple[Record, ...]
-    after: Place
-    read: int  # bytes of the file so far, packed where it is
+    after: Place  # at which the next group begins
+    read: int  # bytes read so far, of the compressed file if it is compressed
 
 
 class Item(NamedTuple):
-    """One record, with what a group of it alone would hold."""
+    """A single record with the fields of a `Group`."""
 
     number: int
     record: Record
@@ -41,7 +42,7 @@ class Item(NamedTuple):
 
 
 def gathered(items: Iterable[Item]) -> Iterator[Group]:
-    """Groups of single records."""
+    """Collect single records into groups of about CHUNK bytes."""
     waiting: list[Item] = []
     size = 0
     for item in items:
@@ -60,7 +61,7 @@ def _group(items: list[Item]) -> Group:
 
 
 def _size(record: Any) -> int:
-    """About the bytes of a record, or of what is in it."""
+    """Estimate the bytes of a record or of a value in it."""
     if isinstance(record, bytes | str):
         return len(record) + 1
     if isinstance(record, dict):

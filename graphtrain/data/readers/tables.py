@@ -1,4 +1,4 @@
-"""Tables of texts: parquet files, and the Arrow files of a folder that `datasets` saved."""
+"""Reading of tables: parquet files, and Arrow files in folders saved by `datasets`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ from graphtrain.data.readers.records import Group, Item, Place, gathered
 from graphtrain.errors import DataError
 
 ENDINGS = (".parquet", ".arrow")
-_ROWS = 256  # read at a time
+_ROWS = 256  # rows read at a time
 
-Batches = Iterator[tuple[int, Any, float]]  # number of the first row, rows, fraction of the file
+Batches = Iterator[tuple[int, Any, float]]  # index of first row, rows, fraction of the file read
 
 
 def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
-    """Rows of a table from a place on, as dictionaries of the columns asked for, or of all.
+    """Yield rows of a table from a place on, as dictionaries of the columns `keys`, or of all.
 
     Raises:
-        DataError: the file does not exist, is not what its name says, or has no such column.
+        DataError: the content does not match the suffix of the file, or a column is missing.
     """
     pyarrow = _pyarrow(path)
     row = start.offset
@@ -30,32 +30,35 @@ def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
         kind = "Arrow" if path.suffix == ".arrow" else "parquet"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"{path}: after row {row}: not a {kind} file, or damaged ({reason})"
+            f"{path}: after row {row}: not a {kind} file, or a damaged one ({reason})"
         ) from None
 
 
 def arrow_files(folder: Path) -> list[Path]:
-    """The files of a folder written by `datasets.Dataset.save_to_disk`, in order.
+    """Return the files of a folder written by `datasets.Dataset.save_to_disk`, in order.
 
     Raises:
-        DataError: the folder holds several splits, or is another sort of folder.
+        DataError: the folder contains several splits, or is another kind of folder.
     """
     state, splits = folder / "state.json", folder / "dataset_dict.json"
     try:
         if splits.is_file():
             names = json.loads(splits.read_text())["splits"]
             raise DataError(
-                f"{folder}: holds the splits {', '.join(names)}; name one, as {folder / names[0]}"
+                f"{folder}: contains the splits {', '.join(names)}; name one of them, for example "
+                f"{folder / names[0]}"
             )
         files = json.loads(state.read_text())["_data_files"]
         return [folder / file["filename"] for file in files]
     except FileNotFoundError:
         raise DataError(
-            f"{folder}: is a folder without state.json, so not one that datasets saved; "
-            "name the files in it"
+            f"{folder}: is a folder without state.json, so it was not saved by datasets; name the "
+            "files in it instead"
         ) from None
     except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-        raise DataError(f"{state}: not that of a folder that datasets saved ({error})") from None
+        raise DataError(
+            f"{state}: not the state.json of a folder saved by datasets ({error})"
+        ) from None
 
 
 def _pyarrow(path: Path) -> Any:
@@ -102,7 +105,7 @@ def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> Batches:
 
 
 def _arrow_batches(path: Path) -> Batches:
-    """Of a stream, as `datasets` writes, or of a file, as Arrow's own tools do."""
+    """Yield batches of an Arrow stream, as `datasets` writes, or of an Arrow file."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -114,7 +117,7 @@ def _arrow_batches(path: Path) -> Batches:
             source.seek(0)
             batches = iter(pyarrow.ipc.open_stream(source))
         for batch in batches:
-            batch.validate(full=True)  # lengths and offsets come from the file
+            batch.validate(full=True)  # lengths and offsets in a damaged file may be invalid
             yield first, batch, source.tell() / size
             first += batch.num_rows
 
@@ -123,4 +126,4 @@ def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> Non
     for key in keys:
         if key not in names:
             found = ", ".join(map(repr, names[:5])) or "nothing"
-            raise DataError(f"{path}: no column {key!r}, only {found}; choose one with --key")
+            raise DataError(f"{path}: no column {key!r}, only {found}; choose a column with --key")

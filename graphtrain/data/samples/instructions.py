@@ -1,6 +1,7 @@
-"""Questions and answers that need no network: what functions of CPython's library do.
+"""Sample instruction data from CPython's docstrings; needs no network.
 
-The first paragraph of a docstring answers; in a preference, that of another is the wrong answer.
+A question asks what a function does, and the first paragraph of its docstring is the answer. In a
+preference pair, the answer of another function is the rejected one.
 """
 
 import json
@@ -12,20 +13,26 @@ from graphtrain.data.samples.text import Sample, docstrings_of_modules
 from graphtrain.errors import DataError
 from graphtrain.files import replacing
 
-_APART = 997  # answers from here to the wrong one, so that it is of another module
+_APART = 997  # distance in answers to the rejected one, so that it is from another module
 
 
 def write_instructions(path: str | Path, *, limit: int = 8_000_000) -> Sample:
-    """Write OpenAI's messages as JSON lines, as many as `limit` bytes hold; the same each time.
+    """Write conversations in OpenAI's messages format as JSON lines, up to `limit` bytes.
+
+    The result is the same each time for one Python.
 
     Raises:
-        DataError: this Python carries no docstrings, or the file cannot be written.
+        DataError: this Python contains no docstrings, or the file cannot be written.
     """
     return _write(path, limit, (_conversation(*pair) for pair in _questions()))
 
 
 def write_preferences(path: str | Path, *, limit: int = 8_000_000) -> Sample:
-    """Write prompts with a chosen and a rejected answer, likewise."""
+    """Write prompts with a chosen and a rejected answer as JSON lines, up to `limit` bytes.
+
+    Raises:
+        DataError: this Python contains no docstrings, or the file cannot be written.
+    """
     pairs = list(_questions())
     wrong = [pairs[(index + _APART) % len(pairs)][1] for index in range(len(pairs))]
     records = (
@@ -64,7 +71,9 @@ def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> S
                 documents += 1
                 text_bytes += len(line)
             if not documents:
-                raise DataError(f"this Python has no docstrings below {limit} bytes")
+                raise DataError(
+                    f"this Python has no docstrings below {limit} bytes; increase --megabytes"
+                )
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     return Sample(documents, text_bytes)

@@ -1,6 +1,7 @@
-"""A corpus of real text that needs no network: what every CPython carries.
+"""Sample corpus of the text that comes with every CPython; needs no network.
 
-Reference topics of `pydoc`, docstrings of the standard library, and its sources.
+It consists of the reference topics of `pydoc`, and the docstrings and sources of the standard
+library.
 """
 
 import ast
@@ -22,7 +23,7 @@ _SKIPPED = {
     "encodings",  # tables of character codes, not text
     "idlelib",
     "lib2to3",
-    "pydoc_data",  # holds the topics
+    "pydoc_data",  # contains the topics
     "site-packages",
     "test",
     "tests",
@@ -32,7 +33,7 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Sample:
-    """What was written."""
+    """Size of a written sample corpus."""
 
     documents: int
     text_bytes: int
@@ -40,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Docstring:
-    """A docstring, and where its literal is: lines from 1, columns in bytes, as in `ast`."""
+    """Docstring and the position of its literal: lines from 1, columns in bytes, as in `ast`."""
 
     name: str
     text: str
@@ -53,13 +54,18 @@ class _Docstring:
 def write_sample(
     path: str | Path, *, include: Sequence[str] = PARTS, limit: int = 8_000_000
 ) -> Sample:
-    """Write JSON lines, as many documents as `limit` bytes of text hold; the same each time.
+    """Write documents as JSON lines until `limit` bytes of text; deterministic for one Python.
 
-    A source is written without its docstrings when these are written too, so that no text is both
-    in what a model learns from and in what it is tested on.
+    If docstrings are included, sources are written without their docstrings, so that no text is in
+    both the training and the validation split.
+
+    Args:
+        path: Output file.
+        include: Parts to write, of PARTS.
+        limit: Maximum bytes of text.
 
     Raises:
-        DataError: this Python carries no such text, or the file cannot be written.
+        DataError: this Python contains no such text, or the file cannot be written.
     """
     documents = text_bytes = 0
     try:
@@ -74,7 +80,8 @@ def write_sample(
             if not documents:
                 raise DataError(
                     f"this Python has no text of {', '.join(include)} below {limit} bytes; "
-                    "raise the limit or use a Python with its standard library as files"
+                    "increase --megabytes or use a Python whose standard library is installed as "
+                    "files"
                 )
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
@@ -82,7 +89,7 @@ def write_sample(
 
 
 def docstrings_of_modules() -> Iterator[tuple[str, str, str]]:
-    """Of every function, method and class: its module, its name and its docstring."""
+    """Yield module, name and docstring of every function, method and class of the library."""
     for path, source in _modules():
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for found in _docstrings(path, source):
@@ -91,7 +98,7 @@ def docstrings_of_modules() -> Iterator[tuple[str, str, str]]:
 
 
 def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a source's name and its text, part by part."""
+    """Yield pairs of source name and text, part by part."""
     if "topics" in include:
         yield from _topics()
     docstrings: dict[str, list[_Docstring]] = {}
@@ -112,13 +119,13 @@ def _topics() -> Iterator[tuple[str, str]]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ModuleNotFoundError:
-        return  # some distributions package it apart
+        return  # some distributions package it separately
     for name in sorted(topics):
         yield f"topics/{name}", topics[name]
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Paths below the standard library and sources, in the order of the paths."""
+    """Yield relative path and source of the modules of the standard library, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -127,11 +134,11 @@ def _modules() -> Iterator[tuple[str, str]]:
         try:
             yield relative.as_posix(), path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # of the few in other encodings
+            continue  # one of the few files in another encoding
 
 
 def _docstrings(name: str, source: str) -> list[_Docstring]:
-    """Docstrings in the order of the file; none where it is for another version of Python."""
+    """Return the docstrings in file order; none if this Python cannot parse the file."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -147,7 +154,7 @@ def _docstrings(name: str, source: str) -> list[_Docstring]:
 
 
 def _without(source: str, docstrings: list[_Docstring]) -> str:
-    """The source with `...` for each docstring, which keeps it valid."""
+    """Replace each docstring by `...`, so that the source remains valid."""
     lines = source.encode().splitlines(keepends=True)
     for docstring in reversed(docstrings):
         before = lines[docstring.first_line - 1][: docstring.first_column]

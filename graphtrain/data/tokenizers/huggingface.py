@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's `tokenizers` library: tokenizer.json, and GPT-2's two files."""
+"""Tokenizers of the Hugging Face `tokenizers` library: tokenizer.json, or GPT-2's two files."""
 
 import hashlib
 import json
@@ -15,18 +15,25 @@ from graphtrain.data.tokenizers.word_cache import GPT2, Words, are_exact_for_gpt
 from graphtrain.errors import DataError
 from graphtrain.files import replacing
 
-# Beside tokenizer.json: special tokens by their roles, and the template of a chat.
+# Files next to tokenizer.json: special tokens by role, and the chat template.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _MAIN = "tokenizer.json"
-# What ends a document, where no companion says so: GPT-2, Llama 3, Gemma, Llama.
+# End-of-document tokens, if no companion file names one: GPT-2, Llama 3, Gemma, Llama.
 _ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, and the files beside it, which are kept as they are.
+    """Tokenizer of a tokenizer.json; companion files are copied unchanged when it is saved.
 
-    Text is encoded as it is, without marks around it; a special token spelled out in the text
-    becomes that token, as everywhere with these tokenizers.
+    Text is encoded without adding special tokens. A special token spelled out in the text becomes
+    that token, as always with this library.
+
+    Args:
+        definition: Content of the tokenizer.json.
+        name: Path for error messages.
+        eod: Text of the end-of-document token. None: taken from the companion files, or one of
+            the common ones.
+        companions: Contents of the files of COMPANIONS that exist, by name.
 
     Raises:
         DataError: the definition cannot be used, or has no token `eod`.
@@ -49,7 +56,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab: int = max(numbers, default=-1) + 1  # numbers may have gaps
+        self.vocab: int = max(numbers, default=-1) + 1  # token ids may have gaps
         self.eod: int | None = self._eod(eod)
         exact = are_exact_for_gpt2(json.loads(self._tokenizer.to_str()))
         self._words = Words(GPT2, self._encode) if exact else None
@@ -76,7 +83,7 @@ class HuggingFaceTokenizer:
     @property
     def special(self) -> Mapping[str, str]:
         special: dict[str, str] = {}
-        for name in COMPANIONS[1::-1]:  # tokenizer_config.json has the last word
+        for name in COMPANIONS[1::-1]:  # tokenizer_config.json takes precedence
             for role, token in _companion(self._companions.get(name, b"{}"), name).items():
                 text = token.get("content") if isinstance(token, dict) else token
                 if role.endswith("_token") and isinstance(text, str):
@@ -93,7 +100,7 @@ class HuggingFaceTokenizer:
                 alone.decode() if alone else template_of(self._companions.get(COMPANIONS[0], b"{}"))
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{self._name}: its chat template cannot be read ({error})") from None
+            raise DataError(f"{self._name}: cannot read its chat template ({error})") from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -105,7 +112,7 @@ class HuggingFaceTokenizer:
         return _MAIN, *self._companions
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        # Fast: without the place of each token in the text.
+        # The fast variant does not compute the offsets of tokens in the text.
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [one.ids for one in encoded]
 
@@ -113,7 +120,9 @@ class HuggingFaceTokenizer:
         if wanted is not None:
             number = self._tokenizer.token_to_id(wanted)
             if number is None:
-                raise DataError(f"{self._name}: has no token {wanted!r} to end documents with")
+                raise DataError(
+                    f"{self._name}: has no token {wanted!r}; name another one with --eod-token"
+                )
             return number
         said = [
             _end_of_sequence(self._companions[name], name)
@@ -133,10 +142,10 @@ def _restored(
 
 
 def read_huggingface(path: Path, eod: str | None = None) -> HuggingFaceTokenizer:
-    """The tokenizer in a tokenizer.json, with those of its companions that are there.
+    """Read a tokenizer.json and the companion files that exist next to it.
 
     Raises:
-        DataError: a file cannot be read, or is no tokenizer.
+        DataError: a file cannot be read, or is not a tokenizer.
     """
     there = [name for name in COMPANIONS if (path.parent / name).is_file()]
     companions = {name: _read(path.parent / name) for name in there}
@@ -144,12 +153,12 @@ def read_huggingface(path: Path, eod: str | None = None) -> HuggingFaceTokenizer
 
 
 def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceTokenizer:
-    """Byte-pair encoding from GPT-2's vocab.json and merges.txt.
+    """Read a byte-level BPE tokenizer from GPT-2's vocab.json and merges.txt.
 
     Raises:
         DataError: a file cannot be read, or is not of this kind.
 
-    Source: Radford et al. 2019, section 2.2; the files are those of Hugging Face's GPT2Tokenizer
+    Source: Radford et al. 2019, section 2.2; the file format of Hugging Face's GPT2Tokenizer
     """
     _import(str(vocab))
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -160,7 +169,7 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
         table, pairs = models.BPE.read_file(str(vocab), str(merges))
         tokenizer = Tokenizer(models.BPE(table, pairs))
     except Exception as error:  # the library has no other class for its errors
-        raise DataError(f"{vocab}, {merges}: not those of a BPE tokenizer ({error})") from None
+        raise DataError(f"{vocab}, {merges}: not the files of a BPE tokenizer ({error})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(token, normalized=False) for token in _ENDINGS if token in table]
@@ -171,12 +180,13 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
 def train_bpe(
     texts: Iterable[str], vocab: int, special: Sequence[str] = ()
 ) -> HuggingFaceTokenizer:
-    """Learn byte-level pairs as GPT-2 did; `<|endoftext|>` and the special tokens come first.
+    """Train a byte-level BPE tokenizer as in GPT-2.
 
-    Memory grows with the number of distinct words, not with the length of the text.
+    `<|endoftext|>` and the special tokens have the first ids. Memory grows with the number of
+    distinct words, not with the length of the text.
 
     Raises:
-        DataError: the vocabulary does not hold the 256 bytes and the special tokens.
+        DataError: the vocabulary is too small for the 256 bytes and the special tokens.
     """
     _import("--kind bpe")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -184,7 +194,9 @@ def train_bpe(
     tokens = list(dict.fromkeys((*_ENDINGS[:1], *special)))
     least = 256 + len(tokens)
     if vocab < least:
-        raise DataError(f"a vocabulary of {vocab} is too small; bytes and marks take {least}")
+        raise DataError(
+            f"--vocab {vocab} is too small: 256 bytes and {len(tokens)} special tokens need {least}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -195,14 +207,14 @@ def train_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_pieces(texts), trainer)
-    # What transformers' AutoTokenizer wants beside it.
+    # AutoTokenizer of transformers requires this companion file.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[0]}
     companions = {COMPANIONS[0]: (json.dumps(config, indent=2) + "\n").encode()}
     return HuggingFaceTokenizer(tokenizer.to_str().encode(), companions=companions)
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Texts by the line: a pair never spans two, and a long text is not held twice."""
+    """Yield texts line by line: no merge spans lines, and a long text is not copied as one."""
     for text in texts:
         yield from text.splitlines(keepends=True)
 
@@ -231,7 +243,7 @@ def _load(definition: bytes, name: str) -> Any:
 
 
 def _import(name: str) -> Any:
-    # Processes are the parallelism; threads beside them would only wait for each other.
+    # Parallelism comes from worker processes; threads in each would only compete for cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers

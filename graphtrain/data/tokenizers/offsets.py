@@ -1,4 +1,4 @@
-"""Tokens with their places in a text, in characters."""
+"""Tokens with their offsets in a text, in characters."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class Placed(NamedTuple):
-    """The tokens of a text, and the characters that each comes from; some come from none."""
+    """Tokens of a text and the character span of each, which may be empty."""
 
     tokens: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
 
     def spans(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Parts of the text as spans of tokens; a token that is partly inside counts."""
+        """Convert character spans to token spans, including tokens that are partly inside."""
         found = []
         for begin, end in parts:
             inside = np.flatnonzero((self.begins < end) & (self.ends > begin))
@@ -25,7 +25,7 @@ class Placed(NamedTuple):
 
 
 def characters(text: bytes) -> np.ndarray:
-    """By byte of UTF-8, how many characters begin before it; one more than there are bytes."""
+    """Return, for each byte offset of UTF-8 text, the number of characters that begin before it."""
     begins = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
     return np.concatenate([[0], np.cumsum(begins)])
 
@@ -33,7 +33,14 @@ def characters(text: bytes) -> np.ndarray:
 def between_marks(
     text: str, marks: re.Pattern[str], number: Callable[[str], int], encode: Callable[[str], Placed]
 ) -> Placed:
-    """Encode what is between marks that are tokens, which their tokenizer takes for text."""
+    """Encode a text in which special tokens are spelled out, for tokenizers that ignore them.
+
+    Args:
+        text: The text.
+        marks: Pattern of the special tokens.
+        number: Returns the id of a special token.
+        encode: Encodes the text between special tokens.
+    """
     parts: list[Placed] = []
     at = 0
     for match in [*marks.finditer(text), None]:

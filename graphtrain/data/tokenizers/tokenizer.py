@@ -1,4 +1,4 @@
-"""Tokenizers: text to numbers and back, each with a digest that says which it is."""
+"""Tokenizers: text to token ids and back, each with a digest that identifies it."""
 
 import hashlib
 import json
@@ -15,57 +15,65 @@ from graphtrain.data.tokenizers.word_cache import PARTS, PIECES, Words, exact_wo
 from graphtrain.errors import DataError
 from graphtrain.files import replacing
 
-CHAT_TEMPLATE = "chat_template.jinja"  # beside a tokenizer
+CHAT_TEMPLATE = "chat_template.jinja"  # file next to a tokenizer
 
 
 class Tokenizer(Protocol):
-    """Text to numbers below `vocab` and back."""
+    """Conversion of text to token ids below `vocab` and back."""
 
     @property
     def kind(self) -> str:
-        """The word that names this sort of tokenizer in a dataset's description."""
+        """Name of this kind of tokenizer in a dataset's description."""
         ...
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """Vocabulary size: every token id is below it."""
+        ...
 
     @property
     def eod(self) -> int | None:
-        """The number that ends a document, if the vocabulary has one."""
+        """Id of the end-of-document token, if the vocabulary has one."""
         ...
 
     @property
     def digest(self) -> str:
-        """Equal digests promise equal numbers for equal text."""
+        """Digest of the tokenizer; equal digests give equal token ids for equal text."""
         ...
 
     @property
     def special(self) -> Mapping[str, str]:
-        """Special tokens as text by their roles, such as eos_token, for chat templates."""
+        """Texts of special tokens by role, such as eos_token, for chat templates."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """Its own, as Jinja."""
+        """Jinja source of the tokenizer's own chat template, if it has one."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Encode a text to token ids, without adding special tokens."""
+        ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode several texts; return the token ids of each."""
+        ...
 
     def encode_places(self, texts: Sequence[str]) -> list[Placed]:
-        """As tokens with their places; special tokens spelled out in a text become tokens."""
+        """Encode to token ids with character offsets; spelled-out special tokens become tokens."""
         ...
 
-    def decode(self, tokens: Iterable[int]) -> str: ...
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Decode token ids to text."""
+        ...
 
     def save(self, directory: Path) -> tuple[str, ...]:
-        """Write what `load_tokenizer` needs; return the names of the files, its own first."""
+        """Write the files that `load_tokenizer` reads; return their names, the main one first."""
         ...
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and 256 for the end of a document."""
+    """Tokenizer whose ids are UTF-8 bytes, and 256 for the end of a document."""
 
     kind = "bytes"
     vocab = 257
@@ -90,7 +98,7 @@ class ByteTokenizer:
         return Placed(np.frombuffer(encoded, np.uint8), begins, begins + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text; an incomplete character is replaced, as a model may write one, and 256 left out."""
+        """Return the text without 256; replace invalid UTF-8, which a model may generate."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save(self, directory: Path) -> tuple[str, ...]:
@@ -98,14 +106,14 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model; `eod` is its end-of-sentence piece, unless another is named.
+    """Sentencepiece model; `eod` is its end-of-sentence piece, unless another is named.
 
     Raises:
-        DataError: the bytes are not a sentencepiece model, or it has no such piece.
+        DataError: the bytes are not a sentencepiece model, or it has no piece `eod`.
     """
 
     kind = "sentencepiece"
-    chat_template = None  # one that is beside the model is named by its path
+    chat_template = None  # a template file next to the model must be named by its path
 
     def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
         import sentencepiece
@@ -119,8 +127,10 @@ class SentencePieceTokenizer:
         self._words: Words | None = None
         self.vocab: int = self._processor.vocab_size()
         end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
-        if eod is not None and self._processor.id_to_piece(end) != eod:  # it gives the unknown one
-            raise DataError(f"{name}: has no piece {eod!r} to end documents with")
+        if (
+            eod is not None and self._processor.id_to_piece(end) != eod
+        ):  # unknown pieces map to <unk>
+            raise DataError(f"{name}: has no piece {eod!r}; name another one with --eod-token")
         self.eod: int | None = end if end >= 0 else None
         self.digest = hashlib.sha256(model).hexdigest()
 
@@ -136,7 +146,7 @@ class SentencePieceTokenizer:
             self._words = Words(PIECES, encode, PARTS if expression is PARTS else None)
         if self._words is not None:
             return self._words.encode(texts)
-        # One thread: processes are the parallelism.
+        # One thread: parallelism comes from worker processes.
         encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
 
@@ -155,7 +165,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Pieces that sentencepiece never finds in a text."""
+        """Pattern of the control pieces, which sentencepiece never produces from text."""
         numbers = filter(self._processor.is_control, range(self.vocab))
         pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
@@ -163,13 +173,13 @@ class SentencePieceTokenizer:
     def _places(self, text: str) -> Placed:
         from sentencepiece import sentencepiece_pb2
 
-        proto: Any = sentencepiece_pb2  # its classes are made when it is imported
+        proto: Any = sentencepiece_pb2  # its classes are created at import
         encoded = self._processor.encode(text, out_type="serialized_proto")
         pieces = proto.SentencePieceText.FromString(encoded).pieces
         begins = np.array([piece.begin for piece in pieces], np.int64)
         ends = np.array([piece.end for piece in pieces], np.int64)
         for index in reversed(range(len(pieces) - 1)):
-            if ends[index] == begins[index]:  # of a character spelled in bytes, not the last
+            if ends[index] == begins[index]:  # byte piece of a character, not its last one
                 ends[index] = ends[index + 1]
         of = characters(text.encode())
         return Placed(np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends])
@@ -185,18 +195,21 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
-    """The tokenizer that a word, a file or a folder names.
+    """Load a tokenizer.
 
-    `bytes`; FILE.model of sentencepiece; tokenizer.json; GPT-2's VOCAB.json,MERGES.txt; or a folder
-    that holds one of these. `eod` is the text of the token that ends a document, where it is not
-    the tokenizer's own.
+    Args:
+        spec: `bytes`, a sentencepiece FILE.model, a tokenizer.json, GPT-2's VOCAB.json,MERGES.txt,
+            or a folder that contains one of these files.
+        eod: Text of the end-of-document token. None: the tokenizer's own.
 
     Raises:
-        DataError: there is no such file, it is not a tokenizer, or it has no such token.
+        DataError: the file does not exist, is not a tokenizer, or has no token `eod`.
     """
     if str(spec) == ByteTokenizer.kind:
         if eod is not None:
-            raise DataError("--eod-token is for tokenizers with named tokens, and bytes has none")
+            raise DataError(
+                "--eod-token does not apply to the tokenizer bytes, whose end token is 256"
+            )
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
@@ -215,27 +228,27 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
         return read_huggingface(path, eod)
     raise DataError(
         f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model, tokenizer.json, "
-        "VOCAB.json,MERGES.txt, a folder that holds one, or sentencepiece:VOCAB"
+        "VOCAB.json,MERGES.txt, a folder that contains one of them, or sentencepiece:VOCAB"
     )
 
 
 def _inside(folder: Path) -> Path:
-    """The tokenizer that a folder holds, as a model's folder does."""
+    """Return the path of the tokenizer in a folder, for example of a model."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return Path(f"{folder / 'vocab.json'},{folder / 'merges.txt'}")
     raise DataError(
-        f"{folder}: holds no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+        f"{folder}: contains no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
     )
 
 
 def template_of(config: bytes | str) -> str | None:
-    """The chat template in a tokenizer_config.json; of several the default.
+    """Return the chat template in a tokenizer_config.json; of several, the one named default.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is not such a file.
+        ValueError, TypeError, KeyError, AttributeError: `config` is not a tokenizer_config.json.
     """
     found = json.loads(config).get("chat_template")
     if isinstance(found, list):

@@ -1,4 +1,4 @@
-"""Learning a tokenizer from a corpus, to be used by many preparations."""
+"""Training of a tokenizer on a corpus, for use by several `prepare` commands."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from graphtrain.errors import DataError
 
 @dataclass(frozen=True)
 class LearnedTokenizer:
-    """A tokenizer on disk."""
+    """Trained tokenizer on disk."""
 
     path: Path
     vocab: int
@@ -30,19 +30,19 @@ def learn_tokenizer(
     report: Callable[[str, float], None] = lambda stage, fraction: None,
     **corpus: Any,
 ) -> LearnedTokenizer:
-    """Learn from the training documents of the inputs; write the tokenizer into a directory.
+    """Train a tokenizer on the training documents of the inputs; write it into a directory.
 
     Args:
-        inputs: Files, or folders that `datasets` saved.
-        output: The directory.
+        inputs: Files, or folders written by `datasets.Dataset.save_to_disk`.
+        output: Output directory.
         kind: sentencepiece or bpe.
-        vocab: Tokens it has in the end; byte-level pairs may be fewer where the text has no more.
-        special: Tokens that are never cut.
-        report: Told what is being done, and the fraction of it that is.
-        corpus: What else `Corpus` takes.
+        vocab: Vocabulary size; bpe may stop below it if the text has no more pairs.
+        special: Special tokens, which are never split.
+        report: Called with the current stage and its completed fraction.
+        corpus: Other fields of `Corpus`.
 
     Raises:
-        DataError: an input cannot be used, or the text does not hold so many tokens.
+        DataError: an input cannot be used, or the text is too small for the vocabulary.
     """
     learn = {"sentencepiece": train_sentencepiece, "bpe": train_bpe}[kind]
     tokenizer = learn(training_texts(Corpus.of(inputs, **corpus), report), vocab, special)

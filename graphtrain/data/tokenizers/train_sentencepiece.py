@@ -1,4 +1,4 @@
-"""Learning a sentencepiece model."""
+"""Training of sentencepiece models."""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,15 +10,19 @@ from graphtrain.errors import DataError
 def train_sentencepiece(
     texts: Iterable[str], vocab: int, special: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Learn `vocab` pieces by byte-pair encoding; the same texts give the same pieces.
+    """Train a byte-pair encoding model of `vocab` pieces; equal texts give equal models.
 
-    Text is learned line by line and comes back from decoding as it was: nothing is normalized,
-    runs of spaces may be pieces, and what no piece covers is spelled in bytes. At most
-    5 million lines are held in memory, drawn evenly from all. Special tokens are pieces of their
-    own wherever the text spells them out.
+    Texts are read line by line. Decoding restores them exactly: nothing is normalized, runs of
+    spaces can be pieces, and characters without a piece are encoded as bytes. At most 5 million
+    lines, sampled uniformly, are held in memory.
+
+    Args:
+        texts: The training texts.
+        vocab: Vocabulary size.
+        special: Special tokens: pieces of their own wherever a text spells them out.
 
     Raises:
-        DataError: the text does not hold that many pieces, or more than fit in the vocabulary.
+        DataError: the texts yield fewer than `vocab` pieces, or need more.
     """
     import sentencepiece
 
@@ -35,26 +39,26 @@ def train_sentencepiece(
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            split_digits=True,  # as Llama: numbers are spelled, https://arxiv.org/abs/2302.13971
-            max_sentence_length=1 << 16,  # bytes; longer lines are not learned from
+            split_digits=True,  # digits are separate pieces, as in Llama, https://arxiv.org/abs/2302.13971
+            max_sentence_length=1 << 16,  # bytes; longer lines are ignored
             user_defined_symbols=list(special),
             input_sentence_size=5_000_000,
             shuffle_input_sentence=True,
-            num_threads=4,  # a constant: it is written into the model, and so into its digest
+            num_threads=4,  # constant: stored in the model, hence part of its digest
             minloglevel=2,
         )
     except RuntimeError as error:
-        if lines.error is not None:  # sentencepiece reports what the texts raised as its own
+        if lines.error is not None:  # sentencepiece wraps errors that the texts raised
             raise lines.error from None
         raise DataError(
-            f"sentencepiece cannot learn {vocab} pieces from {lines.count} lines of training text: "
-            f"{_reason(error)}; give more text, or choose another size (260 are needed for bytes)"
+            f"sentencepiece cannot train {vocab} pieces from {lines.count} lines of training text: "
+            f"{_reason(error)}; give more text, or choose another size (bytes need 260 pieces)"
         ) from None
     return SentencePieceTokenizer(model.getvalue())
 
 
 class _Lines:
-    """The lines of texts that are not blank; remembers what stopped them."""
+    """Iterable of the lines of texts that are not blank; stores the error that ended it."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -74,5 +78,5 @@ class _Lines:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The sentence sentencepiece ends with, without the place in its source."""
+    """Return the last sentence of a sentencepiece error, without its source location."""
     return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"

@@ -1,12 +1,13 @@
-"""Encoding by words already seen, where a tokenizer makes that exact.
+"""Encoding with a cache of words, for tokenizers where the result is exactly the same.
 
-Sentencepiece's byte-pair encoding joins neighbours only into pieces that exist. Where no piece goes
-on after a space, and none holds a line break beside something else, no join crosses from a word to
-the spaces after it or over the end of a line; words then have the same numbers wherever they are.
-Where no piece holds letters beside something else, these parts of a word have, too.
+Sentencepiece's byte-pair encoding merges neighbours only into existing pieces. If no piece
+continues after a space, and none contains a line break with other characters, no merge crosses from
+a word to the spaces after it or over the end of a line; a word then has the same token ids in every
+text. If no piece mixes letters with other characters, the same is true of these parts of a word.
 
-GPT-2's expression cuts every text between a word and a space or line break after it, whatever comes
-before and after, and joins stay inside its parts. (Llama 3's takes line breaks to what is before.)
+GPT-2's regular expression splits every text between a word and a space or line break after it,
+whatever the context, and merges stay inside its parts. (Llama 3's attaches line breaks to the
+preceding characters.)
 
 Source: Radford et al. 2019, the expression in https://github.com/openai/gpt-2, src/encoder.py
 """
@@ -18,18 +19,19 @@ from typing import Any
 
 import numpy as np
 
-_SPACE = "\u2581"  # sentencepiece's sign for a space
-# A word's letters and the rest of it, each with the spaces before.
+_SPACE = "\u2581"  # sentencepiece's symbol for a space
+# Letters of a word, and other characters of it, each with the preceding spaces.
 PARTS = re.compile(f"[ {_SPACE}]*(?:[^\\W\\d_]+|(?:[^\\w {_SPACE}\n]|[\\d_])+)|[ {_SPACE}]+|\n")
 PIECES = re.compile(f"\n|[ {_SPACE}]*[^ {_SPACE}\n]+|[ {_SPACE}]+")
-# White space that is neither may be none for the other implementation of the expression.
+# Other white space is not a boundary: the regular expression engine of the tokenizers library may
+# not treat it as white space.
 GPT2 = re.compile(r"\s*\S+(?:(?![ \n])\s+(?:\S+|\Z))*|\s+")
-_KEPT = 1 << 19  # words; text has few that are frequent and no end of others
-_LONGEST = 32  # characters of a word that is kept
+_KEPT = 1 << 19  # maximum cached words; the cache is cleared when it is full
+_LONGEST = 32  # maximum characters of a cached word
 
 
 class Words:
-    """The numbers of words, of a tokenizer for which they are exact."""
+    """Cache of the token ids of words, for a tokenizer that encodes words independently."""
 
     def __init__(
         self,
@@ -37,21 +39,24 @@ class Words:
         encode: Callable[[list[str]], Sequence[list[int]]],
         parts: re.Pattern[str] | None = None,
     ) -> None:
-        """Cut texts by an expression that takes all of them; encode words that are new.
+        """Build an empty cache.
 
-        With another expression new words are cut again, and only new parts are encoded.
+        Args:
+            expression: Splits a text into words; must match every character of a text.
+            encode: Encodes words that are not cached.
+            parts: Splits words that are not cached into parts, which have a cache of their own.
         """
         self._expression = expression
         self._parts = Words(parts, encode) if parts else None
         self._encode = encode
-        self._known: dict[str, bytes] = {}  # int32: joined much sooner than lists
+        self._known: dict[str, bytes] = {}  # int32 arrays: bytes are joined faster than lists
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The numbers of each text; those the model itself gives."""
+        """Return the token ids of each text, equal to those of the tokenizer itself."""
         return [np.frombuffer(each, np.int32) for each in self._bytes(texts)]
 
     def _bytes(self, texts: Sequence[str]) -> list[bytes]:
-        """The same as the bytes of arrays."""
+        """Return the token ids of each text as the bytes of an int32 array."""
         texts_as_words = [self._expression.findall(text) for text in texts]
         known = self._known
         new = list(set(chain.from_iterable(texts_as_words)).difference(known))
@@ -68,7 +73,7 @@ class Words:
 
 
 def _as_bytes(encoded: Sequence[list[int]]) -> Iterator[bytes]:
-    """Each of the lists as the bytes of an array."""
+    """Yield each list as the bytes of an int32 array."""
     ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))) * 4
     numbers = np.fromiter(chain.from_iterable(encoded), np.int32).tobytes()
     for begin, end in pairwise([0, *ends.tolist()]):
@@ -76,7 +81,7 @@ def _as_bytes(encoded: Sequence[list[int]]) -> Iterator[bytes]:
 
 
 def are_exact_for_gpt2(definition: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json cuts as GPT-2 does, and does nothing else that spans words."""
+    """Return True if a tokenizer.json splits text as GPT-2 does, with nothing that spans words."""
     model, cuts = definition["model"], definition["pre_tokenizer"] or {}
     after = definition["post_processor"]
     return (
@@ -92,24 +97,25 @@ def are_exact_for_gpt2(definition: dict[str, Any]) -> bool:
 
 
 def _spans(token: dict[str, Any]) -> bool:
-    """Whether a special token takes what is around it, or has a space inside."""
+    """Return True if a special token absorbs neighbouring characters or contains white space."""
     around = token["lstrip"] or token["rstrip"] or token["single_word"]
     return around or any(map(str.isspace, token["content"]))
 
 
 def exact_words(model: bytes) -> re.Pattern[str] | None:
-    """What cuts text into words that a sentencepiece model numbers alike wherever they are.
+    """Return an expression whose words a sentencepiece model encodes independently of context.
 
-    PARTS where no piece has letters beside something else, else PIECES; None: nothing does.
+    PARTS if no piece mixes letters with other characters, otherwise PIECES. None if this model
+    does not allow either.
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    proto: Any = sentencepiece_model_pb2  # its classes are created at import
     parsed = proto.ModelProto.FromString(model)
     trained, normalizer = parsed.trainer_spec, parsed.normalizer_spec
     plain = (
         trained.model_type == proto.TrainerSpec.BPE
-        and trained.byte_fallback  # else unknown characters that are neighbours become one
+        and trained.byte_fallback  # otherwise neighbouring unknown characters become one token
         and not trained.treat_whitespace_as_suffix
         and not normalizer.precompiled_charsmap
         and not normalizer.add_dummy_prefix
@@ -124,6 +130,6 @@ def exact_words(model: bytes) -> re.Pattern[str] | None:
 
 
 def _crosses(piece: str) -> bool:
-    """Whether a piece may reach over the end of a word or of a line."""
+    """Return True if a piece can extend over the end of a word or of a line."""
     inner = piece.lstrip(_SPACE)
     return _SPACE in inner or " " in inner or "\n" in piece

@@ -49,7 +49,7 @@ def test_a_vocabulary_of_many_thousands_needs_no_dense_table(make_dataset):
 
 def test_a_token_outside_the_vocabulary_is_refused(make_dataset):
     dataset = IndexedDataset(make_dataset([[1, 9]], 10))
-    with pytest.raises(DataError, match="train: holds token 9, vocab is 9"):
+    with pytest.raises(DataError, match="train: contains token 9, but vocab = 9"):
         Bigram.count(dataset, 9)
 
 

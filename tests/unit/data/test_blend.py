@@ -105,10 +105,10 @@ def test_a_restored_loader_continues_exactly(prefixes):
     restored.restore(state)
     np.testing.assert_array_equal(take(restored, 5), want)
     other = Loader(blend(prefixes, weight=(5, 2, 2)), **SHAPE)
-    with pytest.raises(DataError, match=r"cannot continue at step 13: blend was .*restore the set"):
+    with pytest.raises(DataError, match=r"cannot resume at step 13: blend was .*restore the set"):
         other.restore(state)
     alone = Loader(prefixes[0], **SHAPE)
-    with pytest.raises(DataError, match="cannot continue at step 13"):
+    with pytest.raises(DataError, match="cannot resume at step 13"):
         alone.restore(state)
     other.close()
     alone.close()

@@ -198,12 +198,15 @@ def test_marks_that_are_no_tokens_are_known(tokenizers):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{{ raise_exception('no system') }}", "refuses it: no system"),
-        ("{{ messages[7].content }}", "refuses it: .*"),
-        ("{{ messages.append(1) }}", "refuses it: .*"),
-        ("{{ ''.__class__.__mro__ }}", "refuses it: .*unsafe"),
-        ("nothing of it", "does not show where message 2 is"),
-        ("{% generation %}{{ messages[2].content }}{% endgeneration %}", "writes 1 answers of 2"),
+        ("{{ raise_exception('no system') }}", "failed: no system"),
+        ("{{ messages[7].content }}", "failed: .*"),
+        ("{{ messages.append(1) }}", "failed: .*"),
+        ("{{ ''.__class__.__mro__ }}", "failed: .*unsafe"),
+        ("nothing of it", "has no .* marks, and message 2 cannot be located"),
+        (
+            "{% generation %}{{ messages[2].content }}{% endgeneration %}",
+            "marks 1 generated parts, but the .* has 2 assistant",
+        ),
     ],
 )
 def test_a_template_that_does_not_work_is_named_with_the_place(text, words):
@@ -216,7 +219,7 @@ def test_a_template_that_is_no_template_is_refused(tmp_path):
     (tmp_path / "bad.jinja").write_text("\n{% for x %}")
     for word, words in [
         (str(tmp_path / "bad.jinja"), "line 2: "),
-        ("chatm1", "there are own, alpaca, .*, qwen; or name a file"),
+        ("chatm1", "choose own, alpaca, .*, qwen, or name a file"),
         (str(tmp_path), "Is a directory"),
     ]:
         with pytest.raises(DataError, match=words):

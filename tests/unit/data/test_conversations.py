@@ -108,18 +108,21 @@ def test_alpacas_input_is_part_of_the_question():
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"text": "x"}, "has the keys 'text', which are those of no format"),
+        ({"text": "x"}, "has the keys 'text', which match no known format"),
         ({}, "has the keys nothing"),
         ([1], "not a JSON object"),
         ({"messages": []}, "'messages' is not a list of messages"),
         ({"messages": ["hi"]}, r"messages\[0\] is not an object"),
-        ({"messages": [{"content": "x"}]}, r"messages\[0\] has no 'role' that is a string"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no 'content' that is a string"),
+        (
+            {"messages": [{"content": "x"}]},
+            r"messages\[0\]: 'role' is absent, empty or not a string",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, "'content' is absent or not a string"),
         ({"instruction": "x"}, "'output' is absent"),
-        ({"instruction": 1, "output": "y"}, "'instruction' is int, not str"),
+        ({"instruction": 1, "output": "y"}, "'instruction' is int, not a string"),
         ({"instruction": "Human: a Assistant: b", "output": "c"}, "does not end with a question"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are the same"),
-        ({"chosen": "a", "rejected": "b"}, "there is no 'prompt' before it"),
+        ({"chosen": "a", "rejected": "b"}, "the record has no 'prompt'"),
         ({"plain_text": "[Human]: a"}, r"\[Human\]: without \[MOSS\]:"),
     ],
 )

@@ -133,7 +133,10 @@ def test_a_folder_is_one_that_datasets_saves(tmp_path):
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "two"))
     assert read(Corpus.of([tmp_path / "one"])) == TEXTS
     assert read(Corpus.of([tmp_path / "two" / "test"])) == TEXTS
-    with pytest.raises(DataError, match=r"two: holds the splits train, test; name one, as .*train"):
+    with pytest.raises(
+        DataError,
+        match=r"two: contains the splits train, test; name one of them, for example .*train",
+    ):
         Corpus.of([tmp_path / "two"])
 
 
@@ -141,7 +144,9 @@ def test_a_folder_of_another_sort_says_so(tmp_path):
     with pytest.raises(DataError, match=r"is a folder without state\.json.*name the files in it"):
         Corpus.of([tmp_path])
     (tmp_path / "state.json").write_text("[]")
-    with pytest.raises(DataError, match=r"state\.json: not that of a folder that datasets saved"):
+    with pytest.raises(
+        DataError, match=r"state\.json: not the state\.json of a folder saved by datasets"
+    ):
         Corpus.of([tmp_path])
 
 
@@ -155,7 +160,9 @@ def test_a_table_without_the_column_or_with_other_values_says_so(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "c.parquet"
     parquet.write_table(pyarrow.table({"body": ["x", None, "y"]}), path)
-    with pytest.raises(DataError, match=r"c\.parquet: no column 'text', only 'body'; choose one"):
+    with pytest.raises(
+        DataError, match=r"c\.parquet: no column 'text', only 'body'; choose a column"
+    ):
         read(Corpus.of([path]))
     with pytest.raises(DataError, match=r"row 2: 'body' is not a string but NoneType"):
         read(Corpus.of([path], keys=("body",)))
@@ -215,7 +222,7 @@ def test_splits_have_about_their_fractions_and_stay_when_others_change(
 
 def test_fractions_leave_something_to_train_on(make_corpus):
     path = make_corpus(["x"])
-    with pytest.raises(DataError, match="validation and test take every document"):
+    with pytest.raises(DataError, match="--validation and --test hold out every document"):
         Corpus.of([path], validation=0.5, test=0.5)
     with pytest.raises(DataError, match=r"test = 1\.5 is not a fraction"):
         Corpus.of([path], test=1.5)

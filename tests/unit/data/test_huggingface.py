@@ -164,7 +164,7 @@ def test_a_learned_tokenizer_is_written_for_prepare(make_corpus, tmp_path, kind)
 
 
 def test_tokenizers_that_cannot_be_used_say_why(learned, tmp_path):
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json, tokenizer\.model, or vocab"):
+    with pytest.raises(DataError, match=r"contains no tokenizer\.json, tokenizer\.model, or vocab"):
         load_tokenizer(tmp_path)
     bad = tmp_path / "tokenizer.json"
     for content in (b"{}", b"\xff", b"[1]", learned_bytes(learned, tmp_path / "x")[:-9]):
@@ -175,15 +175,15 @@ def test_tokenizers_that_cannot_be_used_say_why(learned, tmp_path):
         load_tokenizer(tmp_path / "absent.json")
     with pytest.raises(DataError, match=r"a\.json: No such file"):
         load_tokenizer(f"{tmp_path / 'a.json'},{bad}")
-    with pytest.raises(DataError, match=r"not those of a BPE tokenizer"):
+    with pytest.raises(DataError, match=r"not the files of a BPE tokenizer"):
         load_tokenizer(f"{bad},{bad}")
-    with pytest.raises(DataError, match="has no token '<none>' to end documents with"):
+    with pytest.raises(DataError, match="has no token '<none>'; name another one with"):
         load_tokenizer(tmp_path / "x", "<none>")
     with pytest.raises(
-        DataError, match="a vocabulary of 256 is too small; bytes and marks take 257"
+        DataError, match="--vocab 256 is too small: 256 bytes and 1 special tokens need 257"
     ):
         train_bpe(TEXTS, 256)
-    with pytest.raises(DataError, match="--eod-token is for tokenizers with named tokens"):
+    with pytest.raises(DataError, match="--eod-token does not apply to the tokenizer bytes"):
         load_tokenizer("bytes", "x")
 
 

@@ -72,15 +72,15 @@ def test_documents_of_several_sequences_are_read_whole(make_dataset):
     ("place", "value", "message"),
     [
         (0, b"X", r"train\.idx: bytes 0 to 8 are .*not the index of a Megatron dataset"),
-        (9, b"\x02", r"train\.idx: byte 9: version 2, but only 1 is known"),
+        (9, b"\x02", r"train\.idx: byte 9: version 2 is not supported, only 1"),
         (17, b"\x09", r"train\.idx: byte 17: dtype code 9 \(unknown\)"),
         (17, b"\x07", r"train\.idx: byte 17: dtype code 7 \(float32\)"),
-        (17, b"\x04", r"byte 58: sequence 1 is said to begin at byte 6, but .* say 12"),
+        (17, b"\x04", r"byte 58: sequence 1 has byte offset 6 in the .bin, but .* to 12 bytes"),
         (18, b"\x05", r"train\.idx: is 122 bytes long, but its header .* needs 134"),
         (HEADER, b"\xff\xff\xff\xff", r"byte 34: sequence 0 has a length of -1 tokens"),
-        (HEADER, b"\x02", r"byte 58: sequence 1 is said to begin at byte 6, but .* say 4"),
+        (HEADER, b"\x02", r"byte 58: sequence 1 has byte offset 6 in the .bin, but .* to 4 bytes"),
         (HEADER + 12, b"\x03", r"train\.bin: is 12 bytes long, but train\.idx counts 8 tokens"),
-        (HEADER + 48, b"\x01", r"byte 82: the boundaries of the documents do not rise from 0 to 4"),
+        (HEADER + 48, b"\x01", r"byte 82: the document boundaries do not increase from 0 to 4"),
     ],
 )
 def test_a_damaged_index_names_the_file_and_the_byte(make_dataset, place, value, message):
@@ -118,7 +118,7 @@ def test_a_missing_file_says_what_to_run(tmp_path):
 
 def test_a_prefix_with_an_ending_says_how_to_name_it(make_dataset):
     prefix = make_dataset(DOCUMENTS, 65001)
-    with pytest.raises(DataError, match=r"without its ending: .*train$"):
+    with pytest.raises(DataError, match=r"without its suffix: .*train$"):
         IndexedDataset(f"{prefix}.bin")
 
 

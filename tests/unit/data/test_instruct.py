@@ -74,7 +74,7 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path):
     question = {"messages": conversation(1)["messages"][:1]}
     result = made(tmp_path, [question, conversation(2), question])
     assert (result.train.documents, result.left_out) == (1, 2)
-    with pytest.raises(DataError, match="no record holds an answer to learn"):
+    with pytest.raises(DataError, match="no record contains an answer to train on"):
         made(tmp_path, [question])
 
 
@@ -180,16 +180,16 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     assert verify(tmp_path / "both/train")["documents"] == 8
     assert (tmp_path / "both/chat_template.jinja").is_file()
     made(tmp_path, [PAIR])
-    with pytest.raises(DataError, match="were not made in one way"):
+    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --learn"):
         merge([prefixes[0], tmp_path / "out/train"], tmp_path / "mixed/train")
 
 
 @pytest.mark.parametrize(
     ("spans", "words"),
     [
-        ([0, 2, 1, 3], "not in order"),
+        ([0, 2, 1, 3], "not a list of ordered spans"),
         ([0, 500], "within its 69 tokens"),
-        ([1], "not in order"),
+        ([1], "not a list of ordered spans"),
     ],
 )
 def test_verify_finds_learned_parts_that_are_not_of_the_document(tmp_path, spans, words):
@@ -210,7 +210,7 @@ def test_learned_parts_of_another_dataset_are_refused(tmp_path):
     for ending in ("bin", "idx"):
         name = f"train_learned.{ending}"
         (tmp_path / "out" / name).write_bytes((tmp_path / "other" / name).read_bytes())
-    with pytest.raises(DataError, match=r"has the learned parts of 1 documents and .* has 2"):
+    with pytest.raises(DataError, match=r"contains the loss masks of 1 documents, but .* has 2"):
         verify(tmp_path / "out/train")
     (tmp_path / "out/train_learned.idx").unlink()
     with pytest.raises(DataError, match=r"train_learned.idx: no such file"):
@@ -223,8 +223,8 @@ def test_learned_parts_of_another_dataset_are_refused(tmp_path):
         (['{"messages": []}'], "line 1: 'messages' is not a list"),
         ([json.dumps(conversation(0)), "{"], "line 2: not JSON"),
         ([json.dumps(conversation(0)), "[1]"], "line 2: not a JSON object"),
-        ([json.dumps(conversation(0)), json.dumps(PAIR)], "line 2: is a pair of answers, and"),
-        ([json.dumps(PAIR), json.dumps(conversation(0))], "line 2: is a conversation, and"),
+        ([json.dumps(conversation(0)), json.dumps(PAIR)], "line 2: is a preference pair, but"),
+        ([json.dumps(PAIR), json.dumps(conversation(0))], "line 2: is a conversation, but"),
         ([json.dumps(conversation(0)), '{"x": "\\ud800"}'], "line 2: has the keys 'x'"),
         ([], "the corpus is empty"),
     ],
@@ -239,10 +239,13 @@ def test_what_cannot_be_used_is_named_with_file_and_line(tmp_path, lines, words)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"messages"', "ends at line 1, byte 1, inside its array"),
+        ('[{"messages"', "ends at line 1, byte 1, inside its JSON array"),
         ('[{"a": "}"}\n, 3]', "line 1: has the keys 'a'"),
-        (json.dumps([conversation(0)])[:-1], "ends at line 1, byte .*, inside its array"),
-        ("[\n\n" + json.dumps(conversation(0)) + ",\n\n{'}]", "inside its array|line 5: not JSON"),
+        (json.dumps([conversation(0)])[:-1], "ends at line 1, byte .*, inside its JSON array"),
+        (
+            "[\n\n" + json.dumps(conversation(0)) + ",\n\n{'}]",
+            "inside its JSON array|line 5: not JSON",
+        ),
         ("[]", "the corpus is empty"),
     ],
 )

@@ -108,15 +108,15 @@ def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 4}, "seed was 3 and is 4"),
-        ({"sequences": 16}, "sequences was 8 and is 16"),
-        ({"length": 5}, "length was 6 and is 5"),
+        ({"seed": 4}, "seed was 3 and is now 4"),
+        ({"sequences": 16}, "sequences was 8 and is now 16"),
+        ({"length": 5}, "length was 6 and is now 5"),
     ],
 )
 def test_a_position_of_another_stream_is_refused(prefix, change, message):
     loader = Loader(prefix, **SHAPE, start_step=7)
     other = Loader(prefix, **{**SHAPE, **change})
-    with pytest.raises(DataError, match=f"cannot continue at step 7: {message}"):
+    with pytest.raises(DataError, match=f"cannot resume at step 7: {message}"):
         other.restore(loader.state())
     loader.close()
     other.close()
@@ -125,7 +125,7 @@ def test_a_position_of_another_stream_is_refused(prefix, change, message):
 def test_a_position_in_another_dataset_is_refused(prefix, make_dataset):
     loader = Loader(prefix, **SHAPE)
     other = Loader(make_dataset(DOCUMENTS[:-1], 4001), **SHAPE)
-    with pytest.raises(DataError, match="documents was 40 and is 39"):
+    with pytest.raises(DataError, match="documents was 40 and is now 39"):
         other.restore(loader.state())
     loader.close()
     other.close()
@@ -133,7 +133,7 @@ def test_a_position_in_another_dataset_is_refused(prefix, make_dataset):
 
 def test_a_token_outside_the_vocabulary_stops_the_loader(prefix):
     loader = Loader(prefix, **SHAPE, vocab=3000)
-    with pytest.raises(DataError, match=r"train: document 3\d holds token 3\d\d\d.* of 3000"):
+    with pytest.raises(DataError, match=r"train: document 3\d contains token 3\d\d\d.* of 3000"):
         list(itertools.islice(loader, 20))
     loader.close()
 

@@ -45,17 +45,21 @@ def test_a_description_and_its_tokenizer_go_with_the_dataset(make_corpus, tmp_pa
 
 def test_datasets_that_do_not_belong_together_are_refused(make_dataset, make_corpus, tmp_path):
     small, large = make_dataset([[1]], 10), make_dataset([[1]], 99_999)
-    with pytest.raises(DataError, match=r"has tokens of int32 and .* of uint16; prepare both with"):
+    with pytest.raises(
+        DataError, match=r"has tokens of int32 and .* of uint16; prepare both with the same"
+    ):
         merge([small, large], tmp_path / "x")
     corpus = make_corpus(
         [f"document {i}: a quick brown fox jumps over {i * i} dogs" for i in range(200)]
     )
     prepare([corpus], tmp_path / "a", "bytes")
     prepare([corpus], tmp_path / "b", "sentencepiece:300")
-    with pytest.raises(DataError, match="different tokenizers or ends of documents"):
+    with pytest.raises(DataError, match="different tokenizers or end-of-document tokens"):
         merge([tmp_path / "a" / "train", tmp_path / "b" / "train"], tmp_path / "x")
     prepare([corpus], tmp_path / "c", "sentencepiece:310")
-    with pytest.raises(DataError, match=r"tokenizer\.model: is another tokenizer; choose another"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.model: is a different tokenizer; choose another"
+    ):
         merge([tmp_path / "b" / "train"], tmp_path / "c" / "more")
     assert not list(tmp_path.glob("x*"))
 
@@ -92,20 +96,25 @@ def test_verify_notices_every_changed_byte_of_the_tokens(prepared, place):
 
 def test_verify_names_the_byte_and_the_document(prepared):
     overwrite(f"{prepared}.bin", 24, b"\xff\xff")
-    with pytest.raises(DataError, match=r"train\.bin: byte 24: document 1 holds token 65535"):
+    with pytest.raises(DataError, match=r"train\.bin: byte 24: document 1 contains token 65535"):
         verify(prepared)
     overwrite(f"{prepared}.bin", 24, b"x\0")
     overwrite(f"{prepared}.bin", 18, b"x\0")
-    with pytest.raises(DataError, match=r"byte 18: document 0 ends with token 120, not with 256"):
+    with pytest.raises(
+        DataError,
+        match=r"byte 18: document 0 ends with token 120, not with the end-of-document token 256",
+    ):
         verify(prepared)
 
 
 def test_verify_compares_what_the_description_says(prepared):
     edit(prepared, tokens=21)
-    with pytest.raises(DataError, match=r"train\.json: says 21 tokens, but there are 20"):
+    with pytest.raises(DataError, match=r"train\.json: records 21 tokens, but the dataset has 20"):
         verify(prepared)
     edit(prepared, tokens=20, digests={"bin": "0", "idx": "0"})
-    with pytest.raises(DataError, match=r"train\.bin: its bytes are not those that train\.json"):
+    with pytest.raises(
+        DataError, match=r"train\.bin: its digest differs from the one in train\.json"
+    ):
         verify(prepared)
 
 
@@ -113,6 +122,6 @@ def test_verify_takes_a_vocabulary_where_there_is_no_description(make_dataset):
     prefix = make_dataset([[1, 2], [3]], 10)
     assert verify(prefix) == {"documents": 2, "tokens": 3}
     with pytest.raises(
-        DataError, match=r"byte 4: document 1 holds token 3, which is outside a voc"
+        DataError, match=r"byte 4: document 1 contains token 3, which is outside a voc"
     ):
         verify(prefix, vocab=3)

@@ -71,7 +71,9 @@ def test_a_token_outside_the_vocabulary_names_dataset_document_and_token(make_da
     packing = Packing(
         IndexedDataset(make_dataset([[1, 2], [], [3, 70000, 4]], 70001)), 8, vocab=256
     )
-    with pytest.raises(DataError, match=r"train: document 2 holds token 70000.*vocabulary of 256"):
+    with pytest.raises(
+        DataError, match=r"train: document 2 contains token 70000.*vocabulary of 256"
+    ):
         packing.sequence(0)
 
 
@@ -80,5 +82,5 @@ def test_a_negative_token_is_refused_without_a_vocabulary(make_dataset):
     with open(f"{prefix}.bin", "r+b") as file:
         file.seek(8)
         file.write(b"\xff\xff\xff\xff")
-    with pytest.raises(DataError, match="document 1 holds token -1, which is outside any"):
+    with pytest.raises(DataError, match="document 1 contains token -1, which is outside any"):
         Packing(IndexedDataset(prefix), 8).batch([0])

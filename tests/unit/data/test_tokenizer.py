@@ -52,7 +52,7 @@ def test_a_learned_tokenizer_is_saved_loaded_and_pickled(learned, tmp_path):
 
 @pytest.mark.parametrize(("texts", "vocab"), [(["a b"], 5000), (TEXTS, 100), ([], 300)])
 def test_text_that_does_not_fit_the_vocabulary_says_so(texts, vocab):
-    with pytest.raises(DataError, match=rf"cannot learn {vocab} pieces from \d+ lines.*more text"):
+    with pytest.raises(DataError, match=rf"cannot train {vocab} pieces from \d+ lines.*more text"):
         train_sentencepiece(texts, vocab)
 
 
