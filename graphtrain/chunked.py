@@ -4,9 +4,9 @@ The loss ends the forward pass, so the gradient of a chunk's logits is known as 
 softmax minus one-hot, times the weight. The same loop computes the gradients of hidden states and
 of the head from it, and saves them for the backward pass; no product is computed twice.
 
-Positions on different devices are separate dimensions, called "piece" below, wherever the rules
-shard them. Each device sums the head's gradient, and the loss, of its own shard, and these sums are
-reduced once, after the loop.
+Where the rules shard batch and seq, their shards are array dimensions of their own, here called
+batch_shards and seq_shards. Each device then sums the head's gradient and the loss over its local
+tokens only, and these sums are reduced once, after the loop.
 
 Source: Wijmans et al. 2024, "Cut your losses", https://arxiv.org/abs/2411.09009, for the problem;
 Hsu et al. 2024, "Liger kernel", section 3.2, https://arxiv.org/abs/2410.10989, for gradients that
@@ -144,7 +144,7 @@ def _over_chunks(
 
 
 def _in_pieces(x: jax.Array) -> jax.Array:
-    """Reshape (batch, seq, ...) to (piece, batch, piece, seq, ...)."""
+    """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
     batch, seq = size_of("batch"), size_of("seq")
     rest = x.shape[2:]
     divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *rest)

@@ -16,17 +16,16 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-# A chunk reads and writes a float32 for each weight of the head. That may take 1/50 of a step, on a
-# machine with 300 operations per byte of memory traffic. With 4,096 tokens per device it takes 1/10
-# of the time of the head's products, and longer chunks are not required, whatever part of the step
-# it is.
+# A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
+# be at most 1/50 of the step's time, on a machine with 300 operations per byte of memory traffic;
+# or they have 4,096 tokens per device, for which it is 1/10 of the time of the head's products.
 _BYTES_OF_WEIGHT = 8
 _OPERATIONS_OF_BYTE = 300
 _LOST = 1 / 50
 _TOKENS = 4096
 _FEWEST_TOKENS = 1024  # fewer rows make the products inefficient
-# Fractions of a device's memory. To save less than the first is not worth a loop. If logits take
-# more than the second, as those of _TOKENS do with a large vocabulary, shorter chunks are worth it.
+# Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
+# if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
 _WORTH_SAVING = 1 / 256
 _TOO_MUCH = 1 / 16
 _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple

@@ -16,8 +16,8 @@ TOKENS = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 def extend_graph(program: Program, name: str) -> Graph:
     """Build a graph by its name in TOKENS; its longest sequence is program.batch.length.
 
-    A prompt that is shorter than prefill's number of tokens may be padded: the keys and values of
-    padding are at positions after every later query, until they are overwritten.
+    The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
+    query sees their positions before they are overwritten.
     """
     model, batch, count = program.model, program.batch.sequences, TOKENS[name]
     longest = -(-program.batch.length // TOKENS["prefill"]) * TOKENS["prefill"]

@@ -80,10 +80,12 @@ def _init(program: Program) -> Graph:
 
 
 def _initialise(program: Program, key: jax.Array) -> Tree:
-    """Return newly initialized parameters, those that are trained.
+    """Return newly initialized trainable parameters.
 
     LoRA factors are initialized as in PEFT, so that their product is zero. Arrays that are trained
-    in full beside LoRA are zeros, until the run loads its initial weights.
+    in full beside LoRA are zeros until the run loads its initial weights.
+
+    Source: PEFT's LoraLayer.reset_lora_parameters, https://github.com/huggingface/peft
     """
     if program.adapter is None:
         return initialise(program.model, key)

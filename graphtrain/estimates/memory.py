@@ -84,7 +84,10 @@ def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
 
 
 def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> dict[str, int]:
-    """Return the largest arrays and groups of arrays of a device at the peak, in bytes, by name."""
+    """Return the largest arrays, and groups of them, per device at the peak: bytes by name.
+
+    The order is largest first.
+    """
     weights = place_weights(program, rules, mesh)
     sizes, target = Sizes.of(program, rules, mesh), Target.parse(program.target)
     flash = in_step(program, rules, mesh)

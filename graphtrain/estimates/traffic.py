@@ -49,8 +49,8 @@ def _of_weights(
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
-    # XLA for GPUs moves an all-reduce out of the accumulation loop. With the options that
-    # lowering/jax_xla.py sets, it gathers once what a layer's backward pass uses twice, and the head.
+    # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
+    # also, by an option in lowering/jax_xla.py, what a layer's backward pass uses twice.
     on_cards = Target.parse(program.target).platform == "cuda"
     for weight in weights:
         if weight.of_a_layer < 1e5:

@@ -127,7 +127,7 @@ def reference(program: Program, frozen: Tree) -> Tree:
         kind: Kind = "int8" if codes.dtype == jnp.int8 else "nf4"
         weights[stem] = Quantised(codes, scales, kind, dtype, arrays[stem].axes[1:])
     for path, weight in weights.items():
-        # `dot` computes in bfloat16 if either operand is; the model's dtype has to decide.
+        # `dot` computes in bfloat16 if either operand is, and model.dtype must decide instead.
         if weight.dtype == jnp.bfloat16 != dtype:
             axes = arrays[path].axes
             in_layers = axes[0] == "layers"

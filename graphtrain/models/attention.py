@@ -147,7 +147,7 @@ def _mix(
     remat: str,
     unroll: int,
 ) -> jax.Array:
-    """Compute attention without a kernel: by a ring if the rules shard keys by position."""
+    """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := split_of("attended"):
         return ring_attention(query, key, value, scoring, ring, window)
     if is_fused(scoring) and begins() is None:  # no mask for decoding

@@ -58,13 +58,13 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # First with unsharded positions: straight to the residual stream's sharding, XLA would
-        # gather the vocabulary.
         """Return the embeddings (batch, seq, embed) of token ids (batch, seq).
 
         Raises:
             ValueError: the sequence is longer than the table of learned positions.
         """
+        # First with unsharded positions: straight to the residual stream's sharding, XLA would
+        # gather the vocabulary.
         rows = rows_of(self.tokens[...], tokens, self.model.dtype, by_hand_now())
         x = residual(constrain(jnp.asarray(rows), *WHOLE))
         if self.model.scaled_embedding:

@@ -53,7 +53,7 @@ def flash_attention(
     Args:
         query: Queries.
         key: Keys; repeated for each query head where they are sharded differently from queries.
-        value: Values, likewise.
+        value: Values; repeated as keys are.
         scoring: Transformation of query-key products into scores.
         platform: "tpu" or "cuda".
         window: Sliding window in positions; without it, a query sees all earlier keys.

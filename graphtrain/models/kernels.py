@@ -28,7 +28,7 @@ class Asked:
     length: int
     head_dim: int
     window: bool = False  # sliding window
-    window_varies: bool = False  # in some layers only
+    window_varies: bool = False  # only some layers have the window
     cap: bool = False  # soft cap of scores
     slopes: bool = False  # ALiBi
     split_positions: bool = False  # positions are sharded: ring attention
@@ -90,13 +90,13 @@ def obstacle(asked: Asked, target: Target) -> str:
     if asked.split_positions:
         return "the rules shard positions inside attention, and ring attention uses no kernel"
     if asked.each_copy:
-        return 'kernels do not support the gradients per replica of batch.reduce = "last"'
+        return 'kernels do not support batch.reduce = "last", which computes gradients per replica'
     if asked.dtype != "bfloat16":
         return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"
     if asked.slopes:
         return "kernels do not support ALiBi"
     if asked.window_varies:
-        return "kernels support one window for all layers, and with full_every layers differ"
+        return "kernels support one window for all layers, and full_every makes some layers global"
     if platform == "cuda" and (asked.window or asked.cap):
         return (
             f"the kernel of {target} does not support "

@@ -32,8 +32,8 @@ def attention(
         query: Queries.
         key: Keys.
         value: Values.
-        scoring: Transformation of query-key products into scores; by default they are divided by
-            the square root of head_dim.
+        scoring: Transformation of query-key products into scores; by default, division by the
+            square root of head_dim.
         window: Sliding window in positions; without it, a query sees all earlier keys.
         begin: Position of the first query; by default that of the first key.
 
