@@ -1,4 +1,4 @@
-"""Whether a compiled program fits its device: one answer, and one error, for all targets."""
+"""Check that a compiled program fits the memory of its device, with one error for all targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sharding_rules.rules import Rules
 
 
 def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
-    """Refuse what a compiler let pass: XLA only warns of a GPU's memory.
+    """Raise if a GPU program's peak is above the memory of the device: XLA only warns of it.
 
     Raises:
         OutOfMemory: the peak that the compiler reports is above the memory of a device.
@@ -25,12 +25,12 @@ def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
     target, peak = Target.parse(program.target), record["memory"]["peak"]
     if not target.is_gpu or peak <= target.memory_bytes:
         return
-    said = f"its peak is {peak / 1e9:.1f} GB of {target.memory_bytes / 1e9:.1f} GB"
+    said = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
     raise explained(OutOfMemory(record["graph"], target, said), program)
 
 
 def explained(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
-    """The error with the arrays that take most, where an estimate of the training step has them."""
+    """Return the error with the largest arrays, if an estimate of the training step has them."""
     if isinstance(program, Extracted) or error.graph != "train" or hides_sizes(program):
         return error
     held = largest(with_filler(program), Rules.load(program.rules), mesh_shape(program))

@@ -1,5 +1,6 @@
-"""What a plan will cost, by arithmetic: memory, traffic, time. Imports no JAX, so it can search.
+"""Estimates of a plan's memory, communication and time, by arithmetic.
 
-The compiler's answer is better where there is one (`graphtrain.planning`); this one takes
-microseconds, and says of every number what it is made of.
+Imports no JAX, so that a search can use it: an estimate needs microseconds, and each of its results
+is a sum of named parts. Where a program is compiled, the report of its compiler is more accurate
+(`graphtrain.planning`).
 """

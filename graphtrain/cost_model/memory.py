@@ -1,4 +1,4 @@
-"""Bytes on a device in a training step, by arithmetic."""
+"""Memory per device of a training step, by arithmetic."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_PARTS_OF_SUMS = 4  # that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4
+# Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
+_PARTS_OF_SUMS = 4
 
 
 def memory(
     program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
 ) -> Memory:
-    """What a device holds when it holds most.
+    """Estimate the peak memory of a device in a training step.
 
-    The backward pass is the fullest: state, gradients so far, what the forward pass left for every
-    layer, and the arrays of the layer at work. At its start the logits take the place of those.
+    The peak is in the backward pass: state, gradients so far, activations that the forward pass
+    saved for every layer, and the arrays of the current layer. At the start of the backward pass
+    the logits exist instead of the layers' gradients and the current layer's arrays.
 
     Args:
-        weights: placed already, by place_weights.
+        program: Settings.
+        rules: Sharding rules.
+        mesh: Mesh.
+        weights: Result of place_weights, if the caller has it.
     """
     target = Target.parse(program.target)
     if weights is None:
@@ -64,11 +69,13 @@ def memory(
 
 
 def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
-    """What any schedule of a policy of recomputation holds: the state, one gradient of each weight
-    that is trained, and what the forward pass leaves."""
+    """Return a lower bound, in bytes, for any schedule of a remat policy.
+
+    It counts the state, one gradient of each trained weight, and the saved activations.
+    """
     weights, sizes = place_weights(program, rules, mesh), Sizes.of(program, rules, mesh)
     assert program.model.head_dim
-    sizes = replace(sizes, head_dim=program.model.head_dim)  # nothing to fill rows up
+    sizes = replace(sizes, head_dim=program.model.head_dim)  # without padding
     held = sum(weight.parameter_bytes for weight in weights)
     if not program.optimizer.offload:
         held += sum(weight.moment_bytes for weight in weights)
@@ -77,7 +84,10 @@ def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
 
 
 def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> dict[str, int]:
-    """The arrays, and kinds of them, that take most of a device at the peak, largest first."""
+    """Return the largest arrays, and groups of them, per device at the peak: bytes by name.
+
+    The order is largest first.
+    """
     weights = place_weights(program, rules, mesh)
     sizes, target = Sizes.of(program, rules, mesh), Target.parse(program.target)
     flash = in_step(program, rules, mesh)
@@ -86,8 +96,8 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
         _layer_at_work(program, sizes, target, flash),
     )
     found = {
-        f"what {sizes.layers:g} layers keep for the backward pass": kept,
-        "a layer's scores or hidden values, with gradients": at_work,
+        f"activations that {sizes.layers:g} layers save for the backward pass": kept,
+        "one layer's scores or MLP hidden values with gradients": at_work,
         "logits and their gradient": _logits_at_work(sizes),
         "gathered weights of two layers": _gathered(weights, mesh),
         "gradients of all weights": _gradients(program, weights, mesh),
@@ -96,16 +106,16 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
         kind = "frozen" if weight.frozen else "parameters"
         found[f"{kind}/{weight.path}"] = weight.parameter_bytes
         if not weight.frozen and not program.optimizer.offload:
-            found[f"moments of {weight.path}"] = weight.moment_bytes
+            found[f"optimizer moments of {weight.path}"] = weight.moment_bytes
     ranked = sorted(found, key=lambda name: found[name], reverse=True)
     return {name: round(found[name]) for name in ranked[:count]}
 
 
 def _kept(program: Program, sizes: Sizes, mesh: MeshShape, flash: bool) -> float:
-    """What the forward pass leaves for the backward pass.
+    """Return the bytes of activations that the forward pass saves for the backward pass.
 
-    A stage of a pipeline keeps the input of every tick (1F1B: of two for each stage) and computes
-    the rest of one chunk again; with remat "none" all chunks are kept whole.
+    A pipeline stage saves the input of every tick (1F1B: two inputs per stage) and recomputes one
+    chunk at a time; with remat "none", except under 1F1B, it saves all activations of all chunks.
     """
     layer, stages = _kept_of_a_layer(program, sizes, flash), mesh.axes.get("stage", 1)
     if stages == 1:
@@ -122,9 +132,10 @@ def _kept(program: Program, sizes: Sizes, mesh: MeshShape, flash: bool) -> float
 
 
 def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """In float32; while microbatches are added up, the sum and, of the layers, the newest.
+    """Return the bytes of float32 gradients.
 
-    XLA splits the sum as what it is for, the moments, where each microbatch is reduced by itself.
+    During gradient accumulation these are the sums and, for the layers, the newest gradients. XLA
+    shards the sums as the moments are, where each microbatch's gradients are reduced.
     """
     sums = _one_gradient(program, weights, mesh)
     if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
@@ -137,7 +148,7 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
 
 
 def _one_gradient(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """Of each weight that is trained, in float32."""
+    """Return the bytes of one float32 gradient of each trained weight."""
     batch = program.batch
     role: Role = "optimizer"
     if mesh.axes.get("stage", 1) > 1:
@@ -148,7 +159,7 @@ def _one_gradient(program: Program, weights: Sequence[Weight], mesh: MeshShape) 
 
 
 def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
-    """Bytes that the forward pass of a layer leaves for its backward pass."""
+    """Return the bytes that the forward pass of a layer saves for its backward pass."""
     model = program.model
     assert model.head_dim
     tokens, inside = sizes.sequences * sizes.length, sizes.sequences * sizes.inside
@@ -176,11 +187,12 @@ def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
 def _kept_beside_kernel(
     program: Program, stream: float, hidden: float, heads: float, mixed: float
 ) -> float:
-    """Where a kernel is attention, which leaves what it mixed with a log-sum for each row.
+    """Return the bytes that a layer saves where attention is a kernel.
 
-    XLA keeps neither the MLP's last product, which only the next layer's input is made of, nor,
-    where nothing is computed again, less than six values of the stream in float32 and each hidden
-    one three times (read from a compiled program for h100:8).
+    The kernel saves its output and a log-sum-exp for each row of scores. XLA does not save the
+    MLP's last product, which is only part of the next layer's input. Without recomputation it saves
+    six values of the residual stream in float32, and each hidden value three times (read from a
+    program compiled for h100:8).
     """
     streams = (4 if program.model.post_norm else 2) * stream
     normed = heads * program.model.query_key_norm
@@ -197,9 +209,12 @@ def _kept_beside_kernel(
 def _at_logits(
     program: Program, weights: Sequence[Weight], mesh: MeshShape, sizes: Sizes, target: Target
 ) -> tuple[float, float]:
-    """Gradients and temporaries when the backward pass begins: sums of earlier microbatches, and on
-    a card gradients of weights outside of the layers; logits with their gradient in bfloat16, and
-    on a TPU gradients of those weights before they are in pieces."""
+    """Return the bytes of gradients and of temporaries when the backward pass begins.
+
+    Gradients are sums of earlier microbatches and, on GPUs, gradients of weights outside of the
+    layers. Temporaries are logits with their gradient in bfloat16 and, on TPUs, gradients of the
+    weights outside of the layers before they are scattered.
+    """
     outside = [each for each in weights if not each.in_layers]
     gradients = _gradients(program, outside, mesh) if target.platform == "cuda" else 0.0
     if program.batch.microbatches > 1:
@@ -214,9 +229,12 @@ def _at_logits(
 
 
 def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) -> float:
-    """Scores and the gradient of their softmax in float32, and what products take of them in
-    bfloat16: on a TPU the shares, beside the mask in bytes; on a GPU also the gradient, in the
-    order that its library wants. Or the MLP's width."""
+    """Return the bytes of the current layer: its attention scores, or the MLP's hidden values.
+
+    Scores and the gradient of their softmax are float32, and products read them in bfloat16: on
+    TPUs the probabilities, plus the mask in bytes; on GPUs also the gradient, in the layout that
+    its library requires.
+    """
     inside = sizes.sequences * sizes.inside
     scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended
     each = 2 * 4 + (2 + 1 if target.platform == "tpu" else 2 * 2)
@@ -225,8 +243,10 @@ def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) 
 
 
 def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) -> float:
-    """Parts of sums in float32 on their way between devices that split heads or the MLP. A GPU's
-    program turns each round before it is reduced into positions."""
+    """Return the bytes of float32 partial sums between devices that shard heads or the MLP.
+
+    A GPU program transposes each partial sum before it is reduced and scattered by position.
+    """
     summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
     scattered = summed & set(rules.activations.get("residual", ()))
     target = Target.parse(program.target)
@@ -236,7 +256,10 @@ def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) ->
 
 
 def _logits_of_stages(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
-    """With their gradient rounded for the products; 1F1B splits them over positions."""
+    """Return the bytes of a pipeline's logits and their rounded gradient.
+
+    1F1B shards them over the stages by position.
+    """
     if (stages := mesh.axes.get("stage", 1)) == 1:
         return _logits_at_work(sizes)
     whole = (4 + sizes.item) * sizes.sequences * sizes.scored * sizes.vocab
@@ -244,14 +267,17 @@ def _logits_of_stages(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
 
 
 def _logits_at_work(sizes: Sizes) -> float:
-    """Logits and their gradient, in float32."""
+    """Return the bytes of logits and their gradient, in float32."""
     return 2 * 4 * sizes.sequences * sizes.scored * sizes.vocab
 
 
 def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """What the head's gradient, if it rests in pieces, is made of until it is scattered beside the
-    layers' backward pass: chunks have it whole. Else, in GPU programs that gather the head, it is
-    the gradient of the logits in bfloat16."""
+    """Return the bytes that wait until the LM head's gradient is scattered.
+
+    A sharded head's gradient is scattered during the layers' backward pass. Until then its
+    unsharded sum waits if the loss is computed in chunks. Otherwise, in GPU programs that gather
+    the head, the bfloat16 gradient of the logits waits.
+    """
     head = _head(weights)
     if sizes.in_chunks:
         return _summed_head(weights, mesh) if set(head.optimizer) - set(head.used) else 0.0
@@ -262,17 +288,17 @@ def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: Me
 
 
 def _summed_head(weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """The head's gradient as chunks add it up: in float32, and whole over embed."""
+    """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
     head = _head(weights)
     return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
 
 
 def _head(weights: Sequence[Weight]) -> Weight:
-    """The head's weights, which may be the embedding's."""
+    """Return the LM head's weights, which are the embedding's if tied."""
     by_path = {weight.path: weight for weight in weights}
     return by_path.get("head") or by_path["embedding/tokens"]
 
 
 def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:
-    """Weights of two layers in use, in bfloat16: this layer's, and the next one's on their way."""
+    """Return the bytes of gathered bfloat16 weights, of the current layer and the next one."""
     return 2 * 2 * sum(weight.used_of_a_layer(mesh) for weight in weights if weight.in_layers)

@@ -1,4 +1,4 @@
-"""The native look-alike of a model of PyTorch, whose sizes estimates know."""
+"""Native equivalent of an imported PyTorch model, for estimates that need its sizes."""
 
 from dataclasses import replace
 
@@ -7,25 +7,28 @@ from graphtrain.errors import PlanError
 
 
 def hides_sizes(program: Program) -> bool:
-    """Whether only the module of a program says its sizes, which a run does not make."""
+    """Return whether the model's sizes are unknown without building its PyTorch module.
+
+    Callers that must not build the module, such as a run, check this first.
+    """
     return is_imported(program.model) and (program.model.hf is None or _native(program) is None)
 
 
 def estimable(program: Program) -> Program:
-    """The program with a native model, of the sizes of its own, which is what estimates know.
+    """Return the program with a native model of the same sizes, which estimates can use.
 
     Raises:
-        PlanError: they are not known.
+        PlanError: the sizes are not known.
     """
     native = _native(program)
     if native is None:
         raise PlanError(
-            "this takes the sizes of the model, and it has no table of tokens that tells them; "
-            "compile it with graphtrain compile, or see single arrays with --array"
+            "this estimate needs the sizes of the model, and neither its configuration nor a token "
+            "embedding shows them; use graphtrain compile, or inspect single arrays with --array"
         )
     if native is program.model:
         return program
-    loss = replace(program.loss, chunk="whole")  # a module of PyTorch keeps its head to itself
+    loss = replace(program.loss, chunk="whole")  # a PyTorch module computes its own logits
     return replace(program, model=native, loss=loss)
 
 

@@ -1,4 +1,4 @@
-"""The filler of a pipeline whose stages have unequal numbers of layers."""
+"""Padding of a pipeline whose stages have unequal numbers of layers."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from graphtrain.cost_model.native_equivalent import estimable
 
 
 def with_filler(program: Program) -> Program:
-    """A program with as many layers as its stages hold rows: those of zeros take memory and time.
+    """Return a program with a layer for each row of its stages; padding takes memory and time too.
 
     Raises:
         PlanError: as estimable.
-        ShardingError: layers or microbatches that the stages cannot take.
+        ShardingError: layers or microbatches that do not fit the stages.
     """
     program = estimable(program)
     stages = stages_of(program)

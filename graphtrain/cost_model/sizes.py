@@ -1,4 +1,4 @@
-"""Sizes of what one device computes."""
+"""Sizes of the arrays that one device computes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_LANES = 128  # of a TPU
+_LANES = 128  # elements in a row of a TPU's memory layout
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what one device computes in one microbatch."""
+    """Sizes of what one device computes in one microbatch."""
 
     sequences: float
-    length: float  # positions between attention and MLP
-    inside: float  # positions inside a block
-    attended: float  # positions of keys and values at once
+    length: float  # positions of the residual stream, between attention and MLP
+    inside: float  # positions inside attention and MLP
+    attended: float  # positions of keys and values that exist at once
     heads: float
     kv_heads: float
-    head_dim: int  # as it is laid out
+    head_dim: int  # with padding
     mlp: float
     vocab: float
     scored: float  # positions whose logits exist at once
-    in_chunks: bool  # whether these are fewer than inside
+    in_chunks: bool  # whether the loss is computed in chunks
     layers: float
-    item: int  # bytes of a number of the computation
+    item: int  # bytes per element of activations
 
     @classmethod
     def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> Sizes:
+        """Return the sizes for a program, sharded by rules on a mesh."""
         model, batch = program.model, program.batch
         assert model.kv_heads and model.head_dim
 
@@ -59,7 +60,7 @@ class Sizes:
 
 
 def _as_laid_out(head_dim: int, program: Program) -> int:
-    """What a head takes: on a TPU the last dimension of an array fills rows of 128."""
+    """Return head_dim with padding: TPUs pad the last dimension of an array to rows of 128."""
     if Target.parse(program.target).platform != "tpu":
         return head_dim
     return -(-head_dim // _LANES) * _LANES

@@ -1,4 +1,4 @@
-"""Seconds of a training step by roofline: compute, memory, each mesh axis's links, the bubble."""
+"""Roofline time of a training step, in seconds: compute, memory, communication, pipeline bubble."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from sharding_rules.mesh import MeshShape
 if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
 
-# What waits for nothing: gradients and gathered weights travel beside the work of other layers.
+# Mesh axes whose communication overlaps with compute: gradients and gathered weights are sent while
+# other layers compute.
 HIDDEN = {"data", "fsdp"}
-# Of starting one collective; the order of a kernel launch and a handshake, an assumption.
+# Seconds to start one collective: assumed, the order of a kernel launch and a handshake.
 _LATENCY = 5e-6
 
 
@@ -35,13 +36,16 @@ def step_time(
     attained: float = 1.0,
     flash: bool = False,
 ) -> StepTime:
-    """Roofline of a step.
+    """Estimate the time of a training step by roofline.
 
     Args:
-        collectives: read from a compiled program, or predicted.
-        bubble: share of the ticks of a pipeline in which a stage waits.
-        attained: part of the machine's peak that products reach; 1.0 is the roofline.
-        flash: whether attention is a kernel, which skips the half of its scores that is masked.
+        program: Settings.
+        mesh: Mesh.
+        memory: Memory of a device, from the compiler or an estimate.
+        collectives: Read from a compiled program, or predicted.
+        bubble: Fraction of a pipeline's ticks in which a stage is idle.
+        attained: Fraction of the machine's peak that products reach; 1.0 is the roofline.
+        flash: Whether attention is a kernel, which skips the masked half of its scores.
     """
     target = Target.parse(program.target)
     compute = _seconds_of_compute(program, mesh, target, flash) / attained
@@ -60,10 +64,14 @@ def step_time(
 
 
 def utilisation(program: Program, seconds: float, *, causal: bool = False) -> float:
-    """Model FLOP utilisation; what is computed a second time is not useful work.
+    """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
+
+    The result is 0.0 if the target's peak is not known.
 
     Args:
-        causal: count the half of attention's scores that a causal mask leaves, not all.
+        program: Settings.
+        seconds: Time of a step.
+        causal: Count only the half of attention's scores that the causal mask leaves.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
@@ -82,10 +90,11 @@ def _seconds_of_compute(program: Program, mesh: MeshShape, target: Target, flash
 
 
 def _again(program: Program, mesh: MeshShape, flash: bool) -> float:
-    """Operations per token that the backward pass computes a second time.
+    """Return the operations per token that the backward pass recomputes.
 
-    Stages of a pipeline are computed again from their input, and then by their own policy. A kernel
-    multiplies seven times backward, not four: scores and the gradient of shares twice.
+    Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
+    backward pass has seven products instead of four: it computes the scores, and the gradient of
+    the probabilities, twice.
     """
     model, length = program.model, program.batch.length
     attention = attention_flops_per_token(model, length) / 3
@@ -101,7 +110,11 @@ def _again(program: Program, mesh: MeshShape, flash: bool) -> float:
 
 
 def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> float:
-    """State is read and written once a step, weights twice a microbatch, activations twice."""
+    """Return the seconds of memory traffic.
+
+    State is read and written once per step; weights are read twice per microbatch, activations are
+    written and read once per microbatch.
+    """
     bandwidth = target.about.get("bandwidth")
     if not bandwidth:
         return 0.0
@@ -126,10 +139,10 @@ def _communication(
 
 
 def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
-    """Bytes per second that a device sends along mesh axes; 0.0 where no number is known.
+    """Return the bytes per second that a device sends along mesh axes; 0.0 if unknown.
 
-    Cards of a host talk over its link; beyond it, those of a group that share a host use their
-    ports together. On a torus a ring has the links of one of its dimensions.
+    GPUs of one host use its link. Between hosts, the members of a group that share a host use their
+    network ports together. On a torus a ring has the links of one dimension.
     """
     about = target.about
     if "link" not in about or not axes:
@@ -143,7 +156,7 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
-    """Whether groups along mesh axes are wider than a host; the slices of a TPU have none."""
+    """Return whether groups along mesh axes span several hosts; never on TPU slices."""
     if "group" not in target.about:
         return False
     names = list(mesh.axes)
@@ -152,7 +165,7 @@ def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> boo
 
 
 def _neighbours(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
-    """Members of a group that share a host, which holds consecutive positions of the mesh."""
+    """Return how many members of a group share a host, which holds consecutive mesh positions."""
     stride, together = 1, 1
     for name, size in reversed(list(mesh.axes.items())):
         if stride >= host:

@@ -1,4 +1,4 @@
-"""The collectives of a training step, by arithmetic: what the strategies promise."""
+"""Collectives of a training step, predicted by arithmetic from the sharding rules."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from sharding_rules.rules import Rules
 def traffic(
     program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
 ) -> tuple[Collective, ...]:
-    """Every collective that moves more than a few numbers.
+    """Predict the collectives of a training step, without those of negligible size.
 
     Args:
-        weights: placed already, by place_weights.
+        program: Settings.
+        rules: Sharding rules.
+        mesh: Mesh.
+        weights: Result of place_weights, if the caller has it.
     """
     if weights is None:
         weights = place_weights(program, rules, mesh)
@@ -32,7 +35,7 @@ def traffic(
 
 
 def bubble_of(program: Program, mesh: MeshShape) -> float:
-    """Share of a pipeline's ticks in which a stage waits."""
+    """Return the fraction of a pipeline's ticks in which a stage is idle."""
     pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
     return bubble(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
 
@@ -40,14 +43,14 @@ def bubble_of(program: Program, mesh: MeshShape) -> float:
 def _of_weights(
     program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight]
 ) -> Iterator[Collective]:
-    """Weights gathered for use, and gradients reduced to where they rest."""
+    """Yield the collectives that gather weights for use and reduce gradients to their shards."""
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     rows = _rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
-    # XLA for GPUs moves an all-reduce out of the loop that adds its results up, and gathers once
-    # what a layer's backward pass uses twice, and the head, as lowering/xla/backend.py asks.
+    # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
+    # also, by an option in lowering/xla/backend.py, what a layer's backward pass uses twice.
     on_cards = Target.parse(program.target).platform == "cuda"
     for weight in weights:
         if weight.of_a_layer < 1e5:
@@ -59,9 +62,9 @@ def _of_weights(
         at_once = on_cards and not weight.in_layers
         uses = 1 if weight.path.startswith("embedding") or at_once else 2
         if program.loss.kind == "preference" and weight.frozen:
-            uses = 1 if program.adapter is None else uses + 1  # what the policy is compared with
+            uses = 1 if program.adapter is None else uses + 1  # DPO's reference model
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
-            uses += not on_cards  # what is computed again asks for its weights again
+            uses += not on_cards  # recomputation gathers weights again
         yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
         if weight.frozen:
             continue
@@ -82,8 +85,10 @@ def _of_weights(
 
 
 def _rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
-    """Bytes of the gradients of the embedding's rows that a device looks up, and their dtype: TPU
-    programs convert them before they send them."""
+    """Return bytes and dtype of the gradients of the embedding rows that a device looks up.
+
+    TPU programs convert them to float32 before they send them.
+    """
     sizes = Sizes.of(program, rules, mesh)
     numbers = sizes.sequences * sizes.length * program.model.embed
     wide = Target.parse(program.target).platform == "tpu" or sizes.item == 4
@@ -98,8 +103,11 @@ def _scattered(
     rows: tuple[float, str],
     mesh: MeshShape,
 ) -> Collective:
-    """A gradient reduced into pieces. That of an embedding is added up where its piece is, if the
-    gradients of the rows looked up are fewer bytes to send there."""
+    """Return the collective that reduces a gradient to its shards.
+
+    An embedding's gradient is summed where its shard is, if the gradients of the looked-up rows are
+    fewer bytes to send there.
+    """
     looked_up, dtype = rows
     if weight.path.startswith("embedding") and looked_up < size:
         return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype=dtype)
@@ -107,7 +115,7 @@ def _scattered(
 
 
 def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:
-    """What tensor parallelism sums, sequence parallelism splits, and stages hand on."""
+    """Yield the collectives of activations, of all kinds of parallelism."""
     model, batch = program.model, program.batch
     sizes, use = Sizes.of(program, rules, mesh), rules.activations
     times = round(sizes.layers) * batch.microbatches
@@ -116,7 +124,9 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     pieces = [axis for axis in _axes(use, ("residual",), mesh) if axis in summed]
     again = 1 if model.remat == "full" else 0
     on_chip = Target.parse(program.target).platform in ("cuda", "rocm", "tpu")
-    reduced = sizes.item if on_chip else 4  # as graphtrain/models/matmul.py asks for its products
+    reduced = (
+        sizes.item if on_chip else 4
+    )  # the dtype of partial sums in graphtrain/models/matmul.py
     each = partial(_one, mesh=mesh, dtype="bf16")
     sums = partial(_one, mesh=mesh, dtype="bf16" if reduced == 2 else "f32")
     if pieces:
@@ -141,7 +151,7 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
 def _of_attention(
     program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Keys and values around a ring, or heads against positions."""
+    """Yield the collectives of ring attention and of Ulysses (heads exchanged for positions)."""
     model, use = program.model, rules.activations
     assert model.head_dim and model.kv_heads
     times = round(sizes.layers) * program.batch.microbatches
@@ -150,12 +160,12 @@ def _of_attention(
     each = partial(_one, mesh=mesh)
     hops = max(0, mesh.size(ring) - 1)
     yield each("collective-permute", ring, 2 * hops * times, pair * sizes.item, dtype="bf16")
-    home = mesh.size(ring)  # their gradients go all the way around
+    home = mesh.size(ring)  # gradients of keys and values go around the complete ring
     yield each("collective-permute", ring, home * times, pair * 4, dtype="f32")
     swapped = _axes(use, ("attention_heads",), mesh)
     token = sizes.sequences * sizes.inside * model.head_dim * sizes.item
     query = token * sizes.heads * mesh.size(swapped)
-    # Key heads repeat where they are fewer than devices.
+    # Key heads are repeated where they are fewer than devices.
     together = model.kv_heads // mesh.size(_axes(use, ("kv_heads",), mesh))
     key = token * math.lcm(together, mesh.size(swapped))
     yield each("all-to-all", swapped, 4 * times, query, dtype="bf16")
@@ -165,7 +175,7 @@ def _of_attention(
 def _of_experts(
     program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Tokens to their experts and back, forward and backward."""
+    """Yield the collectives that send tokens to their experts and back, forward and backward."""
     model = program.model
     if model.mixture is None:
         return
@@ -189,6 +199,6 @@ def _one(
 
 
 def _axes(table, names: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes of more than one device that split any of the array axes."""
+    """Return the mesh axes of more than one device that shard any of the array axes."""
     together = {axis for name in names for axis in table.get(name, ())}
     return tuple(axis for axis in MESH_AXES if axis in together and mesh.axes.get(axis, 1) > 1)

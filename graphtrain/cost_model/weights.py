@@ -1,4 +1,7 @@
-"""How a mesh holds each weight, its gradient and its moments: what variants of a strategy share."""
+"""Sharding of each weight, its gradient and its moments on a mesh.
+
+It does not depend on microbatches or remat, so that a search computes it once for all variants.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from sharding_rules.rules import Rules
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter, in all layers, and the mesh axes that split it in each of its roles.
+    """One parameter, of all layers, and the mesh axes that shard it in each of its roles.
 
-    A frozen one has no gradient and no moments, and may rest in few bits.
+    A frozen weight has no gradient and no moments, and may be stored quantized.
     """
 
     path: str
     spec: ArraySpec
     rest: tuple[str, ...]  # between steps
-    gradient: tuple[str, ...]  # while microbatches are added up
-    optimizer: tuple[str, ...]  # where it is updated
-    used: tuple[str, ...]  # in the product it makes
-    parameter_bytes: int  # on a device
-    moment_bytes: int  # on a device, of both moments
+    gradient: tuple[str, ...]  # during gradient accumulation
+    optimizer: tuple[str, ...]  # in the optimizer update
+    used: tuple[str, ...]  # in matrix products
+    parameter_bytes: int  # per device
+    moment_bytes: int  # per device, of both moments
     frozen: bool = False
 
     @property
@@ -39,21 +42,21 @@ class Weight:
 
     @property
     def of_a_layer(self) -> int:
-        """Numbers in one layer, or in all where it is outside of them."""
+        """Number of elements in one layer, or in total outside of the layers."""
         return math.prod(self.spec.shape) // (self.spec.shape[0] if self.in_layers else 1)
 
     def pieces(self, role: Role, mesh: MeshShape) -> float:
-        """Numbers that a device holds in a role."""
+        """Return the number of elements per device in a role."""
         axes = {"parameter": self.rest, "gradient": self.gradient, "optimizer": self.optimizer}
         return math.prod(self.spec.shape) / mesh.size(axes[role])
 
     def used_of_a_layer(self, mesh: MeshShape) -> float:
-        """Numbers of one layer that a device computes with."""
+        """Return the number of elements of one layer that a device computes with."""
         return self.of_a_layer / mesh.size(self.used)
 
 
 def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
-    """Place the parameters of a program; its microbatches and recomputation do not matter.
+    """Return the sharding of a program's weights, whatever its microbatches and remat.
 
     Raises:
         ShardingError: a dimension does not divide, or there are fewer layers than stages.
@@ -68,7 +71,7 @@ def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weig
 
 
 def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
-    """Weights that no step changes; codes and scales together are one."""
+    """Return the sharding of frozen weights; a weight's codes and scales are one."""
     rest: dict[str, list[Layout]] = {}
     for path, spec in frozen_arrays(program, rules, mesh).items():
         stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
@@ -91,7 +94,7 @@ def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weig
 
 
 def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
-    """With the rows of zeros that fill the shorter stages."""
+    """Return the spec with the rows of zeros that pad the shorter stages."""
     if not path.startswith("layers/"):
         return spec
     return replace(spec, shape=(rows, *spec.shape[1:]))

@@ -1,8 +1,8 @@
-"""init, train and evaluate as pure functions: the Graphs of a program.
+"""Graphs of a program as pure functions: init, train and evaluate.
 
-A state is {"parameters", "optimizer", "step", "key"}, all named arrays; parameters are those that
-are trained. Those that are not, the base of an adapter or what DPO refers to, are an input of their
-own, "frozen". What changes often but not the code, such as the learning rate, is an input.
+A training state is {"parameters", "optimizer", "step", "key"}, all named arrays; parameters are the
+trained ones. Frozen weights, the base of an adapter or DPO's reference model, are an input of their
+own, "frozen". Values that change often but not the code, such as the learning rate, are inputs.
 """
 
 import math
@@ -51,7 +51,7 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: Program, name: str) -> Graph:
-    """One of the graphs that `requests.GRAPHS` lists, or that continue a sequence."""
+    """Build a graph by its name in `requests.GRAPHS` or, for generation, in `extending.TOKENS`."""
     if name in TOKENS:
         return extend_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
@@ -80,8 +80,13 @@ def _init(program: Program) -> Graph:
 
 
 def _initialise(program: Program, key: jax.Array) -> Tree:
-    """New parameters. An adapter begins as PEFT's does, its product as zero; what is trained whole
-    beside it begins as zeros, until the run puts the weights there that it starts from."""
+    """Return newly initialized trainable parameters.
+
+    LoRA factors are initialized as in PEFT, so that their product is zero. Arrays that are trained
+    in full beside LoRA are zeros until the run loads its initial weights.
+
+    Source: PEFT's LoraLayer.reset_lora_parameters, https://github.com/huggingface/peft
+    """
     if program.adapter is None:
         return initialise(program.model, key)
     specs = trained_arrays(program)
@@ -90,7 +95,7 @@ def _initialise(program: Program, key: jax.Array) -> Tree:
         spec = specs[path]
         if not path.endswith(f"/{A}"):
             return jnp.zeros(spec.shape)
-        bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming's, uniform, with a = sqrt(5)
+        bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming uniform with a = sqrt(5)
         drawn = jax.random.fold_in(key, index)
         return jax.random.uniform(drawn, spec.shape, minval=-bound, maxval=bound)
 
@@ -105,7 +110,7 @@ def _train(program: Program) -> Graph:
 
     def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
         gradients, metrics = accumulate_gradients(program, state, batch, frozen)
-        # The update happens where the optimizer's state rests; only its result goes further.
+        # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
         moments = fetch(state["optimizer"], state_specs["optimizer"])
@@ -127,7 +132,8 @@ def _train(program: Program) -> Graph:
             },
         }
 
-    # A compiled program names its arrays by the parameters of the function.
+    # Input names of a compiled program are the function's parameters, so that "frozen" must not be
+    # one of them if all weights are trained.
     def train_all(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
         return train(state, None, batch, learning_rate)
 
@@ -151,7 +157,14 @@ def _train(program: Program) -> Graph:
 def accumulate_gradients(
     program: Program, state: Tree, batch: Tree, frozen: Tree | None = None
 ) -> tuple[Tree, Tree]:
-    """Gradients and metrics of all microbatches, each target (or pair) weighing the same."""
+    """Return gradients and metrics of all microbatches; each target, or pair, weighs the same.
+
+    Args:
+        program: Settings.
+        state: Training state.
+        batch: Arrays (microbatches, batch, seq).
+        frozen: Frozen weights, if any.
+    """
     batch = order_batch(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
@@ -168,7 +181,7 @@ def accumulate_gradients(
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)
         (_, metrics), gradients = differentiate(parameters, microbatch, index)
-        # Every gradient is reduced, so it goes straight to where it is used, and sums rest there.
+        # Each gradient is reduced straight to the optimizer state's sharding, as are the sums.
         return constrain_tree(gradients, specs, "optimizer"), metrics
 
     if microbatches == 1:
@@ -187,7 +200,7 @@ def _evaluate(program: Program) -> Graph:
     stages = stages_of(program)
 
     def loss_of(parameters: Tree, frozen: Tree | None, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        """Sum of the loss, and over how many targets; of preferences, over how many pairs."""
+        """Return the sum of the loss and the number of targets; for DPO, the number of pairs."""
         batch = order_batch(batch)
         weights = batch["weights"]
         if stages is not None:
@@ -221,7 +234,7 @@ def _evaluate(program: Program) -> Graph:
 
 
 def parameter_specs_of(program: Program) -> Tree:
-    """The parameters that are trained, as a run stores them."""
+    """Return the ArraySpecs of the trained parameters, as a run stores them."""
     adapted = program.adapter is not None
     specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
     stages = stages_of(program)
@@ -229,13 +242,13 @@ def parameter_specs_of(program: Program) -> Tree:
 
 
 def _frozen_input(program: Program) -> dict[str, Tree]:
-    """The input of weights that no step changes; there is none where all are trained."""
+    """Return the input of frozen weights; there is none if all weights are trained."""
     frozen = frozen_arrays(program, Rules.load(program.rules), mesh_shape(program))
     return {"frozen": unflatten(frozen)} if frozen else {}
 
 
 def state_specs_of(program: Program) -> Tree:
-    """What the state of a run holds."""
+    """Return the ArraySpecs of the training state."""
     parameters = parameter_specs_of(program)
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
@@ -260,7 +273,7 @@ def _shapes(specs: Tree) -> Tree:
 
 
 def _batch(program: Program, *, train: bool) -> Tree:
-    """A training batch has its microbatches in front; evaluation takes one microbatch."""
+    """Return the ArraySpecs of a batch: one microbatch, with a leading axis of them in training."""
     batch = program.batch
     shape: tuple[int, ...] = (batch.sequences // batch.microbatches, batch.length)
     axes: tuple[str, ...] = ("batch", "seq")

@@ -1,4 +1,4 @@
-"""The graphs that continue a sequence: many tokens at once, and one at a time."""
+"""Graphs of generation with a KV cache: prefill (many tokens at once) and decode (one token)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lowering.graph import Graph
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 
-TOKENS = {"prefill": 64, "decode": 1}  # that a graph takes at once
+TOKENS = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 
 
 def extend_graph(program: Program, name: str) -> Graph:
-    """A graph by its name in TOKENS; its longest sequence is program.batch.length.
+    """Build a graph by its name in TOKENS; its longest sequence is program.batch.length.
 
-    Tokens of a prompt that fill up prefill's number do no harm: what they leave among keys and
-    values is ahead of every later query until it is written over.
+    The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
+    query sees their positions before they are overwritten.
     """
     model, batch, count = program.model, program.batch.sequences, TOKENS[name]
     longest = -(-program.batch.length // TOKENS["prefill"]) * TOKENS["prefill"]

@@ -1,8 +1,9 @@
-"""One reduction of gradients over `data` a step, hidden behind the last microbatch.
+"""Deferred gradient reduction: gradients are reduced over `data` once per step.
 
-Until the last microbatch every copy of the model adds up gradients of its own sequences, and sends
-nothing. In the last backward pass each layer's sum is reduced as soon as it is complete, while the
-layers before it still compute. With ZeRO the reduction leaves each copy the piece that it updates.
+During gradient accumulation every data-parallel replica sums the gradients of its own sequences,
+without communication. In the backward pass of the last microbatch each layer's sum is reduced as
+soon as it is complete, while the layers before it still compute. With ZeRO the reduction leaves
+each replica the shard that it updates.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from sharding_rules.plan import layout
 
 DATA = "data"
 
-# (parameters, microbatch, its index) -> objective to differentiate, metrics to report
+# (parameters, microbatch, its index) -> (objective to differentiate, metrics to report)
 Objective = Callable[[Tree, Tree, Any], tuple[jax.Array, Tree]]
 
 
 def can_defer() -> bool:
-    """Whether there are copies of the model whose gradients are to be summed."""
+    """Return whether there are data-parallel replicas whose gradients have to be reduced."""
     return DATA in split_of("batch")
 
 
 def key_here(key: jax.Array) -> jax.Array:
-    """A key of its own for each copy that works by hand; elsewhere one key makes all the bits."""
+    """Return a random key of each replica's own inside the shard_map over `data`, else `key`."""
     found = placement()
     by_copy = found is not None and DATA in found.manual
     return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
 
 
 def own_here(tree: Tree) -> Tree:
-    """Arrays that are the same everywhere; as each copy's own, where copies work by hand."""
+    """Mark replicated arrays as each replica's own inside the shard_map over `data`."""
     found = placement()
     if found is None or DATA not in found.manual:
         return tree
@@ -50,13 +51,16 @@ def own_here(tree: Tree) -> Tree:
 def reduce_last(
     objective: Objective, parameters: Tree, specs: Tree, batch: Tree, microbatches: int
 ) -> tuple[Tree, Tree]:
-    """Gradients and metrics of all microbatches; gradients rest where the optimizer's state does.
+    """Return gradients and metrics of all microbatches, after one reduction over `data`.
+
+    Gradients have the sharding of the optimizer state.
 
     Args:
-        objective: of one microbatch and its index, to be summed over microbatches and sequences.
-        parameters: arrays, the same on every copy.
-        specs: their ArraySpecs.
-        batch: arrays (microbatches, batch, ...).
+        objective: Objective of a microbatch, to be summed over microbatches and sequences.
+        parameters: Arrays, replicated over `data`.
+        specs: ArraySpecs of the parameters.
+        batch: Arrays (microbatches, batch, ...).
+        microbatches: Number of microbatches.
     """
     found = placement()
     assert found is not None
@@ -81,7 +85,7 @@ def reduce_last(
 
 
 def _data_dimension(path: str, spec: ArraySpec) -> int | None:
-    """The dimension that data splits of the optimizer's state of a parameter, if any."""
+    """Return the dimension in which `data` shards a parameter's optimizer state, if any."""
     found = placement()
     assert found is not None
     state = ArraySpec(spec.shape, spec.axes, spec.dtype, "optimizer")
@@ -97,7 +101,7 @@ def _local(
     microbatches: int,
     split_dimension: dict[str, int | None],
 ) -> tuple[Tree, Tree]:
-    """On one copy of the model: its own sequences, and its part of the reduction."""
+    """Accumulate one replica's gradients and reduce them during the last backward pass."""
 
     def of(parameters: Tree, index: Any) -> tuple[jax.Array, Tree]:
         return objective(parameters, jax.tree.map(lambda array: array[index], batch), index)
@@ -139,7 +143,7 @@ def _pending(
 
 
 def _slot(weights: jax.Array, dimension: int | None) -> jax.Array:
-    """Zeros in the shape in which this copy gets the gradient."""
+    """Return zeros in the shape of the gradient's shard on this replica."""
     if dimension is None:
         return jnp.zeros_like(weights)
     shape = list(weights.shape)

@@ -1,4 +1,4 @@
-"""What training minimises: cross-entropy, or DPO's loss of pairs of answers, of one microbatch."""
+"""Training objectives of one microbatch: cross-entropy, or DPO over pairs of answers."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -24,14 +24,21 @@ from sharding_rules.rules import Rules
 
 
 def metric_names(program: Program) -> tuple[str, ...]:
-    """What the loss reports of a batch."""
+    """Return the names of the metrics that the loss reports."""
     return ("loss", "margin", "accuracy") if program.loss.kind == "preference" else ("loss",)
 
 
 def cross_entropy_objective(
     program: Program, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
-    """What training minimises, of one microbatch; the sum over microbatches is that of a step."""
+    """Return the objective of one microbatch; summed over microbatches it is that of the step.
+
+    Args:
+        program: Settings.
+        state: Training state.
+        frozen: Frozen weights, if any.
+        batch: All microbatches (microbatches, batch, seq), for the number of targets.
+    """
     targets = jnp.maximum(batch["weights"].sum(), 1.0)
     run = _model(program, state, frozen, partial(token_losses, total=targets))
 
@@ -50,9 +57,14 @@ def token_losses(
     *,
     total: jax.Array | float = 1.0,
 ) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
-    """Sums over a batch, divided by total, of what is minimised and of -log p(target).
+    """Return the objective and the sum of -log p(target), and the layers' auxiliary losses.
 
-    Beside them what the layers add to the loss.
+    Args:
+        program: Settings.
+        weights: Parameters of the model.
+        batch: One microbatch (batch, seq).
+        dropout_key: Random key; without it there is no dropout.
+        total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
     model, tokens, (targets, counts) = program.model, batch["tokens"], _asked(batch)
     z_loss = program.loss.z_loss
@@ -63,14 +75,15 @@ def token_losses(
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
     hidden, head, auxiliary = before_head(model, weights, tokens, dropout_key=dropout_key)
     scored = Scored(chunk, model.tied_head, model.logit_cap, z_loss)
-    # Divided before: gradients are made on the way, and would be read and written once more.
+    # Divide the weights, not the result: the chunks compute gradients already, and to scale those
+    # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
 
 
 def scores(
     program: Program, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Auxiliary]:
-    """log p of every row's answer, and what the layers add to the loss."""
+    """Return log p of each row's answer (batch,), and the layers' auxiliary losses."""
     out, auxiliary = forward(program.model, weights, batch["tokens"], dropout_key=dropout_key)
     return log_probabilities(out, *_asked(batch)), auxiliary
 
@@ -82,7 +95,14 @@ def _asked(batch: Tree) -> tuple[jax.Array, jax.Array]:
 def preference_objective(
     program: Program, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
-    """DPO's, of one microbatch, whose rows 2i and 2i + 1 are the better and the worse answer."""
+    """Return DPO's objective of one microbatch: rows 2i are chosen answers, rows 2i + 1 rejected.
+
+    Args:
+        program: Settings.
+        state: Training state.
+        frozen: Frozen weights, which include the reference model.
+        batch: All microbatches (microbatches, batch, seq), for the number of pairs.
+    """
     run = _model(program, state, frozen, scores)
     pairs = jnp.maximum(count_pairs(batch["weights"]), 1.0)
 
@@ -99,7 +119,11 @@ def preference_objective(
 def _model(
     program: Program, state: Tree, frozen: Tree | None, compute: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What is computed of a microbatch with what is trained, and what layers add to the loss."""
+    """Return a function that applies `compute` to a microbatch with the trained parameters.
+
+    It returns the result of `compute` and the layers' auxiliary losses, divided by the number of
+    microbatches.
+    """
     key, adapter = step_key(program, state), program.adapter
     in_adapter = adapter is not None and bool(adapter.dropout)
     in_model = drops(program.model)
@@ -116,28 +140,39 @@ def _model(
 
 
 def reference_scores(program: Program, frozen: Tree | None, batch: Tree) -> jax.Array:
-    """log p of every row's answer before training: of the frozen weights, without adapters."""
+    """Return log p of each row's answer (batch,) by the reference model.
+
+    The reference model is the frozen weights alone, without LoRA.
+    """
     with apart(batch.get("documents")):
         found, _ = scores(program, reference(program, frozen), batch)
     return jax.lax.stop_gradient(found)
 
 
 def is_pair(weights: jax.Array) -> jax.Array:
-    """Of every pair of rows (..., batch, seq) whether both hold answers, 1.0 or 0.0."""
+    """Return 1.0 for each pair of rows in which both are answers, else 0.0: (..., batch / 2).
+
+    A row of loss weights (..., batch, seq) is an answer unless all its weights are 0.
+    """
     answers = (weights != 0).any(-1)
     return answers.reshape(*answers.shape[:-1], -1, 2).all(-1).astype(jnp.float32)
 
 
 def count_pairs(weights: jax.Array) -> jax.Array:
+    """Return the number of pairs of answers, by their loss weights (..., batch, seq)."""
     return is_pair(weights).sum()
 
 
 def step_key(program: Program, state: Tree) -> jax.Array:
+    """Return the random key of the current step."""
     key = jax.random.wrap_key_data(state["key"], impl=random_bits(program))
     return jax.random.fold_in(key, state["step"])
 
 
 def random_bits(program: Program) -> Hashable | None:
-    """How random bits are made: as JAX is set, unless the target cannot, or can sooner."""
+    """Return the random key implementation: JAX's default, unless the target requires another.
+
+    On CPUs it is an unrolled Threefry, which is faster there.
+    """
     target = Target.parse(program.target)
     return UNROLLED if target.platform == "cpu" else target.random_bits

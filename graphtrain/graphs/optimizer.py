@@ -13,10 +13,15 @@ from sharding_rules.arrays import ArraySpec
 
 
 def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTransformation:
-    """Clip, Adam, decoupled decay; the updates still have to be multiplied by -learning rate.
+    """Build clipping, Adam and decoupled weight decay.
+
+    The updates still have to be multiplied by minus the learning rate.
 
     Args:
-        parameters: their ArraySpecs, which say what decays.
+        optimizer: Settings.
+        parameters: ArraySpecs of the parameters, which determine what is decayed.
+
+    Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
     adam = optax.scale_by_adam(
         optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moments
@@ -31,9 +36,10 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
 
 
 def _clip(limit: float) -> optax.GradientTransformation:
-    """optax.clip_by_global_norm, as one multiplication by the same number everywhere.
+    """Build optax.clip_by_global_norm as one multiplication of all gradients by the same number.
 
-    It divides each gradient; XLA:CPU keeps quotients, an array more to write and read for each.
+    Optax divides each gradient; XLA:CPU stores the quotients, one more array to write and read
+    for each gradient.
     """
 
     def clip(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # optax's names
@@ -44,32 +50,35 @@ def _clip(limit: float) -> optax.GradientTransformation:
 
 
 def _is_matrix(spec: ArraySpec) -> bool:
-    """Whether an array multiplies a vector: norms and biases have one axis beside layers, or are
-    the bias of a matrix whose output has two, such as heads and head_dim."""
+    """Return whether an array is a matrix, so that weight decay applies to it.
+
+    Norms and biases have one axis beside layers, or are the bias of a matrix whose output has two
+    axes, such as heads and head_dim.
+    """
     inside = [axis for axis in spec.axes if axis not in ("rounds", "layers")]
     return ("embed" in inside or "rank" in inside) and len(inside) > 1
 
 
 def pack(optimizer_state: Any) -> Tree:
-    """Optimizer state as nested dictionaries, so that it is stored by name; empty states vanish."""
+    """Convert optimizer state to nested dicts, so that it is stored by name; drop empty states."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer_state)
     return unflatten({_path(keys): leaf for keys, leaf in leaves})
 
 
 def unpack(packed: Tree, template: Any) -> Any:
-    """The optimizer state that pack was given, with its structure from template."""
+    """Convert packed optimizer state back, to the structure of `template`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(template)
     by_path = flatten(packed)
     return structure.unflatten([by_path[_path(keys)] for keys, _ in leaves])
 
 
 def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bool = False) -> Tree:
-    """What the packed state holds; arrays that mirror a parameter take its axes.
+    """Return the ArraySpecs of packed optimizer state; moments have their parameter's array axes.
 
     Args:
-        template: the state, as shapes.
-        parameters: ArraySpecs by path.
-        offload: Whether arrays that mirror a parameter rest in the host's memory.
+        template: Optimizer state, as shapes.
+        parameters: ArraySpecs of the parameters, by path.
+        offload: Whether moments are stored in the host's memory.
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():

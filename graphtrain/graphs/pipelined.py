@@ -1,4 +1,4 @@
-"""The gradients and the loss of a batch whose microbatches pass through a pipeline."""
+"""Gradients and loss of a batch whose microbatches pass through a pipeline."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from sharding_rules.pipeline import Stages
 def pipelined_gradients(
     program: Program, stages: Stages, state: Tree, batch: Tree, key: jax.Array
 ) -> tuple[Tree, jax.Array]:
-    """Gradients and loss of all microbatches, each target weighing the same.
+    """Return gradients and loss of all microbatches, in which each target weighs the same.
 
     Args:
         program: Settings.
-        stages: The division of its layers.
-        state: Of a run, its layers stored for the stages.
-        batch: Microbatches in front.
-        key: Of the step, for dropout.
+        stages: Division of the layers.
+        state: Training state, its layers stored for the stages.
+        batch: Arrays (microbatches, batch, seq).
+        key: Random key of the step, for dropout.
     """
     total = jnp.maximum(batch["weights"].sum(), 1.0)
     batch = {**batch, "weights": batch["weights"] / total}
@@ -50,7 +50,7 @@ def pipelined_gradients(
 
 
 def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tree) -> jax.Array:
-    """The sum of the loss over the targets of one microbatch; nothing is dropped."""
+    """Return the loss summed over the targets of one microbatch (batch, seq), without dropout."""
 
     def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         loss, _ = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
@@ -58,7 +58,7 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
 
     found = placement()
     assert found is not None
-    # A mixture of limited capacity drops other tokens when it sees fewer at once.
+    # A mixture's sequences are not divided into smaller microbatches than those of training.
     whole = not is_imported(program.model) and program.model.mixture is not None
     devices = len(batch["tokens"]) if whole else found.shape.size(split_of("batch"))
     microbatches = split_batch(batch, stages.stages, devices)

@@ -1,8 +1,8 @@
-"""What an MLP makes of its wide products: an activation, times a second product where it is gated.
+"""Activation of an MLP, multiplied by the up projection where the MLP is gated.
 
-On a CPU bfloat16 is computed in float32 and rounded once. XLA:CPU rounds to bfloat16 after each
-operation that bfloat16 is written for, which costs more than the operation; and the second pass
-computes the activation again instead of reading what the first one wrote.
+On CPUs bfloat16 inputs are computed in float32 and rounded once. XLA:CPU would round to bfloat16
+after every operation, which costs more than the operation. The backward pass recomputes the
+activation instead of reading what the forward pass wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def activated(activate: Activation, wide: list[jax.Array]) -> jax.Array:
-    """Of gate and up, or of up alone, each (batch, seq, mlp): the hidden values."""
+    """Return hidden values from [gate, up], or from [up] without a gate, all (batch, seq, mlp)."""
     if on_cpu() and wide[0].dtype == jnp.bfloat16:
         return _rounded_once(activate, wide)
     *gate, up = wide
@@ -38,8 +38,8 @@ def _forward(activate: Activation, wide: list[jax.Array]) -> tuple[jax.Array, li
 def _backward(
     activate: Activation, wide: list[jax.Array], gradient: jax.Array
 ) -> tuple[list[jax.Array]]:
-    # Of its own, or XLA would keep what the first pass computed on the way, in float32; the
-    # gradient of astype rounds, once, back to what each was.
+    # computed_once separates this from the forward pass, whose float32 intermediates XLA would
+    # otherwise keep. The gradient of astype rounds once, to the dtype of each input.
     _, back = jax.vjp(partial(_in_float32, activate), computed_once(wide))
     return back(gradient.astype(jnp.float32))
 

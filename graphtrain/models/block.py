@@ -1,4 +1,4 @@
-"""A block of the decoder, and how a stack of them is made and applied."""
+"""Transformer block of the decoder, and how a stack of blocks is built and applied."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lowering.tracing.constrain import constrain, draw, reshard
 from lowering.tracing.deferred_gradient import complete
 from lowering.tracing.weight_layout import as_stored
 
-Auxiliary = dict[str, jax.Array]  # losses beside the cross-entropy, each a weighted float32 scalar
+Auxiliary = dict[str, jax.Array]  # auxiliary losses by name, weighted float32 scalars
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each normed before and added to the residual stream."""
+    """Transformer block: pre-normed attention and MLP, each added to the residual stream."""
 
     def __init__(self, model: Model, keys: Keys):
         self.dropout = model.dropout
@@ -38,11 +38,13 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
     ) -> tuple[jax.Array, Auxiliary]:
-        """(batch, seq, embed) to the same; without a key nothing is dropped.
+        """Return the new residual stream (batch, seq, embed) and the block's auxiliary losses.
 
         Args:
-            full: Whether this layer's queries see all positions before them although the model has
-                a window; without it none does.
+            x: Residual stream (batch, seq, embed).
+            dropout_key: Random key; without it there is no dropout.
+            full: Whether this layer has global attention although the model has a sliding window;
+                without it, the model's window applies.
         """
         for_attention, for_mlp = split_key(dropout_key)
         update = leave(self.attention(enter(self.attention_norm(x)), full))
@@ -63,26 +65,26 @@ WHOLE = ("batch", "seq", "embed")
 
 
 def enter(x: jax.Array) -> jax.Array:
-    """From the residual stream into attention, MLP or head, which work on whole positions.
+    """Gather the residual stream for attention, MLP or LM head, which need all positions.
 
-    x is in pieces until here. Left to itself the partitioner gathers what x is rounded from, in
-    float32, which is twice the bytes.
+    x is sharded by position until here (sequence parallelism). Left to itself XLA's partitioner
+    gathers the float32 values that x is rounded from, which is twice the bytes.
     """
     return reshard(residual(x), WHOLE, RESIDUAL)
 
 
 def leave(x: jax.Array) -> jax.Array:
-    """From attention or MLP, where it is a partial sum on each device, to the residual stream."""
+    """Scatter the output of attention or MLP, a partial sum per device, to the residual stream."""
     return reshard(x, RESIDUAL, WHOLE)
 
 
 def residual(x: jax.Array) -> jax.Array:
-    """Place x as the residual stream."""
+    """Constrain x (batch, seq, embed) to the residual stream's sharding."""
     return constrain(x, *RESIDUAL)
 
 
 def split_key(key: jax.Array | None) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """Two keys for one, or none for none."""
+    """Split a random key in two; return (None, None) for None."""
     if key is None:
         return None, None
     first, second = jax.random.split(key)
@@ -90,7 +92,10 @@ def split_key(key: jax.Array | None) -> tuple[jax.Array, jax.Array] | tuple[None
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zero a part of x, the rate, and scale the rest so that the mean stays; no key: x as it is."""
+    """Zero elements of x with probability `rate` and rescale the others to keep the mean.
+
+    Without a key, x is returned unchanged. x is (batch, seq, embed).
+    """
     if key is None or rate == 0:
         return x
     kept = draw(
@@ -100,7 +105,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def stack_layers(model: Model, keys: Keys) -> Block:
-    """All blocks of the model as one, whose parameters have a leading axis of layers."""
+    """Build all blocks of the model as one, whose parameters have a leading layer axis."""
     of_layers = jax.random.split(keys(), model.layers)
     return nnx.vmap(lambda key: Block(model, Keys(key)))(of_layers)
 
@@ -108,20 +113,20 @@ def stack_layers(model: Model, keys: Keys) -> Block:
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Auxiliary]:
-    """Run x through all layers of a model, one after the other."""
+    """Run x (batch, seq, embed) through all layers of a model; see apply_stack."""
     keys = layer_keys(model, dropout_key)
     return apply_stack(model, layers, x, keys, full=full_layers(model))
 
 
 def full_layers(model: Model) -> jax.Array | None:
-    """Of each layer whether it has no window, where some have and some have not."""
+    """Return which layers have global attention, bool (layers,); None if all layers are alike."""
     if model.full_every is None:
         return None
     return (jnp.arange(model.layers) + 1) % model.full_every == 0
 
 
 def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:
-    """A key for each layer of the model, or none for none."""
+    """Return one dropout key per layer, or None without a dropout key."""
     return None if dropout_key is None else jax.random.split(dropout_key, model.layers)
 
 
@@ -133,18 +138,19 @@ def apply_stack(
     real: jax.Array | None = None,
     full: jax.Array | None = None,
 ) -> tuple[jax.Array, Auxiliary]:
-    """Run x through a stack of layers; add up what they add to the loss.
+    """Run x through a stack of layers and sum their auxiliary losses.
 
-    A scan, so that neither the program nor the time to compile it grows with depth, but for the
-    layers that the model has written out in a turn.
+    Layers run in a scan, so that neither the program nor its compile time grows with depth;
+    `model.unroll` layers are unrolled in each iteration.
 
     Args:
         model: Settings of every layer.
-        layers: Whose parameters have a leading axis.
+        layers: Blocks, whose parameters have a leading layer axis.
         x: (batch, seq, embed).
-        keys: Of each layer, for dropout; without them nothing is dropped.
-        real: Of each layer, whether it does anything; without it, all do.
-        full: Of each layer, whether it has no window; see full_layers.
+        keys: Dropout key of each layer; without them there is no dropout.
+        real: Whether each row is a layer; other rows, the padding of pipeline stages, leave x
+            unchanged. Without it, all rows are layers.
+        full: Whether each layer has global attention; see full_layers.
     """
     block, parameters = nnx.split(layers)
 
@@ -162,7 +168,7 @@ def apply_stack(
 
 
 def _as_stored(parameters: Any) -> Any:
-    """A layer's parameters, told to lie as they are stored; those in few bits as they are."""
+    """Keep a layer's plain arrays in row-major layout; quantized and LoRA weights are unchanged."""
 
     def store(parameter: nnx.Variable) -> nnx.Variable:
         array = parameter.get_value()
@@ -174,12 +180,12 @@ def _as_stored(parameters: Any) -> Any:
 
 
 def _checkpoint(one_layer: Any, model: Model) -> Any:
-    """Choose what of a layer the backward pass finds kept; the rest it computes again.
+    """Apply the model's activation checkpointing (remat) policy to a layer.
 
-    "dots" keeps the products with weights, named where they are made: a policy that looks for dots
-    would keep their float32 sums, twice the bytes, instead of the bfloat16 results.
+    "dots" saves the products with weights, named where they are computed: a policy that matches
+    dots would save their float32 sums, twice the bytes, instead of the bfloat16 results.
     """
-    if model.remat in ("none", "attention"):  # attention computes its own part again
+    if model.remat in ("none", "attention"):  # models.attention recomputes its scores
         return one_layer
     policies = jax.checkpoint_policies
     policy = {
@@ -192,6 +198,6 @@ def _checkpoint(one_layer: Any, model: Model) -> Any:
             offload_dst="pinned_host",
         ),
     }[model.remat]
-    # A scan keeps the second computation apart; where layers are written out, XLA may take both
-    # for one.
+    # A scan separates the recomputation from the forward pass; in unrolled layers, XLA could
+    # merge both by common subexpression elimination (CSE).
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=model.unroll > 1)

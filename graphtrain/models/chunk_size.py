@@ -1,8 +1,8 @@
-"""For how many positions logits exist at once; imports no JAX, so that estimates know too.
+"""Choice of the loss chunk: the number of positions whose logits exist at once; imports no JAX.
 
-`graphtrain.models.chunked_loss` computes the loss so. What a chunk costs is to read and write the
-head's gradient, which each adds to; what chunks cost is that gradient itself, whole over embed,
-beside the logits.
+`models.chunked_loss` computes the loss in chunks. In time, each chunk costs a read and a write of
+the head's gradient, to which it adds. In memory, chunks cost that gradient, unsharded over embed,
+in addition to the logits.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-# A chunk reads and writes a float32 for each weight of the head. That may take a fiftieth of a
-# step, on a machine of 300 operations for each byte of its memory's traffic; with 4,096 tokens of a
-# device it takes a tenth of the time of the head's products, whatever its share of the step.
+# A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
+# be at most 1/50 of the step's time, on a machine with 300 operations per byte of memory traffic;
+# or they have 4,096 tokens per device, for which it is 1/10 of the time of the head's products.
 _BYTES_OF_WEIGHT = 8
 _OPERATIONS_OF_BYTE = 300
 _LOST = 1 / 50
 _TOKENS = 4096
-_FEWEST_TOKENS = 1024  # fewer rows would leave products short
-# Of a device's memory. Less than the first is not worth a loop; more than the second, which with a
-# wide vocabulary also _TOKENS take, is worth shorter chunks.
+_FEWEST_TOKENS = 1024  # fewer rows make the products inefficient
+# Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
+# if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
 _WORTH_SAVING = 1 / 256
 _TOO_MUCH = 1 / 16
-_ROWS = 8  # of a tile: positions of a chunk are a multiple
+_ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Those of a microbatch on one device."""
+    """Logits of one microbatch on one device."""
 
     sequences: int
     positions: int  # of each sequence
     vocab: int
     embed: int
-    item: int  # bytes of a number of their gradient
-    step_flops: float  # of a token, all layers included
+    item: int  # bytes per element of their gradient
+    step_flops: float  # floating-point operations per token of a training step
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.sequences * self.positions
 
     def bytes_of(self, tokens: int) -> int:
-        """With their gradient."""
+        """Return the bytes of the float32 logits of `tokens` tokens, and of their gradient."""
         return (4 + self.item) * tokens * self.vocab
 
 
 def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
-    """Positions of a sequence whose logits a program has at once; None: of all that a device has.
+    """Return the positions per chunk of a program's loss; None: all that a device has.
 
-    By itself only a GPU's or a TPU's program has chunks: a CPU's is slower with them and its memory
-    is rarely short, and those of other machines are untried. A vocabulary that is split needs
-    collectives for each chunk, and its logits are split already.
+    With loss.chunk = "auto" only programs for GPUs and TPUs have chunks: a CPU's is slower with
+    them and its memory is rarely short, and other machines are untested. A sharded vocabulary would
+    need collectives for each chunk, and its logits are sharded already.
 
     Raises:
         ShardingError: as check_chunk.
@@ -92,20 +93,23 @@ def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
 
 
 def check_chunk(chunk: int, positions: int) -> None:
-    """Refuse a chunk that does not divide what a device has of a sequence.
+    """Raise if a chunk does not divide the positions of a sequence on one device.
 
     Raises:
-        ShardingError: says what to change.
+        ShardingError: the message says what to change.
     """
     if positions % chunk:
         raise ShardingError(
-            f"loss.chunk = {chunk} does not divide the {positions} positions that a device has "
-            "of a sequence; change it, batch.length, or the rules that split seq"
+            f"loss.chunk = {chunk} does not divide the {positions} positions of a sequence on one "
+            "device; change loss.chunk, batch.length, or the rules that shard seq"
         )
 
 
 def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
-    """The shortest chunk that costs little time; None where chunks would save too little memory."""
+    """Return the shortest chunk that costs little time.
+
+    Return None if chunks would save too little memory.
+    """
     tokens = _fewest_tokens(logits, memory_bytes)
     chunk = next(
         (
@@ -121,7 +125,7 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
 
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:
-    """Of a device, that a chunk is to have."""
+    """Return the minimum number of tokens per device in one chunk."""
     moved = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
     enough = _OPERATIONS_OF_BYTE * moved / (_LOST * logits.step_flops)
     tokens = _FEWEST_TOKENS

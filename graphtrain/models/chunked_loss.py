@@ -1,16 +1,16 @@
-"""Head and cross-entropy, a chunk of positions at a time: not all logits exist at once.
+"""Chunked LM head and cross-entropy: only the logits of one chunk of positions exist at once.
 
-The loss is where a step ends, so the gradient of a chunk's logits is known as soon as they are:
-softmax less one-hot, by weight. The same loop makes of it the gradients of hidden values and of the
-head, which wait for the backward pass; no product is computed twice.
+The loss ends the forward pass, so the gradient of a chunk's logits is known as soon as they are:
+softmax minus one-hot, times the weight. The same loop computes the gradients of hidden states and
+of the head from it, and saves them for the backward pass; no product is computed twice.
 
-Positions that lie on different devices are dimensions of their own, "piece" below, as long as the
-rules split them. Each device then adds up the head's gradient, and the loss, of its own pieces, and
-what it found travels once, after the loop.
+Where the rules shard batch and seq, their shards are array dimensions of their own, here called
+batch_shards and seq_shards. Each device then sums the head's gradient and the loss over its local
+tokens only, and these sums are reduced once, after the loop.
 
 Source: Wijmans et al. 2024, "Cut your losses", https://arxiv.org/abs/2411.09009, for the problem;
 Hsu et al. 2024, "Liger kernel", section 3.2, https://arxiv.org/abs/2410.10989, for gradients that
-are made in the forward pass
+are computed in the forward pass
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ from lowering.tracing.deferred_gradient import vary
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import layout
 
-_TOKENS = ("batch", None, "seq", None)  # pieces of a batch, sequences, pieces of them, positions
-_HERE = (1, 3)  # dimensions of those that lie on one device
+_TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
+_HERE = (1, 3)  # dimensions that are local to a device: sequences and positions
 
 
 @dataclass(frozen=True)
 class Scored:
-    """How hidden values become scores, and scores a loss."""
+    """Settings of the LM head and the loss."""
 
-    chunk: int  # positions of a sequence
+    chunk: int  # positions of a sequence per chunk
     tied: bool  # the head is (vocab, embed), else (embed, vocab)
-    cap: float | None  # of scores
+    cap: float | None  # soft cap of logits
     z_loss: float
 
     @property
     def head_axes(self) -> tuple[str, str]:
+        """Array axes of the head's weights."""
         return ("vocab", "embed") if self.tied else ("embed", "vocab")
 
     @property
     def letters(self) -> str:
+        """Array axes of the head's weights, as letters of einsum equations."""
         return "ve" if self.tied else "ev"
 
 
@@ -59,16 +61,16 @@ class Scored:
 def chunked_cross_entropy(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, scored: Scored
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sums of what is minimised, z-loss and all, and of -log p(target), in float32.
+    """Return the weighted sums of the objective and of -log p(target), in float32.
 
-    Only the first has a gradient.
+    The objective includes the z-loss. Only the objective has a gradient.
 
     Args:
-        hidden: (batch, seq, embed).
-        head: its weights.
+        hidden: Hidden states (batch, seq, embed).
+        head: Weights of the LM head.
         targets: int32 (batch, seq).
         weights: float32 (batch, seq); 0 masks a target.
-        scored: the rest.
+        scored: Settings.
 
     Raises:
         ShardingError: as check_chunk.
@@ -103,11 +105,11 @@ def _over_chunks(
     weights: jax.Array,
     differentiate: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None]:
-    """Both losses, and the gradients of the first by hidden values and head."""
+    """Return both losses, and the gradients of the first for hidden states and head."""
     tokens = [_in_pieces(x) for x in (hidden, targets, weights)]
     length = tokens[0].shape[3]
     check_chunk(scored.chunk, length)
-    # In the dtype of the products, and whole over embed, before the loop: gathered once.
+    # Cast and gathered over embed before the loop, so that this happens once.
     head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
     pieces = tokens[0].shape[0], tokens[0].shape[2]
     sums = (_zeros(pieces, "batch", "seq"),) * 2
@@ -142,7 +144,7 @@ def _over_chunks(
 
 
 def _in_pieces(x: jax.Array) -> jax.Array:
-    """(batch, seq, ...) to (piece, batch, piece, seq, ...)."""
+    """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
     batch, seq = size_of("batch"), size_of("seq")
     rest = x.shape[2:]
     divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *rest)
@@ -150,8 +152,11 @@ def _in_pieces(x: jax.Array) -> jax.Array:
 
 
 def _joined(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """The sum over pieces: first over the mesh axes that hold a part of the head each, so that XLA
-    reduces and scatters there, and adds up only parts over the others."""
+    """Sum the head's gradient over the shards of tokens.
+
+    The sum is first over mesh axes that also shard the head, so that XLA reduces and scatters
+    there, and then over the other axes, where XLA reduces only shards.
+    """
     found, names = placement(), (*split_of("batch"), *split_of("seq"))
     if found is None or not names:
         return of_head.sum((0, 1))
@@ -167,7 +172,7 @@ def _joined(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
 
 
 def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
-    """In float32; a device's own, where code is traced by hand."""
+    """Return float32 zeros, which vary along the manual mesh axes of a surrounding shard_map."""
     found, zeros = placement(), jnp.zeros(shape, jnp.float32)
     for mesh_axis in found.manual if found else ():
         zeros = vary(zeros, mesh_axis)
@@ -177,7 +182,7 @@ def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
 def _scored(
     scored: Scored, chunk: list[jax.Array], head: jax.Array, differentiate: bool
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """Of a chunk both losses, by piece, and the gradient of the first by the head's products."""
+    """Return both losses of a chunk by shard, and the first's gradient for the head's products."""
     hidden, targets, weights = chunk
     with jax.named_scope("head"):
         products = dot(f"nbcse,{scored.letters}->nbcsv", hidden, head, jnp.float32)
@@ -203,7 +208,7 @@ def _scored(
 def _products(
     scored: Scored, hidden: jax.Array, head: jax.Array, of_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of a chunk's hidden values, and of the head by piece, in float32."""
+    """Return the gradients of a chunk's hidden states and, by shard in float32, of the head."""
     letters = scored.letters
     of_hidden = dot(f"nbcsv,{letters}->nbcse", of_scores, head)
     return of_hidden, dot(f"nbcse,nbcsv->nc{letters}", hidden, of_scores, jnp.float32)

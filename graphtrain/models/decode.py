@@ -1,4 +1,4 @@
-"""The decoder where it continues a sequence, of which keys and values are kept."""
+"""Prefill and decode of the native decoder: continue sequences with a KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from sharding_rules.arrays import ArraySpec
 
 
 def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
-    """Keys and values of all layers, of so many sequences of so many tokens."""
+    """Return the ArraySpecs of a KV cache for `sequences` sequences of up to `longest` tokens.
+
+    Keys and values are each (layers, batch, longest, kv_heads, head_dim).
+    """
     assert model.kv_heads and model.head_dim
     shape = (model.layers, sequences, longest, model.kv_heads, model.head_dim)
     axes = ("layers", "batch", None, "kv_heads", "head_dim")
@@ -25,14 +28,14 @@ def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
 def extend(
     model: Model, parameters: Parameters, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """Scores of every next token, and what is kept then.
+    """Return the logits (batch, seq, vocab) of new tokens, and the updated KV cache.
 
     Args:
         model: Settings.
         parameters: Weights.
-        kept: Keys and values of the tokens before, as kept_specs has them.
-        tokens: (batch, seq), those that follow.
-        begin: The position of the first.
+        kept: KV cache of the earlier tokens, as in kept_specs.
+        tokens: Ids of the new tokens (batch, seq).
+        begin: Cache offset: the position of the first new token.
     """
     decoder = merge(model, parameters)
     with beginning(begin):

@@ -1,7 +1,7 @@
-"""The decoder-only transformer, and its pure functions on nested dicts of arrays.
+"""Decoder-only transformer, and its pure functions of nested dicts of arrays.
 
-Those dicts are what is compiled, split, cached and checkpointed. In `layers` every array has a
-leading layer axis. Norms and biases are the arrays named "scale", "bias" or "..._bias".
+These dicts are what is compiled, sharded, cached and checkpointed. In `layers` every array has a
+leading layer axis. Parameters of norms and biases are named "scale", "bias" or "..._bias".
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-Parameters = Mapping[str, Any]  # nested; leaves are arrays
+Parameters = Mapping[str, Any]  # nested dicts whose leaves are arrays
 
 
 class Embedding(nnx.Module):
-    """Rows by token (NaN for one past the vocabulary) and, for learned positions, by position."""
+    """Token embedding and, for learned positions, position embedding.
+
+    Token ids beyond the vocabulary are embedded as NaN.
+    """
 
     def __init__(self, model: Model, keys: init.Keys):
         self.model = model
@@ -56,7 +59,13 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # Whole positions first: straight to the residual stream, XLA would gather the vocabulary.
+        """Return the embeddings (batch, seq, embed) of token ids (batch, seq).
+
+        Raises:
+            ValueError: the sequence is longer than the table of learned positions.
+        """
+        # First with unsharded positions: straight to the residual stream's sharding, XLA would
+        # gather the vocabulary.
         rows = rows_of(self.tokens[...], tokens, self.model.dtype, by_hand_now())
         x = residual(constrain(jnp.asarray(rows), *WHOLE))
         if self.model.scaled_embedding:
@@ -64,9 +73,12 @@ class Embedding(nnx.Module):
         if self.model.positions == "learned":
             length, rows = tokens.shape[1], self.model.max_length
             if rows is not None and length > rows:
-                raise ValueError(f"sequences of {length} are longer than model.max_length = {rows}")
+                raise ValueError(
+                    f"sequences of {length} tokens are longer than model.max_length = {rows}, the "
+                    "number of learned positions; use shorter sequences"
+                )
             if (of_documents := places()) is not None:
-                # Gathered over embed first, as the rows of tokens are.
+                # Gather the table over embed before the lookup, as for token ids.
                 table = constrain(self.positions[:length], "positions", "embed")
                 x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
             elif (continued := kv_cache.places(length)) is not None:
@@ -80,14 +92,18 @@ class Embedding(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rows_of(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> jax.Array:
-    """Rows of a table in dtype; their gradients are added up in the table's own.
+    """Return rows of an embedding table in `dtype`; gradients are summed in the table's dtype.
 
-    The table is gathered over embed first: rows are looked up by a batch split over the same
-    devices. Split by vocabulary it stays: each device finds the rows it has.
+    The table (vocab, embed) is gathered over embed before the lookup, because the token ids
+    (batch, seq) are sharded over the same devices. A table that is sharded over vocab stays so:
+    each device looks up the rows that it holds.
 
     Args:
-        by_product: Add gradients up by a matrix product. XLA's partitioner dies of a scatter inside
-            a shard_map over part of the mesh (jax 0.11).
+        table: Embedding (vocab, embed).
+        tokens: Token ids (batch, seq).
+        dtype: Dtype of the result.
+        by_product: Sum the gradients by a matrix product. XLA's partitioner crashes on a scatter
+            inside a shard_map over part of the mesh (jax 0.11).
     """
     return jnp.take(constrain(table.astype(dtype), "vocab", "embed"), tokens, axis=0)
 
@@ -115,7 +131,7 @@ rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, norm and head."""
+    """Embedding, layers, final norm and LM head."""
 
     def __init__(self, model: Model, keys: init.Keys):
         self.model = model
@@ -128,42 +144,45 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Auxiliary]:
+        """Return normed hidden states (batch, seq, embed) and the layers' auxiliary losses."""
         for_embedding, for_layers = split_key(dropout_key)
         x = self.embed(tokens, for_embedding)
         x, auxiliary = apply_layers(self.model, self.layers, x, for_layers)
         return self.final_norm(x), auxiliary
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        """Return embedded tokens (batch, seq, embed) after dropout."""
         return dropout(residual(self.embedding(tokens)), self.model.dropout, dropout_key)
 
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
         x, tied = enter(hidden), self.model.tied_head
         scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_used(), jnp.float32)
         return constrain(cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
 
     def head_used(self) -> jax.Array:
-        """(embed, vocab); tied to the embedding, (vocab, embed)."""
+        """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
         tied = self.model.tied_head
         head = self.embedding.tokens[...] if tied else self.head[...]
         return _unit_length(head, axis=1 if tied else 0) if self.model.normalised_head else head
 
 
 def _unit_length(weights: jax.Array, axis: int) -> jax.Array:
-    """Divided by the length along an axis, or by 1e-12 if that is more, as PyTorch's normalize."""
+    """Divide weights by their L2 norm along an axis, at least 1e-12, as PyTorch's normalize."""
     squares = jnp.sum(jnp.square(weights.astype(jnp.float32)), axis, keepdims=True)
-    # Under the root, so that rows of zeros have gradients.
+    # The maximum is inside the square root, so that rows of zeros have finite gradients.
     return (weights * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(weights.dtype)
 
 
 def parameter_specs(model: Model) -> dict[str, Any]:
-    """The tree of parameters as ArraySpecs; allocates nothing."""
+    """Return the tree of parameters as ArraySpecs, without allocating arrays."""
     _, state = _abstract(model)
     return nnx.to_pure_dict(jax.tree.map_with_path(_spec, state, is_leaf=_is_variable))
 
 
 def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
-    """New float32 parameters, in the tree of parameter_specs."""
+    """Return newly initialized float32 parameters, in the tree of parameter_specs."""
     return nnx.to_pure_dict(nnx.state(Decoder(model, init.Keys(key))))
 
 
@@ -174,9 +193,9 @@ def forward(
     *,
     dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
-    """Scores of every next token, in float32, and what the layers add to the loss.
+    """Return float32 logits (batch, seq, vocab) and the layers' auxiliary losses.
 
-    Without a dropout key nothing is dropped.
+    Without a dropout key there is no dropout.
     """
     decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
@@ -190,7 +209,11 @@ def before_head(
     *,
     dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "batch seq embed"], jax.Array, Auxiliary]:
-    """What the head reads, on whole positions; its weights; and what the layers add to the loss."""
+    """Return the LM head's input, the head's weights, and the layers' auxiliary losses.
+
+    The input is (batch, seq, embed), gathered from the residual stream's sharding; the weights
+    are those of `Decoder.head_used`. Without a dropout key there is no dropout.
+    """
     decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     with jax.named_scope("head"):
@@ -198,7 +221,11 @@ def before_head(
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:
-    """The module with these parameters; those left out are shapes, of no use to what reads them."""
+    """Return the decoder with these parameters.
+
+    Parameters that are missing in the tree stay abstract shapes and must not be used. `Pending`
+    weights outside of the layers are completed here, those of the layers in the scan.
+    """
     structure, shapes = _abstract(model)
     given = {
         name: tree if name == "layers" else complete(tree) for name, tree in parameters.items()

@@ -4,15 +4,16 @@ from graphtrain.config.schema import Model, Program
 
 
 def parameter_count(model: Model) -> int:
-    """Numbers in all parameters; a tied head counts once."""
+    """Return the number of elements in all parameters; a tied head counts once."""
     return _weights(model) + _biases(model) + _scales(model) + _tables(model)
 
 
 def flops_per_token(model: Model, length: int) -> float:
-    """Floating-point operations of a training step per token, without recomputation.
+    """Return a training step's floating-point operations per token, without recomputation.
 
-    Every weight of a matrix product works once forward and twice backward; the head does even if
-    tied, the embedding is a look-up. Attention counts whole rows, as if it were not causal.
+    Every weight of a matrix product counts two operations forward and four backward. The LM head
+    counts even if tied; the embedding lookup does not. Attention counts all scores, as if there
+    were no causal mask. `length` is the sequence length in tokens.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
@@ -21,13 +22,14 @@ def flops_per_token(model: Model, length: int) -> float:
 
 
 def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
-    """Of a program's training step, without recomputation.
+    """Return the operations per token of a program's training step, without recomputation.
+
+    Frozen weights count one product forward and one backward, because they have no gradients.
+    DPO's reference model counts one more forward pass. The products of LoRA factors are neglected.
 
     Args:
-        causal: count the half of attention's scores that a causal mask leaves, not all.
-
-    Frozen weights work once forward and once backward; what DPO refers to, once more forward. The
-    products of adapters, thin as they are, are left out.
+        program: Settings.
+        causal: Count only the half of attention's scores that the causal mask leaves.
     """
     model, length = program.model, program.batch.length
     whole, attention = (
@@ -41,7 +43,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
 
 
 def useful_flops_per_token(program: Program) -> dict[str, float]:
-    """Of a training step, by the name of the utilisation that they give."""
+    """Return a training step's operations per token for each metric of utilization, by name."""
     return {
         name: step_flops_per_token(program, causal=causal)
         for name, causal in (("mfu", False), ("mfu_causal", True))
@@ -49,13 +51,13 @@ def useful_flops_per_token(program: Program) -> dict[str, float]:
 
 
 def attention_flops_per_token(model: Model, length: int) -> float:
-    """Of those, the part of scores and of the values they mix."""
+    """Return the part of flops_per_token that computes scores and their products with values."""
     _, query, _ = _widths(model)
     return 12 * model.layers * query * length
 
 
 def _weights(model: Model, *, active: bool = False) -> int:
-    """Weights of the matrix products in the layers; of a mixture, all or those a token meets."""
+    """Return the weights in the layers' matrix products; of a mixture, all or only active ones."""
     embed, query, key = _widths(model)
     attention = 2 * embed * query + 2 * embed * key
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
@@ -91,16 +93,16 @@ def _tables(model: Model) -> int:
 
 
 def _widths(model: Model) -> tuple[int, int, int]:
-    """Of the residual stream, all query heads, and all key heads."""
+    """Return the widths of the residual stream, of all query heads, and of all key heads."""
     assert model.head_dim and model.kv_heads
     return model.embed, model.heads * model.head_dim, model.kv_heads * model.head_dim
 
 
 def is_gated(model: Model) -> bool:
-    """Whether the MLP multiplies two projections of its input."""
+    """Return whether the MLP is gated: it multiplies two projections of its input."""
     return model.activation in ("swiglu", "geglu", "geglu_tanh")
 
 
 def norm_has_bias(model: Model) -> bool:
-    """Whether norms shift as well as scale; an RMS norm never does."""
+    """Return whether norms have a bias; an RMSNorm never does."""
     return model.norm == "layer" and model.bias == "all"

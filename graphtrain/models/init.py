@@ -1,4 +1,4 @@
-"""How parameters are made: the names of their axes give their shapes."""
+"""Initialization of parameters, whose shapes follow from the names of their array axes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from graphtrain.config.schema import Model
 
 
 class Keys:
-    """Keys for weights, one after the other: those that nnx.Rngs gives.
+    """Source of random keys for weights, one per call, equal to those of nnx.Rngs.
 
-    Many are made at once. Each by itself is a loop in init, which then takes longer to load than
-    to run.
+    Keys are made 16 at a time. Made one at a time, each would be a loop in the init program, which
+    would then take longer to load than to run.
     """
 
     _AT_ONCE = 16
@@ -22,6 +22,7 @@ class Keys:
         self._next = 0
 
     def __call__(self) -> jax.Array:
+        """Return the next key."""
         if not self._made:
             numbers = self._next + jnp.arange(self._AT_ONCE, dtype=jnp.uint32)
             self._made = list(jax.vmap(jax.random.fold_in, (None, 0))(self._key, numbers))
@@ -30,26 +31,28 @@ class Keys:
 
 
 def normal(model: Model, keys: Keys, *axes: str | None, scale: float = 1.0) -> nnx.Param:
-    """Weights from N(0, initial_deviation * scale)."""
+    """Return a parameter with these array axes, normal with deviation initial_deviation * scale."""
     deviation = model.initial_deviation * scale
     return nnx.Param(deviation * jax.random.normal(keys(), _shape(model, axes)), axes=axes)
 
 
 def zeros(model: Model, *axes: str | None) -> nnx.Param:
+    """Return a parameter of zeros with these array axes."""
     return nnx.Param(jnp.zeros(_shape(model, axes)), axes=axes)
 
 
 def ones(model: Model, *axes: str | None) -> nnx.Param:
+    """Return a parameter of ones with these array axes."""
     return nnx.Param(jnp.ones(_shape(model, axes)), axes=axes)
 
 
 def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
-    """Sizes by axis name; None is a pair, kept together on every device."""
+    """Return sizes by axis name; None is a pair, gate and up, which is never sharded."""
     return tuple(2 if axis is None else _size(model, axis) for axis in axes)
 
 
 def _size(model: Model, axis: str) -> int:
-    """All but the position table's rows and the experts are settings of the same name."""
+    """Return the size of an array axis: the setting of the same name, with a few exceptions."""
     if axis in ("experts", "routes", "shared"):
         assert model.mixture is not None
         return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts

@@ -1,4 +1,4 @@
-"""Cross-entropy over the targets that count, and DPO over pairs of answers."""
+"""Cross-entropy over targets of nonzero weight, and DPO over pairs of answers."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ from lowering.tracing.cpu_hints import computed_once, on_cpu
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sums of -log p(target) and of log(Z)^2, in float32.
+    """Return the weighted sums of -log p(target) and of log(Z)^2, in float32.
 
     Args:
         logits: float32 (batch, seq, vocab).
         targets: int32 (batch, seq).
         weights: float32 (batch, seq); 0 masks a target.
+
+    Source: z-loss: Chowdhery et al. 2022, "PaLM", section 5, https://arxiv.org/abs/2204.02311
     """
     log_z, target_logits = _scores(logits, targets)
     return ((log_z - target_logits) * weights).sum(), (log_z**2 * weights).sum()
@@ -25,20 +27,23 @@ def cross_entropy(
 
 @jax.named_scope("loss")
 def log_probabilities(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Of every sequence, the weighted sum of log p(target), in float32; arguments as above."""
+    """Return each sequence's weighted sum of log p(target), float32 (batch,).
+
+    Arguments are those of cross_entropy.
+    """
     log_z, target_logits = _scores(logits, targets)
     return ((target_logits - log_z) * weights).sum(-1)
 
 
 @jax.named_scope("loss")
 def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax.Array]:
-    """Sums over pairs of DPO's loss, of the margin between rewards, and of the pairs in order.
+    """Return sums over pairs of DPO's loss, the reward margin, and pairs ranked correctly.
 
     Args:
-        gained: (batch,) log p of each answer over that of the reference; the better answer of a
-            pair, then the worse.
+        gained: (batch,) log p of each answer minus that of the reference model; the chosen answer
+            of a pair, then the rejected one.
         pairs: (batch / 2,) 1.0 for a pair, 0.0 for padding.
-        loss: beta, and the part of pairs that may be labelled the wrong way round.
+        loss: beta, and label_smoothing, the assumed fraction of pairs with swapped labels.
 
     Source: Rafailov et al. 2023, equation 7, https://arxiv.org/abs/2305.18290; with wrong labels:
     Mitchell 2023, "A note on DPO with noisy preferences", equation 3,
@@ -56,7 +61,7 @@ def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax
 
 
 def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """log(Z) and the target's score at every position."""
+    """Return log(Z) and the target's logit at every position."""
     if on_cpu() and not split_of("vocab"):
         return _looked_up(logits, targets)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -64,31 +69,31 @@ def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Of targets (...) among logits (..., vocab); 0 for one outside of the vocabulary."""
+    """Return the logits of targets (...) among logits (..., vocab); 0 outside of the vocabulary."""
     if on_cpu() and not split_of("vocab"):
         inside = (targets >= 0) & (targets < logits.shape[-1])
         looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
         return jnp.where(inside, looked_up, 0.0)
-    # A comparison with iota instead of a gather: each device keeps to its part of the vocabulary.
-    # Behind a barrier, or JAX would take iota and zeros out of a loop over microbatches, each of
-    # the logits' shape.
+    # A comparison with iota instead of a gather: each device compares with its shard of the
+    # vocabulary. The barrier stops JAX from hoisting iota and zeros, each of the logits' shape, out
+    # of a loop over microbatches.
     numbers = jnp.arange(logits.shape[-1], dtype=targets.dtype)
     numbers, zero, targets = jax.lax.optimization_barrier((numbers, jnp.zeros(()), targets))
     return jnp.where(numbers == targets[..., None], logits, zero).sum(-1)
 
 
 def hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Which of the logits (..., vocab) are those of targets (...)."""
+    """Return which of the logits (..., vocab) belong to targets (...), as bool (..., vocab)."""
     last = logits.ndim - 1
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, last) == targets[..., None]
 
 
 @jax.custom_vjp
 def _looked_up(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """_scores where each device has the whole vocabulary.
+    """Compute _scores where each device has the complete vocabulary.
 
-    XLA:CPU would write the scores that hit, nearly all zeros, as one more array of the logits'
-    size, and read it again.
+    With JAX's own gradient, XLA:CPU would write that of the target logits, nearly all zeros, as one
+    more array of the logits' size, and read it again.
     """
     return _looked_up_forward(logits, targets)[0]
 

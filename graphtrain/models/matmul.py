@@ -1,4 +1,4 @@
-"""dot: the one matrix product of the models; bfloat16 in, float32 inside, forward and backward."""
+"""Matrix product of all models: bfloat16 operands, float32 sums, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from lowering.tracing.current_target import traced_target
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Einsum of two arrays, in bfloat16 if either is, with sums in float32.
+    """Return the einsum of two arrays, in bfloat16 if either is, with float32 sums.
 
-    The result has the dtype the product is computed in, unless told another. Each gradient is
-    computed alike and has the dtype of its operand, so a float32 weight gets the float32 sums.
+    The result has the dtype of the computation unless `dtype` is given. Gradients are computed in
+    the same way and have the dtype of their operand, so that the gradient of a float32 weight is
+    not rounded.
 
     XLA:CPU uses matrix units only for bfloat16 x bfloat16 -> float32, and JAX's own gradient of
-    that product is float32 x bfloat16; hence the gradient here. Cards and TPUs add up in float32
-    whatever they are asked for, so there a bfloat16 result is asked for: what devices then add up
-    between them travels in bfloat16, half the bytes.
+    that product is float32 x bfloat16; hence the custom gradient. GPUs and TPUs sum in float32
+    whatever the dtype of the result, so there the result is requested in bfloat16: partial sums
+    that devices then reduce are half as many bytes.
 
     Args:
-        equation: As for einsum; every letter is in at least two of the three arrays.
-        a: One operand, float32 or bfloat16.
-        b: The other.
-        dtype: Of the result; float32 keeps the sums unrounded.
+        equation: Einsum equation; every letter is in at least two of the three arrays.
+        a: First operand, float32 or bfloat16.
+        b: Second operand, float32 or bfloat16.
+        dtype: Dtype of the result; float32 keeps the sums unrounded.
     """
     return _dot(equation, a, b, dtype or _computed_in(a, b))
 
 
 def dots(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
-    """dot of one array with several, whose gradients of it are added up before devices add up.
+    """Multiply one array by each of several others, and reduce its gradient once.
 
-    With the several split by columns over devices, so that every gradient of a is a partial sum,
-    that is one reduction and not one for each.
+    The products' gradients of `a` are summed on each device before devices reduce them. Where the
+    other arrays are sharded by columns, so that every gradient of `a` is a partial sum, this needs
+    one reduction instead of one for each product.
     """
     return _dots(equation, a, tuple(several))
 
@@ -51,7 +53,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
 
 
 def _rounds_sums() -> bool:
-    """Whether devices add up in float32 and round by themselves; not so where nobody said."""
+    """Return whether the target always sums in float32; False if no target is known."""
     target = traced_target()
     return target is not None and target.platform in ("cuda", "rocm", "tpu")
 

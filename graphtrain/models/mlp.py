@@ -1,4 +1,4 @@
-"""The MLP of a block."""
+"""MLP of a transformer block."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ ACTIVATIONS = {
 
 
 class MLP(nnx.Module):
-    """Up, activation, down; the gated kinds multiply the activation by a second projection.
+    """Up projection, activation, down projection; gated kinds also have a gate projection.
 
     Source: Shazeer 2020, "GLU variants improve Transformer", https://arxiv.org/abs/2002.05202
     """
@@ -39,13 +39,13 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, seq, embed) to the same."""
+        """Return the MLP's output (batch, seq, embed) for x of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
         hidden = activated(activate, self._widen(x))
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:
-        """Gate, where there is one, and up, each (batch, seq, mlp)."""
+        """Return [gate, up], or [up] without a gate, each (batch, seq, mlp)."""
         if self.model.merged_gate:
             both = project(self, "gate_up", "bse,epm->bspm", x)
             both = constrain(both, "batch", "seq", None, "mlp")
@@ -55,8 +55,8 @@ class MLP(nnx.Module):
 
 
 def _wide(model: Model) -> dict[str, tuple[str | None, ...]]:
-    """The parameters that widen, with their axes after embed."""
+    """Return the names of gate and up parameters, with their array axes after embed."""
     if model.merged_gate:
-        return {"gate_up": (None, "mlp")}  # a pair, so that a device has both of a column
+        return {"gate_up": (None, "mlp")}  # stacked, so that a device has both of a column
     names = ("gate", "up") if is_gated(model) else ("up",)
     return dict.fromkeys(names, ("mlp",))

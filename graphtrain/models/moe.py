@@ -1,13 +1,14 @@
-"""A mixture of experts in place of the MLP, with two ways to bring tokens to their experts.
+"""Mixture-of-experts (MoE) MLP, with two ways to dispatch tokens to experts.
 
-With a capacity, every sequence has room for so many of its tokens at each expert, in the order of
-the sequence; the rest pass by on the residual stream alone. Tokens travel to experts and back by
-all-to-all, which the compiler makes of two placements of one buffer.
+With a capacity (`mixture.capacity`), each expert accepts a fixed number of a sequence's tokens, in
+sequence order. A token's choices beyond the capacity are dropped: they add nothing to its result,
+which may then be only the residual stream. Tokens move to their experts and back by all-to-all,
+which the compiler derives from two shardings of one buffer.
 
-Without, no token is lost: devices along the experts' mesh axis give each other all their tokens
-(all-gather), sort them by expert, multiply each run by its expert's weights (a ragged product),
-and add up what belongs to a token (reduce-scatter). Shapes are static, so a device has room for the
-case that all tokens choose its experts; it multiplies those that do.
+Without a capacity (dropless), no choice is dropped: devices along the experts' mesh axes
+all-gather their tokens, sort them by expert, multiply each group by its expert's weights (a ragged
+product), and reduce-scatter each token's sum. Shapes are static, so buffers are large enough for
+the case that all tokens choose the experts of one device; only rows that do are multiplied.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-Terms = dict[str, jax.Array]  # what the router adds to the loss
-Combine = Callable[[list[jax.Array]], jax.Array]
+Terms = dict[str, jax.Array]  # auxiliary losses of the router, by name
+Combine = Callable[[list[jax.Array]], jax.Array]  # products with gate and up -> hidden values
 
 
 class MixtureMLP(nnx.Module):
-    """A router and its experts.
+    """Router and experts of a mixture-of-experts MLP.
 
     Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; without capacity: Gale et al.
     2022, "MegaBlocks", https://arxiv.org/abs/2211.15841
@@ -71,6 +72,7 @@ class MixtureMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"]
     ) -> tuple[Float[Array, "batch seq embed"], Terms]:
+        """Return the experts' combined output and the router's auxiliary losses."""
         with jax.named_scope("router"):
             scores = dot("bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32)
             scores = constrain(scores, "batch", "seq", None)
@@ -84,7 +86,7 @@ class MixtureMLP(nnx.Module):
 
     @jax.named_scope("shared")
     def _shared(self, x: jax.Array) -> jax.Array:
-        """The expert that every token has, times the token's share of it.
+        """Apply the shared expert to every token, scaled by a sigmoid gate of the token.
 
         Source: Qwen team 2024, "Qwen1.5-MoE", https://qwenlm.github.io/blog/qwen-moe/
         """
@@ -106,13 +108,23 @@ class MixtureMLP(nnx.Module):
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
     ) -> jax.Array:
+        """Apply the experts with a fixed number of slots per sequence and expert.
+
+        Args:
+            x: Tokens (batch, seq, embed).
+            shares: Weights of the chosen experts (batch, seq, choices).
+            experts: Indices of the chosen experts (batch, seq, choices).
+            capacity: Slots of an expert, relative to the mean number of choices per expert.
+        """
         count, length = self.mixture.experts, x.shape[1]
         room = math.ceil(capacity * length * self.mixture.per_token / count)
-        order = positions(length)  # a ring works on another order than the sequence's
+        order = positions(length)  # slots fill in sequence order, also under ring attention
         places = place_in_line(experts[:, jnp.argsort(order)], count)[:, order]
         kept = places < room
-        slots = jnp.where(kept, experts * room + places, count * room)  # the last takes the rest
-        # Which token is in each slot; an empty one holds a row of zeros behind the sequence.
+        slots = jnp.where(
+            kept, experts * room + places, count * room
+        )  # the last slot collects the overflow
+        # Token index in each slot; empty slots point to a row of zeros appended to the sequence.
         tokens = jnp.broadcast_to(jnp.arange(length)[:, None], slots.shape[1:])
         fill = jax.vmap(lambda at: jnp.full(count * room + 1, length).at[at].set(tokens))
         padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
@@ -128,7 +140,7 @@ class MixtureMLP(nnx.Module):
         return jnp.einsum("bske,bsk->bse", picked, share)
 
     def _experts(self, buffer: jax.Array) -> jax.Array:
-        """Every expert on its own tokens: (batch, experts, capacity, embed) to the same."""
+        """Apply every expert to its slots, (batch, experts, capacity, embed), of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
         wide = [
             constrain(dot("bxce,xem->bxcm", buffer, w), "grouped", "experts", "capacity", "mlp")
@@ -159,15 +171,15 @@ def send_to_experts(
     wide: list[jax.Array],
     down: jax.Array,
 ) -> Float[Array, "batch seq embed"]:
-    """What the experts of each token make of it; none is lost.
+    """Apply to each token the experts that it chose, without dropping any (dropless MoE).
 
     Args:
-        combine: Of products with each of wide, what the product with down is given.
+        combine: Computes hidden values, the input of `down`, from the products with `wide`.
         x: Tokens.
-        shares: Of each of a token's experts in its result.
-        experts: Of each token.
-        wide: Weights (experts, embed, mlp).
-        down: Weights (experts, mlp, embed).
+        shares: Weights of the chosen experts in the token's result.
+        experts: Indices of the chosen experts.
+        wide: Gate and up weights, or up alone, each (experts, embed, mlp).
+        down: Down weights (experts, mlp, embed).
     """
     found = placement()
     run = partial(_sorted_experts, combine)
@@ -195,7 +207,11 @@ def send_to_experts(
 def choose(
     scores: Float[Array, "batch seq routes"], mixture: Mixture
 ) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
-    """The best experts of each token, and the share of each in its result."""
+    """Return the weights and indices of each token's top-k experts.
+
+    The weights are the router's softmax probabilities; with `mixture.normalise` they are
+    rescaled to sum to 1 for each token.
+    """
     shares, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), mixture.per_token)
     if mixture.normalise:
         shares = shares / shares.sum(-1, keepdims=True)
@@ -205,7 +221,11 @@ def choose(
 def place_in_line(
     experts: Int[Array, "batch seq choices"], count: int
 ) -> Int[Array, "batch seq choices"]:
-    """How many choices of the same expert precede each, in the order of its sequence."""
+    """Return how many earlier choices in the same sequence chose the same expert.
+
+    `count` is the number of experts. Choices are counted in sequence order, so the result is the
+    slot that a choice takes at its expert.
+    """
     chosen = jax.nn.one_hot(experts, count, dtype=jnp.int32)
     flat = chosen.reshape(len(experts), -1, count)
     before = (jnp.cumsum(flat, axis=1) - flat).reshape(chosen.shape)
@@ -213,10 +233,19 @@ def place_in_line(
 
 
 def router_losses(scores: jax.Array, experts: jax.Array, mixture: Mixture, layers: int) -> Terms:
-    """What keeps the experts in use and the scores small; means over tokens and layers, weighted.
+    """Return the load-balancing loss and the router z-loss, weighted by the settings.
 
-    Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961, with the part
-    of all choices as f; Zoph et al. 2022, "ST-MoE", equation 5, https://arxiv.org/abs/2202.08906
+    Both are means over tokens and, summed over the model's layers, means over layers.
+
+    Args:
+        scores: Router logits (batch, seq, experts).
+        experts: Indices of the chosen experts (batch, seq, choices).
+        mixture: Settings.
+        layers: Number of layers of the model.
+
+    Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961, with f as
+    the fraction of all choices; Zoph et al. 2022, "ST-MoE", equation 5,
+    https://arxiv.org/abs/2202.08906
     """
     chosen = jax.nn.one_hot(experts, mixture.experts).mean((0, 1, 2))
     likely = jax.nn.softmax(scores, axis=-1).mean((0, 1))
@@ -238,12 +267,17 @@ def _sorted_experts(
     wide: list[jax.Array],
     down: jax.Array,
 ) -> jax.Array:
-    """On one device: its experts on the tokens of all that share them.
+    """Apply the experts of this device to the tokens of all devices that share them.
 
     Args:
-        combine: as in send_to_experts.
-        over: mesh axes that split the experts.
-        inside: mesh axes that split the width of an expert.
+        combine: As in send_to_experts.
+        over: Mesh axes that shard the experts.
+        inside: Mesh axes that shard the hidden width of an expert.
+        x: Tokens of this device (batch, seq, embed).
+        shares: Weights of their chosen experts (batch, seq, choices).
+        experts: Global indices of their chosen experts (batch, seq, choices).
+        wide: This device's shard of the gate and up weights.
+        down: This device's shard of the down weights.
     """
     shape, chosen = x.shape, experts.shape[-1]
     tokens = [each.reshape(-1, each.shape[-1]) for each in (x, shares, experts)]
@@ -252,9 +286,11 @@ def _sorted_experts(
     x, shares, experts = tokens
     first = jax.lax.axis_index(over) * len(down) if over else 0
     mine = (experts.reshape(-1) >= first) & (experts.reshape(-1) < first + len(down))
-    key = jnp.where(mine, experts.reshape(-1) - first, len(down))  # others' choices go last
+    key = jnp.where(
+        mine, experts.reshape(-1) - first, len(down)
+    )  # choices of other devices' experts sort last
     order = jnp.argsort(key, stable=True)
-    # Comparisons summed: bincount would add integers up by index, which no Neuron device can.
+    # A sum of comparisons: bincount is an integer scatter-add, which Neuron does not support.
     sizes = (key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)
@@ -270,7 +306,7 @@ def _sorted_experts(
 
 
 def _ragged(rows: jax.Array, by_expert: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Runs of rows, each times the matrix of its expert; rows behind the last run are zeros."""
+    """Multiply groups of rows, each by its expert's matrix; rows after the last group are zero."""
     exact = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     out = jax.lax.ragged_dot(
         rows,

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream, or of each head."""
+"""Normalization of the residual stream or of each attention head."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from graphtrain.models.flops import norm_has_bias
 
 
 class Norm(nnx.Module):
-    """RMS or layer norm over the last axis, in float32.
+    """RMSNorm or LayerNorm over the last axis, computed in float32.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467;
     Ba et al. 2016, https://arxiv.org/abs/1607.06450

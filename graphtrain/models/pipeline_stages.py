@@ -1,4 +1,4 @@
-"""The decoder as a pipeline: how its layers are stored for stages, and what each stage computes."""
+"""Decoder as a pipeline: storage of its layers by stage, and what each stage computes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.pipeline import Stages
 
-# Of scores, targets and weights: what is minimised, and what to report.
+# (logits, microbatch) -> (objective to minimize, values to report)
 Score = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
-Keys = Callable[[jax.Array], jax.Array]  # of a microbatch's number: its dropout key
+Keys = Callable[[jax.Array], jax.Array]  # microbatch index -> dropout key
 
 
 def arrange_rows(array: jax.Array, stages: Stages) -> jax.Array:
-    """Store layers so that none ever moves: (rounds, stages x depth, ...), or without rounds if 1.
+    """Store layers for stages: (rounds, stages x depth, ...), without the first axis if rounds = 1.
 
-    The second axis is split over the stages. In that order of rows the layers follow one another,
-    with rows of zeros where a chunk is short.
+    The axis of stages x depth is sharded over the stages, so that no layer ever moves. Read row by
+    row, the layers are in order, with rows of zeros where a chunk has fewer layers than `depth`.
     """
     rows = [stages.rows.index(layer) for layer in range(sum(stages.layers))]
     if len(rows) < len(stages.rows):
@@ -38,20 +38,20 @@ def arrange_rows(array: jax.Array, stages: Stages) -> jax.Array:
 
 
 def arrange_spec(spec: ArraySpec, stages: Stages) -> ArraySpec:
-    """The ArraySpec of what arrange_rows returns."""
+    """Return the ArraySpec of arrange_rows' result."""
     leading = _leading(stages)
     names = ("rounds", "layers")[-len(leading) :]
     return replace(spec, shape=(*leading, *spec.shape[1:]), axes=(*names, *spec.axes[1:]))
 
 
 def arrange(parameters: Parameters, stages: Stages) -> dict[str, Any]:
-    """The decoder's parameters, its layers stored for stages."""
+    """Return the decoder's parameters with the layers stored for stages."""
     layers = jax.tree.map(lambda array: arrange_rows(array, stages), parameters["layers"])
     return {**parameters, "layers": layers}
 
 
 def arrange_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
-    """ArraySpecs of what arrange returns."""
+    """Return the ArraySpecs of arrange's result."""
     return {**specs, "layers": jax.tree.map(lambda one: arrange_spec(one, stages), specs["layers"])}
 
 
@@ -63,14 +63,16 @@ def _leading(stages: Stages) -> tuple[int, ...]:
 def decoder_pipeline(
     model: Model, stages: Stages, score: Score, keys: Keys | None, term_weight: float
 ) -> Pipeline:
-    """The decoder's parts on one microbatch; each layer drops what it would without a pipeline.
+    """Build the decoder's pipeline: embedding, stages of layers, final norm with LM head.
+
+    Each layer has the same dropout mask as without a pipeline.
 
     Args:
         model: Settings.
-        stages: The division of its layers.
-        score: Of logits.
-        keys: For dropout; without them nothing is dropped.
-        term_weight: Of what the layers of one microbatch add to the loss.
+        stages: Division of the layers.
+        score: Loss function of logits and microbatch.
+        keys: Dropout key of each microbatch; without it there is no dropout.
+        term_weight: Weight of one microbatch's auxiliary losses.
     """
 
     def keys_of(number: jax.Array) -> tuple[Any, Any]:
@@ -83,7 +85,7 @@ def decoder_pipeline(
         drop, full = layer_keys(model, keys_of(number)[1]), full_layers(model)
         begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
         here = begin + jnp.arange(stages.depth)
-        which = jnp.minimum(here, model.layers - 1)  # rows of zeros are no layer's
+        which = jnp.minimum(here, model.layers - 1)  # rows of zeros may be past the end
         count = jnp.array(stages.layers)[chunk]
         x, terms = apply_stack(
             model,
@@ -110,7 +112,7 @@ def decoder_pipeline(
 
 
 def divide_parameters(model: Model, parameters: Parameters) -> Tree:
-    """Parameters as a Pipeline takes them; a tied head is in two places."""
+    """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts."""
     last = ("final_norm", "embedding") if model.tied_head else ("final_norm", "head")
     return {
         "first": {"embedding": parameters["embedding"]},
@@ -120,7 +122,7 @@ def divide_parameters(model: Model, parameters: Parameters) -> Tree:
 
 
 def join_gradients(gradients: Tree) -> Tree:
-    """Gradients of the parameters that divide_parameters was given."""
+    """Return the gradients before divide_parameters; those of a tied head are summed."""
     joined = {**gradients["last"], "layers": gradients["stages"]}
     embedding = gradients["first"]["embedding"]
     if "embedding" in joined:
@@ -129,12 +131,12 @@ def join_gradients(gradients: Tree) -> Tree:
 
 
 def split_batch(batch: Tree, stages: int, devices: int) -> Tree:
-    """One microbatch as several, that stages may work at once; empty ones fill up their number.
+    """Split a microbatch into several, so that stages work at the same time; pad with empty ones.
 
     Args:
-        batch: Arrays (sequences, seq); weights of 0 mask.
-        stages: What the number of microbatches is a multiple of.
-        devices: What the sequences of each are a multiple of.
+        batch: Arrays (sequences, seq); a weight of 0 masks a target, as in empty microbatches.
+        stages: The number of microbatches is a multiple of it.
+        devices: The number of sequences in each is a multiple of it.
     """
     sequences = len(batch["tokens"])
     parts = math.gcd(sequences // devices, stages) if sequences % devices == 0 else 1

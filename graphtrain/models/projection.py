@@ -1,4 +1,4 @@
-"""project: a matrix product with a parameter, and its bias."""
+"""Matrix product with a parameter of a module, and its bias."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ PROJECTION = "projection"
 
 
 def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.Array:
-    """Multiply x by a parameter of the module; add the parameter name_bias where there is one.
+    """Multiply x by the module's parameter `name`; add the parameter `{name}_bias` if it exists.
 
-    The product is marked, so that remat = "dots" can keep it.
+    The product is named by checkpoint_name, so that remat = "dots" can save it.
     """
     with jax.named_scope(name):
         y = product(equation, x, getattr(module, name).get_value())
@@ -24,7 +24,7 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
 def projects(
     module: nnx.Module, names: Sequence[str], equation: str, x: jax.Array
 ) -> list[jax.Array]:
-    """project for several parameters that multiply the same x."""
+    """Apply project for several parameters that multiply the same x."""
     with jax.named_scope("+".join(names)):
         several = products(equation, x, [getattr(module, name).get_value() for name in names])
     return [_finish(module, name, y) for name, y in zip(names, several, strict=True)]

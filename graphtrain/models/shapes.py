@@ -1,4 +1,4 @@
-"""The arrays of a training state by arithmetic: what models.decoder.parameter_specs traces."""
+"""Arrays of a training state, by arithmetic: equal to models.decoder.parameter_specs, untraced."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,7 +10,7 @@ from sharding_rules.arrays import ArraySpec
 
 @cache
 def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
-    """Weights by path, as in "layers/mlp/up"."""
+    """Return the ArraySpecs of all parameters by path, for example "layers/mlp/up"."""
     arrays = {
         "embedding/tokens": _array(model, "vocab", "embed"),
         **{f"final_norm/{name}": spec for name, spec in _norm(model).items()},
@@ -33,7 +33,7 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
 
 
 def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
-    """Weights that are trained and their moments, by the paths that a plan prints."""
+    """Return the ArraySpecs of trained weights and their moments, by path as in a plan."""
     memory = "host" if optimizer.offload else "device"
     arrays = {f"state/parameters/{path}": spec for path, spec in parameters.items()}
     for moment, dtype in (("mu", optimizer.moments), ("nu", "float32")):
@@ -104,7 +104,7 @@ def _array(model: Model, *axes: str | None) -> ArraySpec:
 
 
 def _size(model: Model, axis: str | None) -> int:
-    """As models.weights has it: a pair for None, the rows of tables that have no setting."""
+    """Return the size of an array axis as models.weights does; None is a pair, gate and up."""
     if axis in ("experts", "routes", "shared"):
         assert model.mixture is not None
         return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts

@@ -117,8 +117,8 @@ def test_gradients_are_those_of_one_device(base, settings):
 
 def test_a_pattern_that_names_nothing_is_refused():
     for adapter, words in (
-        (Adapter(rank=4, alpha=8.0, targets=("router",)), r"targets: 'router' names none"),
-        (Adapter(rank=4, alpha=8.0, whole=("haed",)), r"whole: 'haed' names none.*head"),
+        (Adapter(rank=4, alpha=8.0, targets=("router",)), r"targets: 'router' matches no eligible"),
+        (Adapter(rank=4, alpha=8.0, whole=("haed",)), r"whole: 'haed' matches no eligible.*head"),
     ):
         with pytest.raises(ShardingError, match=words):
             loaded(program(model=EXPERTS, adapter=adapter), "init")

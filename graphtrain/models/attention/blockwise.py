@@ -1,11 +1,12 @@
-"""Attention a block of queries at a time, for a CPU.
+"""Causal attention for CPUs, one block of queries at a time.
 
-A block meets the keys up to its own end, so that most of what causality hides is not computed.
-Between the passes no scores are kept: the second computes them again, from the log-sum of each row.
+A block of queries attends to the keys up to its own end, so that most of what the causal mask hides
+is not computed. No scores are saved for the backward pass, which recomputes them from the
+log-sum-exp of each row.
 
 Inside, queries are (batch, kv_heads, query, group, head_dim), keys and values (batch, kv_heads,
-key, head_dim), and the large arrays of every product lie as XLA:CPU's matrix units read them:
-it would convert what it has to transpose to float32.
+key, head_dim). The large operands of every product are laid out as XLA:CPU's matrix units read
+them: XLA:CPU converts operands that it has to transpose to float32.
 
 Source: Dao et al. 2022, "FlashAttention", appendix B, https://arxiv.org/abs/2205.14135
 """
@@ -27,25 +28,25 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-_BLOCK = 128  # queries, at least, where there are as many
-_BLOCKS = 8  # at most: each is written out
+_BLOCK = 128  # minimum queries per block, in sequences that have as many
+_BLOCKS = 8  # maximum number of blocks; each is unrolled in the program
 
 
 class Hiding(NamedTuple):
-    """What hides keys beside causality, if anything."""
+    """Masks in addition to the causal mask."""
 
-    window: jax.Array | None  # the distance at which a query sees a key no more
-    documents: jax.Array | None  # (batch, seq) which document each position is of
+    window: jax.Array | None  # sliding window in positions, a scalar
+    documents: jax.Array | None  # segment ids (batch, seq)
 
 
 class Kept(NamedTuple):
-    """Of the first pass, for the second."""
+    """Values that the forward pass saves for the backward pass."""
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    mixed: jax.Array  # (batch, seq, heads, head_dim)
-    log_sum: jax.Array  # (batch, kv_heads, query, group) of the scores of a row
+    mixed: jax.Array  # attention output (batch, seq, heads, head_dim)
+    log_sum: jax.Array  # log-sum-exp of each row of scores (batch, kv_heads, query, group)
     hiding: Hiding
 
 
@@ -56,7 +57,10 @@ def blocked_attention(
     scoring: Scoring,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """What `mixing.attention` computes of sequences from their first position."""
+    """Compute `mixing.attention` of sequences that start at position 0.
+
+    `window` is the sliding window in positions; without it, a query sees all earlier keys.
+    """
 
     @jax.custom_vjp
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, hiding: Hiding) -> jax.Array:
@@ -80,12 +84,12 @@ def blocked_attention(
 def _mix(
     query: jax.Array, key: jax.Array, value: jax.Array, scoring: Scoring, hiding: Hiding
 ) -> tuple[jax.Array, jax.Array]:
-    """Values by their shares, float32, and the log-sums."""
+    """Return the float32 attention output and the log-sum-exp of each row of scores."""
     mixed, log_sums = [], []
     for rows, keys in _blocks(query.shape[2]):
         _, scores = _scores(query, key, rows, keys, scoring, hiding)
         highest = scores.max(-1)
-        # The sum is that of the shares as they are multiplied, rounded.
+        # Sum the probabilities as rounded for the product.
         shares = computed_once(cast(jnp.exp(scores - highest[..., None]), value.dtype))
         total = shares.astype(jnp.float32).sum(-1)
         of_values = dot("bhqgk,bhkd->bhqgd", shares, value[:, :, keys], jnp.float32)
@@ -95,7 +99,7 @@ def _mix(
 
 
 def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.Array, ...]:
-    """Of queries, keys and values, as the model has them."""
+    """Return the gradients of queries, keys and values, in the model's shapes."""
     query, key, value, mixed, log_sum, hiding = kept
     dtype, length = query.dtype, query.shape[2]
     products = gradient.astype(jnp.float32) * mixed.astype(jnp.float32)
@@ -119,7 +123,7 @@ def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.A
     of_key, of_value = (
         jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (of_key, of_value)
     )
-    # What comes before reads each element twice, to turn it back by its position.
+    # The backward pass of the rotary embedding comes next, and reads each element twice.
     return computed_once((_unfold(jnp.concatenate(of_query, 2)), of_key, of_value))
 
 
@@ -131,7 +135,7 @@ def _scores(
     scoring: Scoring,
     hiding: Hiding,
 ) -> tuple[jax.Array, jax.Array]:
-    """Products and scores of a block of queries with the keys up to its end, float32."""
+    """Return float32 products and scores of a block of queries with the keys up to its end."""
     products = dot("bhqgd,bhkd->bhqgk", query[:, :, rows], key[:, :, keys], jnp.float32)
     queries = jnp.arange(rows.start, rows.stop)
     distance = queries[:, None, None] - jnp.arange(keys.stop)
@@ -143,7 +147,7 @@ def _scores(
 
 
 def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
-    """Queries of each block, and the keys that they may see."""
+    """Yield the queries of each block, and the keys that they may see, as slices of positions."""
     count = min(max(length // _BLOCK, 1), _BLOCKS)
     ends = [length * (index + 1) // count for index in range(count)]
     for begin, end in zip([0, *ends], ends, strict=False):
@@ -151,17 +155,17 @@ def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _fold(x: jax.Array, kv_heads: int) -> jax.Array:
-    """(batch, seq, heads, head_dim) to (batch, kv_heads, query, group, head_dim)."""
+    """Reshape (batch, seq, heads, head_dim) to (batch, kv_heads, query, group, head_dim)."""
     batch, length, heads, head_dim = x.shape
     return x.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
 
 
 def _unfold(x: jax.Array) -> jax.Array:
-    """What _fold was given."""
+    """Undo _fold."""
     batch, kv_heads, length, group, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch, length, kv_heads * group, head_dim)
 
 
 def _fold_keys(x: jax.Array) -> jax.Array:
-    """(batch, seq, kv_heads, head_dim) to (batch, kv_heads, key, head_dim)."""
+    """Transpose (batch, seq, kv_heads, head_dim) to (batch, kv_heads, key, head_dim)."""
     return x.swapaxes(1, 2)

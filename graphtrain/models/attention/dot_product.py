@@ -1,4 +1,4 @@
-"""What attention computes of queries, keys and values."""
+"""Dot-product attention with all scores in memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def attention(
     window: jax.Array | None = None,
     begin: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention in which groups of query heads share one key and value head.
+    """Compute causal attention in which groups of query heads share one key and value head.
 
     Scores and softmax are float32 whatever the dtype of the inputs.
 
     Args:
-        query: Of every position.
-        key: Of every position.
-        value: Of every position.
-        scoring: What becomes of products; by default they are over the root of head_dim.
-        window: The distance at which a query sees a key no more; without it, it sees all.
-        begin: The position of the first query; without it, that of the first key.
+        query: Queries.
+        key: Keys.
+        value: Values.
+        scoring: Transformation of query-key products into scores; by default, division by the
+            square root of head_dim.
+        window: Sliding window in positions; without it, a query sees all earlier keys.
+        begin: Position of the first query; by default that of the first key.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
@@ -49,7 +50,7 @@ def scores_of(
     window: jax.Array | None,
     begin: jax.Array | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
-    """Scores of every query and key, float32; minus infinity for those that do not meet."""
+    """Return float32 scores of every query and key; those of masked pairs are minus infinity."""
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
@@ -66,7 +67,7 @@ def mix(
     scores: Float[Array, "batch kv_heads query group key"],
     value: Float[Array, "batch seq kv_heads head_dim"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Values by the shares that scores give them."""
+    """Return the values' mean, weighted by the softmax of the scores."""
     mixed = dot("bhqgk,bkhd->bqhgd", jax.nn.softmax(scores, axis=-1), value)
     batch, length, kv_heads, group, head_dim = mixed.shape
     return mixed.reshape(batch, length, kv_heads * group, head_dim)

@@ -1,8 +1,9 @@
-"""Causal attention by a kernel of the target, on each device by itself.
+"""Causal attention by a flash attention kernel of the target, called on each device.
 
-Scores exist for one block of queries and keys at a time, on the chip. Kept for the backward pass
-are what came out and the log-sum of each row of scores, wherever products with weights are kept; it
-computes the scores again. `models.kernels` says what there is a kernel for.
+Scores exist for one block of queries and keys at a time, in on-chip memory. The output and the
+log-sum-exp of each row of scores are saved for the backward pass, by every remat policy that saves
+products with weights; the backward pass recomputes the scores. `models.kernels` decides whether
+there is a kernel for a model and a target.
 
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691
 """
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-_LARGEST_BLOCK = 512  # positions, on a TPU; MaxText's default, not tuned here
-# Of the backward pass on a card, queries and keys alike; not tuned here.
+_LARGEST_BLOCK = 512  # positions, on TPUs; MaxText's default, not tuned here
+# Positions of queries and of keys in the backward pass on GPUs; not tuned here.
 _BACKWARD_BLOCK = 64
 
-# Of one device's queries, keys, values and numbers of documents, if any.
+# (queries, keys, values and, if documents are isolated, segment ids) -> output; on one device.
 Kernel = Callable[..., jax.Array]
 
 
@@ -45,9 +46,17 @@ def flash_attention(
     platform: str,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """What `attention` computes, by the kernel of a platform.
+    """Compute `mixing.attention` by the kernel of a platform.
 
-    No compiler divides a kernel, so each device calls it for the sequences and heads it has.
+    Compilers do not partition a kernel, so each device calls it for its own sequences and heads.
+
+    Args:
+        query: Queries.
+        key: Keys; repeated for each query head where they are sharded differently from queries.
+        value: Values; repeated as keys are.
+        scoring: Transformation of query-key products into scores.
+        platform: "tpu" or "cuda".
+        window: Sliding window in positions; without it, a query sees all earlier keys.
     """
     found = placement()
     assert found is not None, "a kernel needs a mesh"
@@ -75,7 +84,10 @@ def flash_attention(
 
 
 def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
-    """JAX's splash attention, which skips the blocks that a mask hides whole."""
+    """Return JAX's splash attention for TPUs, which skips blocks that the mask hides completely.
+
+    `interpret` runs the kernel without a TPU, for tests.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -115,9 +127,11 @@ def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
 
 
 def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
-    """JAX's attention in Triton, which takes a card's compute capability and no card.
+    """Return JAX's Triton attention for NVIDIA GPUs, which compiles without a GPU.
 
-    It has as many keys as queries: key heads are repeated for it, and not kept so.
+    The kernel requires as many key and value heads as query heads: they are repeated for the
+    call, but saved for the backward pass without repetition. `interpret` runs the kernel without
+    a GPU, for tests.
     """
     assert window is None and scoring.cap is None
     library = _triton()
@@ -164,20 +178,20 @@ def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
 def _repeated(
     query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """With a key and a value head for each of queries."""
+    """Repeat key and value heads, so that there is one for each query head."""
     repeat = partial(jnp.repeat, repeats=query.shape[2] // key.shape[2], axis=2)
     return query, repeat(key), repeat(value)
 
 
 def _summed(gradient: jax.Array, of: jax.Array) -> jax.Array:
-    """The gradient of a head that was repeated."""
+    """Sum the gradient over the repetitions of each head of `of`."""
     parts = gradient.reshape(*of.shape[:3], -1, of.shape[3])
     return parts.sum(3, dtype=jnp.float32).astype(of.dtype)
 
 
 @cache
 def _triton() -> Any:
-    """The module; jax 0.11 says that tokamax will have it one day."""
+    """Import JAX's Triton attention, without its warning (jax 0.11: it will move to tokamax)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention

@@ -1,7 +1,7 @@
-"""Which attention a target has a kernel for; imports no JAX, so that estimates know too.
+"""Availability of a flash attention kernel, by target and model; imports no JAX.
 
-A kernel computes attention a block at a time and never has all scores in memory. What is here only
-says whether there is one; `models.flash` calls it.
+A kernel computes attention one block at a time and never has all scores in memory. This module only
+decides whether there is one, also for estimates; `models.flash` calls it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_POSITIONS = ("attending", "attended")  # axes of them inside attention
-BLOCK = 128  # positions; a kernel's blocks are multiples of it
-_WIDEST = {"tpu": 256, "cuda": 128}  # heads whose blocks fit the memory beside the units
-_NARROWEST = {"tpu": 64, "cuda": 16}  # heads are multiples of it
+_POSITIONS = ("attending", "attended")  # array axes of positions inside attention
+BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
+_WIDEST = {"tpu": 256, "cuda": 128}  # largest head_dim whose blocks fit in on-chip memory
+_NARROWEST = {"tpu": 64, "cuda": 16}  # head_dim is a multiple of it
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model wants of attention; the same for all its layers."""
+    """Attention that a model needs, the same for all its layers."""
 
     dtype: str
     length: int
     head_dim: int
-    window: bool = False  # a key is out of sight from a distance on
-    window_varies: bool = False  # in some layers and not in others
-    cap: bool = False  # scores are bent to stay below a limit
-    slopes: bool = False  # scores fall with distance, as ALiBi's
-    split_positions: bool = False  # a device has a part of the positions: a ring
-    each_copy: bool = False  # copies of the model are differentiated one by one
+    window: bool = False  # sliding window
+    window_varies: bool = False  # only some layers have the window
+    cap: bool = False  # soft cap of scores
+    slopes: bool = False  # ALiBi
+    split_positions: bool = False  # positions are sharded: ring attention
+    each_copy: bool = False  # gradients are computed for each data-parallel replica separately
 
     @classmethod
     def of(
         cls, model: Model, length: int, *, split_positions: bool = False, each_copy: bool = False
     ) -> Asked:
-        """By a decoder, of sequences of a length."""
+        """Return the attention of a decoder for sequences of `length` tokens."""
         assert model.head_dim
         return cls(
             dtype=model.dtype,
@@ -54,7 +54,7 @@ class Asked:
 
 
 def in_step(program: Program, rules: Rules, mesh: MeshShape) -> bool:
-    """Whether a program's training step has the kernel.
+    """Return whether a program's training step uses the flash kernel.
 
     Raises:
         LoweringError: as takes_kernel.
@@ -67,10 +67,10 @@ def in_step(program: Program, rules: Rules, mesh: MeshShape) -> bool:
 
 
 def takes_kernel(how: HowAttended, asked: Asked, target: Target) -> bool:
-    """Whether attention is computed by the target's kernel.
+    """Return whether attention is computed by the target's flash kernel.
 
     Raises:
-        LoweringError: it has to be, and there is none; with the reason.
+        LoweringError: the setting requires the kernel and there is none; the message says why.
     """
     if how == "scores":
         return False
@@ -83,22 +83,25 @@ def takes_kernel(how: HowAttended, asked: Asked, target: Target) -> bool:
 
 
 def obstacle(asked: Asked, target: Target) -> str:
-    """Why the target's kernel does not compute this; empty if it does."""
+    """Return why the target's kernel cannot compute this attention; empty if it can."""
     platform = target.platform
     if platform not in _WIDEST:
-        return f"{target} has no kernel for it, only TPUs and NVIDIA's cards have"
+        return f"{target} has no flash attention kernel; only TPUs and NVIDIA GPUs have one"
     if asked.split_positions:
-        return "the rules split positions inside attention, and a ring has blocks of its own"
+        return "the rules shard positions inside attention, and ring attention uses no kernel"
     if asked.each_copy:
-        return 'kernels cannot be told from copy to copy, as batch.reduce = "last" has to'
+        return 'kernels do not support batch.reduce = "last", which computes gradients per replica'
     if asked.dtype != "bfloat16":
-        return f"kernels round products to bfloat16, and program.model.dtype is {asked.dtype}"
+        return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"
     if asked.slopes:
-        return "kernels have no slopes of ALiBi"
+        return "kernels do not support ALiBi"
     if asked.window_varies:
-        return "kernels have one window for all layers, and full_every makes two kinds of them"
+        return "kernels support one window for all layers, and full_every makes some layers global"
     if platform == "cuda" and (asked.window or asked.cap):
-        return f"the kernel of {target} has no {'window' if asked.window else 'cap of scores'}"
+        return (
+            f"the kernel of {target} does not support "
+            f"{'a sliding window' if asked.window else 'a soft cap of scores'}"
+        )
     return _shape_obstacle(asked, target)
 
 
@@ -106,9 +109,11 @@ def _shape_obstacle(asked: Asked, target: Target) -> str:
     multiple, widest = _NARROWEST[target.platform], _WIDEST[target.platform]
     if asked.head_dim % multiple or asked.head_dim > widest:
         return (
-            f"the kernel of {target} takes heads of a multiple of {multiple} up to {widest}, and "
-            f"head_dim is {asked.head_dim}"
+            f"the kernel of {target} requires head_dim to be a multiple of {multiple} up to "
+            f"{widest}, and it is {asked.head_dim}"
         )
     if asked.length % BLOCK:
-        return f"kernels take sequences of a multiple of {BLOCK} positions, not {asked.length}"
+        return (
+            f"kernels require a sequence length that is a multiple of {BLOCK}, not {asked.length}"
+        )
     return ""

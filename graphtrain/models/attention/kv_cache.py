@@ -1,7 +1,7 @@
-"""Tokens that continue a sequence: keys and values of those before are kept, not computed again.
+"""KV cache of the layer being traced: tokens continue a sequence whose keys and values are cached.
 
-A step says once where its tokens begin; positions and attention ask here, so that nothing between
-them carries it.
+A step sets the cache offset once. Position encodings and attention read it from this context, so
+that no code in between passes it on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from lowering.tracing.context import scoped
 
 @dataclass
 class Kept:
-    """Keys and values of one layer: (batch, longest, kv_heads, head_dim)."""
+    """KV cache of one layer: keys and values, each (batch, longest, kv_heads, head_dim)."""
 
     key: jax.Array
     value: jax.Array
 
     def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Put those of the tokens at hand in their places; returns all."""
+        """Write the new tokens' keys and values at the cache offset; return all of the cache.
+
+        `key` and `value` are (batch, seq, kv_heads, head_dim).
+        """
         begin = _begin.get()
         assert begin is not None
         for name, added in (("key", key), ("value", value)):
@@ -37,12 +40,12 @@ class Kept:
 
 @dataclass
 class Wanted:
-    """In place of Kept, to find out what there is to keep."""
+    """Recorder with the interface of Kept, to find the shapes that a KV cache needs."""
 
-    heads: list[tuple[int, int]] = field(default_factory=list)  # of keys, and their width
+    heads: list[tuple[int, int]] = field(default_factory=list)  # (kv_heads, head_dim) of each call
 
     def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Note what is added; returns it."""
+        """Record the shape of key; return key and value unchanged."""
         self.heads.append((key.shape[2], key.shape[3]))
         return key, value
 
@@ -52,31 +55,31 @@ _kept: ContextVar[Kept | Wanted | None] = ContextVar("kept", default=None)
 
 
 def begins() -> jax.Array | None:
-    """The position of the first token; None where sequences are whole."""
+    """Return the cache offset, the position of the first token; None without a KV cache."""
     return _begin.get()
 
 
 def places(length: int) -> jax.Array | None:
-    """The positions of so many tokens, int32 (length,); None where sequences are whole."""
+    """Return the positions of `length` new tokens, int32 (length,); None without a KV cache."""
     begin = _begin.get()
     return None if begin is None else begin + jnp.arange(length)
 
 
 def kept() -> Kept | Wanted | None:
-    """What is kept of the layer at hand; None where sequences are whole."""
+    """Return the KV cache of the layer being traced; None without a KV cache."""
     return _kept.get()
 
 
 def beginning(begin: jax.Array) -> AbstractContextManager[Any]:
-    """The tokens of what is traced inside begin at a position."""
+    """Set the cache offset, the position of the first token, for the code traced inside."""
     return scoped(_begin, begin)
 
 
 def keeping(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
-    """The attention traced inside sees what is kept, the Kept that this gives, and adds to it."""
+    """Let attention traced inside use and update a layer's KV cache, the Kept that this yields."""
     return scoped(_kept, Kept(key, value))
 
 
 def wanting() -> AbstractContextManager[Any]:
-    """The attention traced inside tells what it would add, to the Wanted that this gives."""
+    """Record the KV cache shapes of attention traced inside, in the Wanted that this yields."""
     return scoped(_kept, Wanted())

@@ -1,4 +1,4 @@
-"""Causal self-attention."""
+"""Causal self-attention: projections, and the choice of an attention implementation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nnx.Module):
-    """Projections to query, key and value, attention, and the projection back."""
+    """Query, key and value projections, attention, and output projection."""
 
     def __init__(self, model: Model, keys: init.Keys):
         self.model = model
@@ -57,9 +57,12 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], full: jax.Array | None = None
     ) -> Float[Array, "batch seq embed"]:
-        """Args:
-        x: Normed.
-        full: Whether there is no window in this layer of a model with one.
+        """Return the output projection of attention over x.
+
+        Args:
+            x: Normed residual stream.
+            full: Whether this layer has global attention although the model has a sliding window;
+                without it, the model's window applies.
         """
         query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
         if self.model.query_key_norm:
@@ -77,7 +80,7 @@ class Attention(nnx.Module):
         return project(self, "output", "bshd,hde->bse", mixed)
 
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
-        """The distance at which a query sees a key no more; an array where layers differ."""
+        """Return the sliding window in positions, or None; an array where layers differ."""
         if self.model.window is None or full is None:
             return self.model.window
         return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.window))
@@ -93,23 +96,26 @@ def attend(
     unroll: int = 1,
     how: HowAttended = "auto",
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention, by the way that the rules and the target have; split as projections are.
+    """Compute causal attention by the implementation that the rules and the target determine.
+
+    Inputs and output are sharded as the projections are.
 
     Args:
-        query: Of every position, rotated.
-        key: Of every position, rotated.
-        value: Of every position.
-        scoring: What becomes of products.
-        window: The distance at which a query sees a key no more; without it, it sees all.
-        remat: With "attention" the backward pass computes scores again.
-        unroll: How many layers are written out in a turn.
-        how: Whether by a kernel of the target.
+        query: Queries, with rotary embedding applied.
+        key: Keys, with rotary embedding applied.
+        value: Values.
+        scoring: Transformation of query-key products into scores.
+        window: Sliding window in positions; without it, a query sees all earlier keys.
+        remat: With "attention" the backward pass recomputes the scores.
+        unroll: Number of layers unrolled in each iteration of the scan over layers.
+        how: Attention implementation: "flash" requires the target's kernel, "auto" uses it where
+            there is one, "scores" never does.
 
     Raises:
-        LoweringError: it has to be by a kernel, and there is none; with the reason.
+        LoweringError: the kernel is required and there is none; the message has the reason.
     """
     arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
-    # A sequence that goes on has other masks than kernels have.
+    # Kernels have no mask for decoding with a KV cache.
     target = traced_target() if begins() is None and not is_fused(scoring) else None
     if target and takes_kernel(how, _asked(arrays[0], scoring, window), target):
         near = None if window is None else int(window)
@@ -141,21 +147,21 @@ def _mix(
     remat: str,
     unroll: int,
 ) -> jax.Array:
-    """As a ring where the rules split keys by position, else each device by itself."""
+    """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := split_of("attended"):
         return ring_attention(query, key, value, scoring, ring, window)
-    if is_fused(scoring) and begins() is None:  # a sequence that goes on has other masks
+    if is_fused(scoring) and begins() is None:  # no mask for decoding
         return fused_attention(query, key, value, scoring, window)
     if on_cpu() and begins() is None:
         return blocked_attention(query, key, value, scoring, window)
     own = partial(attention, scoring=scoring, begin=begins())
-    if remat == "attention":  # the scores, the largest array of all, are not kept
+    if remat == "attention":  # recompute the scores, the largest array
         own = jax.checkpoint(own, prevent_cse=unroll > 1)
     return own(query, key, value, window=window)
 
 
-# Array axes of positions inside attention, of heads, and of heads that the split of heads leaves
-# together: an exchange of positions for heads splits these, and moves nothing along the first.
+# Array axes inside attention: positions, heads, and the heads within one shard of the heads axis.
+# Ulysses (all-to-all of positions for heads) shards the last and moves nothing along the second.
 QUERY = ("attending", "heads", "attention_heads")
 KEY = ("attended", "kv_heads", "attention_kv_heads")
 
@@ -163,9 +169,9 @@ KEY = ("attended", "kv_heads", "attention_kv_heads")
 def _inside(
     x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
 ) -> Float[Array, "batch seq repeated head_dim"]:
-    """From the split of projections to that of attention; what has to travel does so here.
+    """Reshard x from the projections' sharding to attention's; any communication is here.
 
-    Key and value heads repeat as often as it takes for each device to have one.
+    Key and value heads are repeated until there is one for each device.
     """
     positions, heads, further = axes
     x = _grouped(constrain(x, "batch", "seq", heads, "head_dim"), heads)
@@ -180,12 +186,12 @@ def _inside(
 def _outside(
     x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """From the split of attention to that of projections."""
+    """Reshard x from attention's sharding to that of the projections."""
     positions, heads, further = axes
     split = constrain(_grouped(x, heads), "batch", positions, heads, further, "head_dim")
     return constrain(split, "batch", "seq", heads, None, "head_dim").reshape(x.shape)
 
 
 def _grouped(x: jax.Array, heads: str) -> jax.Array:
-    """With two dimensions of heads: pieces of their split, and those in a piece."""
+    """Split the heads dimension in two: shards of the heads axis, and heads within a shard."""
     return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])

@@ -1,9 +1,9 @@
-"""Attention as a region, for targets that have one operator for it.
+"""Attention as a marked region, for targets that have a fused operator for it.
 
-Its two passes are one region each. Between them nothing is kept whose size is that of the scores:
-the backward pass is given what went in, what came out, and the greatest score and the sum of each
-softmax. Without an operator both passes are the ordinary arithmetic, and the second computes the
-scores again.
+The forward and the backward pass are one region each. Nothing of the scores' size is saved between
+them: the backward pass reads the inputs, the output, and the maximum and sum of each softmax. Where
+no operator replaces them, both passes are ordinary arithmetic and the backward pass recomputes the
+scores.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORWARD, BACKWARD = "attention", "attention_gradient"
-_REPEATED = 8  # times that operators keep each statistic of a softmax
+_REPEATED = 8  # copies of each softmax statistic in the operators' format
 
 
 def is_fused(scoring: Scoring) -> bool:
-    """Whether attention is to be a region: no operator bends scores or adds slopes to them."""
+    """Return whether attention is a region: operators support neither soft cap nor ALiBi."""
     return is_marked(FORWARD) and scoring.cap is None and scoring.slopes is None
 
 
@@ -38,7 +38,10 @@ def fused_attention(
     scoring: Scoring,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """What `attention` computes, as a region forward and another backward."""
+    """Compute `mixing.attention` as one region forward and another backward.
+
+    `window` is the sliding window in positions; without it, a query sees all earlier keys.
+    """
     given = {"window": window, "documents": numbers()}
     hiding = {name: one for name, one in given.items() if one is not None}
     settings = {"scale": scoring.scale, "hiding": list(hiding)}
@@ -80,9 +83,9 @@ def fused_attention(
 def _statistics(
     scores: Float[Array, "batch kv_heads query group key"],
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each softmax: the greatest score, and the sum of what its shares are made of.
+    """Return each softmax's maximum score and sum of exponentials.
 
-    Both are (batch, heads, query, 8) in float32, as operators for attention keep them.
+    Both are float32 (batch, heads, query, 8), the format of fused attention operators.
     """
     highest = scores.max(-1, keepdims=True)
     total = jnp.exp(scores - highest).sum(-1)

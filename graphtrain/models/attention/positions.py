@@ -1,4 +1,4 @@
-"""How attention knows positions: rotary angles and ALiBi slopes."""
+"""Position encodings in attention: rotary embedding (RoPE) and ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def rotate(
     positions: Int[Array, "#batch seq"] | Int[Array, " seq"],
     frequencies: Float[Array, " half"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turn each pair (i, i + head_dim / 2) by an angle proportional to its position.
+    """Apply rotary position embedding: rotate each pair (i, i + head_dim / 2) by its angle.
 
-    The angles are float32 and computed, so the program holds no table.
+    An angle is position times frequency. Angles are computed in float32 by the program, which
+    stores no table.
 
     Source: Su et al. 2021, "RoFormer", equation 34, https://arxiv.org/abs/2104.09864; the pairs are
     Hugging Face Llama's: halves, not neighbours.
@@ -36,11 +37,14 @@ def rotate(
 
 
 def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " half"]:
-    """Radians by which each pair turns from one position to the next.
+    """Return the rotary frequencies in radians per position, after scaling.
 
     Args:
-        model: Whose layers may have two bases, one for those with a window.
-        full: Whether the layer has no window, of a model in which others have.
+        model: Settings; layers with a sliding window may have a base of their own.
+        full: Whether the layer has global attention, in a model whose other layers have a window.
+
+    Source: Su et al. 2021, "RoFormer", section 3.2.2, https://arxiv.org/abs/2104.09864; scaling as
+    in config.schema.RopeScaling.
     """
     assert model.head_dim
     half = model.head_dim // 2
@@ -62,7 +66,8 @@ def _stretched(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     if scaling.kind == "linear":
         return slow
     assert scaling.low_frequency and scaling.high_frequency and scaling.original_length
-    # Turns in the original length: few are slowed down, many stay, and those between are mixed.
+    # By rotations within the original length: few are divided by the factor, many are unchanged,
+    # and those between are interpolated.
     count = scaling.original_length * turns / (2 * math.pi)
     low, high = scaling.low_frequency, scaling.high_frequency
     share = jnp.clip((count - low) / (high - low), 0, 1)
@@ -70,7 +75,7 @@ def _stretched(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """By how much each head lowers a score per position of distance.
+    """Return each head's slope: how much its scores decrease per position of distance.
 
     A geometric sequence for a power of two; else that of the power of two below, then every other
     slope of the one above.

@@ -1,21 +1,24 @@
-"""Causal attention over sequences that are split by position: keys and values travel around a ring.
+"""Ring attention: causal attention over sequences sharded by position (context parallelism).
 
-Every device keeps its queries. In n steps, for n devices, the keys and values of all pass by; those
-of the next step travel while a step computes. Scores exist for one tile of queries and one chunk of
-keys at a time, and the parts of a softmax are merged by their log-sums (`models.tiles`). The
-backward pass goes around once more and computes the scores again; the gradients of keys and values
-travel with them. What is kept between the passes is linear in the length.
+Every device keeps its queries while keys and values travel around the ring: n steps for n devices,
+and the keys and values of the next step are sent while a step computes. Scores exist for one tile
+of queries and one chunk of keys at a time, and partial results of the softmax are merged by their
+log-sum-exp (`models.tiles`). The backward pass goes around the ring once more and recomputes the
+scores; the gradients of keys and values travel with them. What is saved for the backward pass is
+linear in the sequence length.
 
-The order of positions is that of `models.order`: of 2n chunks, device i holds FIRST = chunk i and
-LAST = chunk 2n - 1 - i. Of the four pairs of its chunks of queries with device j's chunks of keys,
-two are masked whole and two not at all: last queries see first keys, and beside them
+Positions are in the zig-zag order of `models.order`: of 2n chunks, device i holds FIRST = chunk i
+and LAST = chunk 2n - 1 - i. Of the four pairs of device i's query chunks with device j's key
+chunks, the causal mask hides two completely and two not at all: the pair (LAST, FIRST) is always
+visible, and in addition
 
-- j < i: first queries see first keys, for i > j;
-- j > i: last queries see last keys, for 2n - 1 - i > 2n - 1 - j.
+- j < i: (FIRST, FIRST), because i > j;
+- j > i: (LAST, LAST), because 2n - 1 - i > 2n - 1 - j.
 
-So a step is the pairs (LAST, FIRST) and (w, w), where w is FIRST or LAST: on every device the same
-program, half the products of the whole mask, and no branch, for w only says where slices begin. The
-step on a device's own keys has a third pair, because (FIRST, FIRST) and (LAST, LAST) are diagonal.
+So each step computes the pairs (LAST, FIRST) and (w, w), where w is FIRST or LAST: every device
+runs the same program, with half the products of unmasked attention and no branch, because w only
+selects where slices begin. The step on a device's own keys has a third pair, because there
+(FIRST, FIRST) and (LAST, LAST) are both on the diagonal.
 
 Source: Liu et al. 2023, "Ring attention", https://arxiv.org/abs/2310.01889
 """
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-FIRST, LAST = 0, 1  # chunks of a device, from the two ends of a sequence
+FIRST, LAST = 0, 1  # indices of a device's two chunks, from either end of a sequence
 Chunk = int | jax.Array
 
 
@@ -65,12 +68,21 @@ def ring_attention(
     mesh_axes: tuple[str, ...],
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """What `attention` computes, of positions in the order of a ring along these mesh axes."""
-    found = placement()  # the gradient may be traced after the block that placed the arrays
+    """Compute `mixing.attention` of positions in ring order along these mesh axes.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        scoring: Transformation of query-key products into scores.
+        mesh_axes: Mesh axes that shard the positions of keys, in ring order.
+        window: Sliding window in positions; without it, a query sees all earlier keys.
+    """
+    found = placement()  # read now: the gradient may be traced outside of `placed`
     assert found is not None, "a ring needs a mesh"
     over = partial(_over, found, mesh_axes, scoring)
     by_position, by_chunk = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
-    # An input where there is one: it may be another in each layer.
+    # The window is an array input, because it may differ between layers.
     windows = () if window is None else (window,)
     whole = (PartitionSpec(),) * len(windows)
 
@@ -85,7 +97,8 @@ def ring_attention(
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         ins = (*(by_position,) * 3, *whole)
         mixed, log_sum = over(_forward, ins, (by_position, by_chunk))(query, key, value, *windows)
-        # Kept wherever products with weights are: to compute it again would send all again.
+        # Saved by every remat policy that saves products with weights: to recompute it would
+        # repeat all communication.
         mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
         return mixed, (query, key, value, mixed, log_sum, windows)
 
@@ -107,7 +120,10 @@ def _over(
     ins: tuple,
     outs: tuple,
 ) -> Callable:
-    """What a device does with its own positions, as a function of all; the rest is the rules'."""
+    """Wrap `local`, which runs on one device's positions, into a function of global arrays.
+
+    Only `mesh_axes` are manual inside; the rules shard along all other mesh axes.
+    """
     ring = _Ring(mesh_axes, found.shape.size(mesh_axes))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -118,30 +134,36 @@ def _over(
     whole = jax.shard_map(
         run, mesh=found.current_mesh, in_specs=ins, out_specs=outs, axis_names=names
     )
-    # One operation for JAX, which would otherwise divide it in two: what does not depend on the
-    # layer's input, as masks as large as all scores, would be computed before the layers and kept.
+    # sequential_vmap makes it one operation for JAX, which would otherwise hoist what does not
+    # depend on the layer's input, such as masks as large as all scores, out of the loop over
+    # layers and keep it in memory.
     return sequential_vmap(whole)
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The devices along mesh axes, inside a shard_map over them."""
+    """Devices along mesh axes, inside a shard_map over them."""
 
     mesh_axes: tuple[str, ...]
     size: int
 
     @property
     def index(self) -> jax.Array:
-        """Which device this is."""
+        """Index of this device in the ring."""
         return lax.axis_index(self.mesh_axes)
 
     def send(self, tree: Any) -> Any:
-        """To the next device; returns what comes from the one before."""
+        """Send arrays to the next device; return those of the previous device."""
         pairs = [(device, (device + 1) % self.size) for device in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.mesh_axes, pairs), tree)
 
     def pairs(self, step: int | jax.Array, length: int) -> list[tuple[Chunk, Chunk, Pair]]:
-        """Chunks of queries and of keys here after so many steps that see each other, of length."""
+        """Return the pairs (query chunk, key chunk, their first positions) to compute in a step.
+
+        Args:
+            step: Number of times that the keys have been sent on; 0: the device's own keys.
+            length: Positions in a chunk.
+        """
         source = (self.index - step) % self.size
         if isinstance(step, int) and step == 0:
             chunks: list[tuple[Chunk, Chunk]] = [(FIRST, FIRST), (LAST, LAST), (LAST, FIRST)]
@@ -166,7 +188,11 @@ def _forward(
     value: jax.Array,
     window: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values, and the log-sums of scores: (chunk, tile, batch, kv_heads, query, group)."""
+    """Return the attention output and the log-sum-exp of the scores.
+
+    The output is (batch, seq, heads, head_dim), the log-sum-exp (chunk, tile, batch, kv_heads,
+    query, group).
+    """
     queries = divide_queries(query, key.shape[2])
     keys = divide_keys(key), divide_keys(value)
     length = query.shape[1] // 2
@@ -198,7 +224,7 @@ def _backward(
     gradient: jax.Array,
     window: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     kv_heads, length = key.shape[2], query.shape[1] // 2
     queries, incoming = divide_queries(query, kv_heads), divide_queries(gradient, kv_heads)
     products = incoming.astype(jnp.float32) * divide_queries(mixed, kv_heads)
@@ -214,7 +240,7 @@ def _backward(
 
     def send_and_step(carry: tuple[Any, ...], number: jax.Array) -> tuple[Any, None]:
         of_queries, of_keys, keys = carry
-        # Neither waits for this step's products, so both travel while those are computed.
+        # Neither transfer depends on this step's products, so both overlap with them.
         further, arrived = ring.send(keys), ring.send(of_keys)
         return (*step(of_queries, arrived, keys, number), further), None
 
@@ -222,7 +248,7 @@ def _backward(
     start = (*step(zeros[0], zeros[1], keys, 0), ring.send(keys))
     (of_queries, of_keys, keys), _ = lax.scan(send_and_step, start, jnp.arange(1, ring.size - 1))
     of_queries, of_keys = step(of_queries, ring.send(of_keys), keys, ring.size - 1)
-    for_key, for_value = (join_keys(each) for each in ring.send(of_keys))  # home
+    for_key, for_value = (join_keys(each) for each in ring.send(of_keys))  # to their owner
     return (
         join_queries(of_queries).astype(query.dtype),
         for_key.astype(key.dtype),
@@ -230,7 +256,7 @@ def _backward(
     )
 
 
-# Slices along the first axis: XLA's partitioner dies of scatters inside a shard_map (jax 0.11).
+# Slices along the first axis: XLA's partitioner crashes on scatters inside a shard_map (jax 0.11).
 
 
 def _pick(tree: Any, chunk: Chunk) -> Any:

@@ -1,9 +1,9 @@
-"""The order in which a step works on the positions of a sequence.
+"""Order in which a step computes the positions of a sequence (zig-zag context parallelism).
 
-Where attention runs as a ring, each device holds two chunks of every sequence, one from either end:
-of 2n chunks, device i of n holds i and 2n - 1 - i. A causal mask then leaves each the same work.
-Tokens, targets and weights are put into that order once, at the beginning of a step; the sum of
-losses does not depend on it, and whatever does depend on positions asks for them here.
+With ring attention, each device holds two chunks of every sequence, one from either end: of 2n
+chunks, device i of n holds chunks i and 2n - 1 - i, so that the causal mask leaves every device the
+same work. Tokens, targets and loss weights are reordered once, at the beginning of a step. The sum
+of losses does not depend on the order; code that depends on positions calls `positions`.
 
 Source: Brandon et al. 2023, "Striped attention", https://arxiv.org/abs/2311.09431, for the problem;
 Grattafiori et al. 2024, "Llama 3", section 3.3.2, https://arxiv.org/abs/2407.21783, for this order
@@ -22,9 +22,10 @@ from sharding_rules.errors import ShardingError
 
 
 def positions(length: int) -> jax.Array:
-    """The position of every place of a sequence, int32 (length,).
+    """Return the position of each element of a sequence, int32 (length,).
 
-    In its document, (batch, length), where these are kept apart.
+    Where documents are isolated, return positions in the document, (batch, length). With a KV
+    cache, positions start at the cache offset.
     """
     if (of_documents := places()) is not None:
         return of_documents
@@ -33,32 +34,37 @@ def positions(length: int) -> jax.Array:
     devices = size_of("attended")
     if devices == 1:
         return jnp.arange(length)
-    # ordered(arange), by arithmetic: each device finds its own, where a flip would have them sent.
+    # ordered(arange) by arithmetic: each device computes its own, where a flip would communicate.
     size, device = length // (2 * devices), jnp.arange(devices)[:, None]
     chunks = jnp.concatenate([device, 2 * devices - 1 - device], axis=1)
     return (size * chunks[..., None] + jnp.arange(size)).reshape(length)
 
 
 def order_batch(batch: Tree) -> Tree:
-    """Put a step's arrays (..., batch, seq) into the order in which it works on them."""
+    """Reorder a step's arrays (..., batch, seq) to ring order; without a ring, return them as is.
+
+    Raises:
+        ShardingError: documents are isolated, or the sequence length does not divide as ordered
+            requires.
+    """
     if not split_of("attended"):
         return batch
     if "documents" in batch:
         raise ShardingError(
-            'batch.documents = "apart" and attention in a ring (the rules context) do not go '
-            "together; take rules that keep the keys of a sequence on one device"
+            'batch.documents = "apart" is not supported with ring attention (the rules context); '
+            "use rules that keep the keys of a sequence on one device"
         )
     return jax.tree.map(_order, batch)
 
 
 def _order(x: jax.Array) -> jax.Array:
     axes = ("microbatch", "batch", "seq")[-x.ndim :]
-    whole = constrain(x, *axes[:-1], None)  # integers: gathered sooner than exchanged
+    whole = constrain(x, *axes[:-1], None)  # small: gather, do not exchange chunks
     return constrain(ordered(whole, x.ndim - 1), *axes)
 
 
 def ordered(x: jax.Array, axis: int) -> jax.Array:
-    """Put an axis of positions into the order of a step; without a ring it has that order.
+    """Reorder an axis of positions to ring order; without a ring, return x unchanged.
 
     Raises:
         ShardingError: the positions do not divide into two chunks for each device of the ring.
@@ -69,9 +75,9 @@ def ordered(x: jax.Array, axis: int) -> jax.Array:
     length = x.shape[axis]
     if length % (2 * devices):
         raise ShardingError(
-            f"sequences of {length} positions do not divide into 2 chunks for each of the "
-            f"{devices} devices along {' x '.join(split_of('attended'))}; lengths that would are "
-            f"multiples of {2 * devices}"
+            f"ring attention divides sequences into 2 chunks for each of the {devices} devices "
+            f"along {' x '.join(split_of('attended'))}, which {length} positions do not; use a "
+            f"sequence length that is a multiple of {2 * devices}"
         )
     ends = x.reshape(*x.shape[:axis], 2, devices, length // (2 * devices), *x.shape[axis + 1 :])
     first, last = (jax.lax.index_in_dim(ends, end, axis, keepdims=False) for end in (0, 1))

@@ -1,4 +1,4 @@
-"""From products of queries and keys to scores: scale, cap, slope by distance, mask."""
+"""Attention scores from query-key products: scale, soft cap, ALiBi and mask."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What turns products into scores; the same for all layers of a model."""
+    """Transformation of query-key products into scores, the same for all layers of a model."""
 
     scale: float
-    cap: float | None = None
-    slopes: tuple[float, ...] | None = None  # of ALiBi, by query head
+    cap: float | None = None  # soft cap
+    slopes: tuple[float, ...] | None = None  # ALiBi slope of each query head
 
     @classmethod
     def of(cls, model: Model) -> Scoring:
+        """Return the transformation of a model's settings."""
         assert model.head_dim
         slopes = tuple(alibi_slopes(model.heads)) if model.positions == "alibi" else None
         return cls((model.score_divisor or model.head_dim) ** -0.5, model.score_cap, slopes)
@@ -37,13 +38,13 @@ def score(
     scoring: Scoring,
     window: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
-    """Scores; minus infinity for keys ahead of a query, and for those outside of its window.
+    """Return scores; minus infinity for keys after the query and for keys outside of the window.
 
     Args:
-        products: of queries and keys, float32.
-        distance: of each query from each key, in positions.
-        scoring: what the model does with products.
-        window: the distance that is too far.
+        products: Query-key products, float32.
+        distance: Position of the query minus position of the key.
+        scoring: Scale, soft cap and ALiBi slopes.
+        window: Sliding window: keys at this distance or farther are masked.
     """
     scores = cap(products * scoring.scale, scoring.cap)
     if scoring.slopes is not None:
@@ -56,7 +57,7 @@ def score(
 
 
 def cap(scores: jax.Array, limit: float | None) -> jax.Array:
-    """Bent smoothly to stay below a limit; none: as they are.
+    """Apply the soft cap `limit`; None leaves scores unchanged.
 
     Source: Gemma Team 2024, "Gemma 2", section 2, https://arxiv.org/abs/2408.00118
     """
@@ -64,7 +65,7 @@ def cap(scores: jax.Array, limit: float | None) -> jax.Array:
 
 
 def steepness(products: jax.Array, scoring: Scoring) -> float | jax.Array:
-    """The derivative of a score that is seen by its product."""
+    """Return the derivative of an unmasked score with respect to its product."""
     if scoring.cap is None:
         return scoring.scale
     bent = jnp.tanh(products * (scoring.scale / scoring.cap))

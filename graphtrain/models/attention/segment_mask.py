@@ -1,7 +1,7 @@
-"""Documents that share a sequence: none sees another, and each begins at position 0.
+"""Isolation of packed documents: no cross-document attention, and positions that restart at 0.
 
-A step says once which token is of which document; attention and positions ask here, so that nothing
-between them carries it.
+A step sets the segment ids once, with `apart`. Attention and position encodings read them from
+this context, so that no code in between passes them on.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ _numbers: ContextVar[jax.Array | None] = ContextVar("documents", default=None)
 
 @contextmanager
 def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
-    """Keep documents apart in what is traced inside; None: all of a sequence is one document."""
+    """Isolate documents in the code traced inside.
+
+    Args:
+        documents: Segment ids; None: each sequence is one document.
+    """
     if documents is not None:
-        documents = constrain(documents, "batch", None)  # integers: whole on each device
+        documents = constrain(documents, "batch", None)  # small: replicated along positions
     with scoped(_numbers, documents):
         yield
 
 
 def numbers() -> Int[Array, "batch seq"] | None:
-    """Which document each token is of; None where they are not kept apart."""
+    """Return the segment ids; None where documents are not isolated."""
     return _numbers.get()
 
 
 def places() -> Int[Array, "batch seq"] | None:
-    """The position of each token in its document, from 0; None where they are not kept apart."""
+    """Return each token's position in its document; None where documents are not isolated."""
     found = numbers()
     if found is None:
         return None
@@ -51,7 +55,7 @@ def places() -> Int[Array, "batch seq"] | None:
 def hide_others(
     scores: Float[Array, "batch kv_heads query group key"],
 ) -> Float[Array, "batch kv_heads query group key"]:
-    """Scores with minus infinity where query and key are of different documents."""
+    """Set scores to minus infinity where query and key belong to different documents."""
     found = numbers()
     if found is None:
         return scores

@@ -1,7 +1,7 @@
-"""Adapted and Quantised: what stands in the tree of parameters where a plain array would.
+"""LoRA weights (`Adapted`) and quantized weights (`Quantised`), in place of plain arrays.
 
-The modules of the decoder do not know of them. They pass through its scan over layers as arrays do,
-and `product` multiplies by whatever it finds.
+Both are leaves of the parameter tree that pass through the decoder's scan over layers as arrays do.
+The decoder's modules do not depend on them: they call `product`, which accepts either.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", 
     meta_fields=["kind", "dtype", "axes"],
 )
 class Quantised:
-    """Weights as codes and scales; see models.blocks."""
+    """Block-wise quantized weights, as codes and scales; see `models.blocks`."""
 
     def __init__(
         self,
         codes: jax.Array,
-        scales: jax.Array | None,  # none: codes are the weights, rounded
+        scales: jax.Array | None,  # None: codes are the weights, in bfloat16
         kind: Kind | None,
         dtype: DTypeLike,
-        axes: tuple[str | None, ...],  # of the weights, in one layer
+        axes: tuple[str | None, ...],  # array axes of the weights in one layer
     ):
         self.codes, self.scales, self.kind, self.dtype = codes, scales, kind, dtype
         self.axes = axes
 
     @jax.named_scope("dequantise")
     def whole(self) -> jax.Array:
-        """The weights, in the dtype of the computation."""
+        """Return the dequantized weights, in the dtype of the computation."""
         codes = self._gathered(self.codes)
         if self.scales is None:
             return codes.astype(self.dtype)
@@ -59,7 +59,7 @@ class Quantised:
         return (relative * jnp.repeat(scales, block, -1)).astype(self.dtype)
 
     def _gathered(self, x: jax.Array) -> jax.Array:
-        """As the step uses it: what travels is codes, not the weights made of them."""
+        """Shard x as the computation uses the weights: devices then exchange codes, not weights."""
         axes = [
             axis if axis and size % size_of(axis) == 0 else None
             for axis, size in zip(self.axes, x.shape, strict=True)
@@ -73,14 +73,14 @@ class Quantised:
     meta_fields=["scale", "dropout"],
 )
 class Adapted:
-    """A frozen weight and the two factors of its adapter."""
+    """Frozen weight and its two LoRA factors."""
 
     def __init__(
         self,
         weight: jax.Array | Quantised,
         a: jax.Array,
         b: jax.Array,
-        key: jax.Array | None,  # of each layer, for dropout; none: nothing is dropped
+        key: jax.Array | None,  # dropout key, one per layer; None: no dropout
         scale: float,
         dropout: float,
     ):
@@ -92,13 +92,15 @@ Weight = jax.Array | Quantised | Adapted
 
 
 def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
-    """The parameters of the decoder, of those that are trained and those that are frozen.
+    """Return the decoder's parameters, built from trained and frozen weights.
+
+    With an adapter every adapted weight becomes an `Adapted`.
 
     Args:
         program: Settings.
-        trained: As models.tuned.trained_arrays names them.
-        frozen: As models.tuned.frozen_arrays does; none where there is no adapter.
-        key: For the dropout of adapters; without it nothing is dropped.
+        trained: Arrays of models.tuned.trained_arrays.
+        frozen: Arrays of models.tuned.frozen_arrays; not read if there is no adapter.
+        key: Random key for LoRA dropout; without it there is no dropout.
     """
     adapter = program.adapter
     if adapter is None:
@@ -116,7 +118,7 @@ def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None
 
 
 def reference(program: Program, frozen: Tree) -> Tree:
-    """The frozen weights alone, as parameters of the decoder."""
+    """Return the frozen weights alone, as parameters of the decoder."""
     dtype = jnp.dtype(program.model.dtype)
     weights, arrays = flatten(frozen), parameter_arrays(program.model)
     for path in [path for path in weights if path.endswith(f"/{CODES}")]:
@@ -125,7 +127,7 @@ def reference(program: Program, frozen: Tree) -> Tree:
         kind: Kind = "int8" if codes.dtype == jnp.int8 else "nf4"
         weights[stem] = Quantised(codes, scales, kind, dtype, arrays[stem].axes[1:])
     for path, weight in weights.items():
-        # A product with a bfloat16 weight would be computed in bfloat16 whatever the model says.
+        # `dot` computes in bfloat16 if either operand is, and model.dtype must decide instead.
         if weight.dtype == jnp.bfloat16 != dtype:
             axes = arrays[path].axes
             in_layers = axes[0] == "layers"
@@ -138,18 +140,21 @@ def reference(program: Program, frozen: Tree) -> Tree:
 
 
 def whole(weight: Weight) -> jax.Array:
-    """A plain array, of weights that no adapter can have."""
+    """Return a weight as a plain array; the weight must not have an adapter."""
     assert not isinstance(weight, Adapted)
     return weight.whole() if isinstance(weight, Quantised) else weight
 
 
 def product(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
-    """Multiply x by a weight: an array, one in few bits, or one with an adapter."""
+    """Multiply x by a weight: a plain array, a quantized weight, or one with LoRA factors.
+
+    `equation` is an einsum equation of x and the weight of one layer.
+    """
     return products(equation, x, [weight])[0]
 
 
 def products(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
-    """product of one x with several weights."""
+    """Multiply one x by several weights; see product."""
     base = [weight.weight if isinstance(weight, Adapted) else weight for weight in several]
     results = _frozen_products(equation, x, base)
     return [
@@ -166,14 +171,17 @@ def _frozen_products(
         return [dot(equation, x, plain[0])] if len(plain) == 1 else dots(equation, x, plain)
 
     if any(isinstance(weight, Quantised) for weight in several):
-        # The backward pass makes the weights again from their codes, instead of keeping them.
+        # The backward pass dequantizes again, instead of saving the dequantized weights.
         multiply = jax.checkpoint(multiply, prevent_cse=False)
     return multiply(x, several)
 
 
 @jax.named_scope("adapter")
 def _adapter(equation: str, x: jax.Array, adapted: Adapted) -> jax.Array:
-    """The product with both factors, in turn."""
+    """Return the LoRA product: x times both factors, times the scale.
+
+    Source: Hu et al. 2021, "LoRA", section 4.1, https://arxiv.org/abs/2106.09685
+    """
     inputs, out = equation.split("->")
     of_x, of_weight = inputs.split(",")
     summed = "".join(letter for letter in of_weight if letter not in out)

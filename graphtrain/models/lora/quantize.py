@@ -1,7 +1,8 @@
-"""Weights in few bits: each block of neighbours as codes and one scale, its largest magnitude.
+"""Block-wise quantization of weights: each block is stored as codes and one scale.
 
-Blocks lie along the last axis, so that they are the same however a mesh splits the others. Imports
-no JAX: a run makes codes on the host while it reads weights, an array's part at a time.
+The scale is the block's largest magnitude. Blocks lie along the last axis, so that they do not
+depend on how a mesh shards the other axes. Imports no JAX: weights are quantized on the host while
+they are read, one shard of an array at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 Kind = Literal["int8", "nf4"]
 
-# Quantiles of a normal distribution, the largest scaled to 1, with an exact zero.
+# 4-bit NormalFloat: quantiles of a normal distribution scaled to [-1, 1], with an exact zero.
 # Source: Dettmers et al. 2023, "QLoRA", appendix E, https://arxiv.org/abs/2305.14314
 NF4 = np.array(
     [
@@ -35,24 +36,24 @@ NF4 = np.array(
     ],
     np.float32,
 )
-_LEVELS = 127  # of int8, on each side of zero
-_LARGEST = 64  # numbers of a block; QLoRA's choice for weights
+_LEVELS = 127  # int8 levels on each side of zero
+_LARGEST = 64  # maximum weights per block; QLoRA's choice
 
-# The most that a weight is off, over the largest magnitude of its block: half of the widest gap
-# between neighbouring values.
+# Maximum error of a weight relative to the largest magnitude of its block: half of the widest gap
+# between adjacent levels.
 WORST = {"int8": 0.5 / _LEVELS, "nf4": float(np.diff(NF4).max()) / 2}
 
 
 def block_of(size: int) -> int:
-    """Numbers in a block of an axis: as many as 64, of those that divide it."""
+    """Return the number of weights per block of an axis: the largest divisor up to 64."""
     return max(n for n in range(1, min(size, _LARGEST) + 1) if size % n == 0)
 
 
 def quantise(weights: np.ndarray, kind: Kind, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and float32 scales of weights (..., n).
+    """Quantize weights (..., n) to codes and float32 scales.
 
-    Codes of int8 are (..., n); of nf4 (..., n / 2), a pair in each byte, the first in its low bits.
-    Scales are (..., n / block).
+    Codes of int8 are (..., n). Codes of nf4 are (..., n / 2), two in each byte, the first in the
+    low bits. Scales are (..., n / block).
     """
     blocks = weights.astype(np.float32).reshape(*weights.shape[:-1], -1, block)
     scales = np.abs(blocks).max(-1)
@@ -65,7 +66,7 @@ def quantise(weights: np.ndarray, kind: Kind, block: int) -> tuple[np.ndarray, n
 
 
 def restore(codes: np.ndarray, scales: np.ndarray, kind: Kind, block: int) -> np.ndarray:
-    """The float32 weights that codes and scales stand for, as a step computes with them."""
+    """Return the float32 weights of codes and scales, as a training step dequantizes them."""
     if kind == "int8":
         relative = codes.astype(np.float32) * np.float32(1 / _LEVELS)
     else:
@@ -75,6 +76,6 @@ def restore(codes: np.ndarray, scales: np.ndarray, kind: Kind, block: int) -> np
 
 
 def rounded(weights: np.ndarray, kind: Kind) -> np.ndarray:
-    """What is left of weights (..., n) after codes and scales."""
+    """Quantize and dequantize weights (..., n): return the values that quantization leaves."""
     block = block_of(weights.shape[-1])
     return restore(*quantise(weights, kind, block), kind, block)

@@ -1,8 +1,9 @@
-"""Which arrays a program trains and which it keeps as they are; imports no JAX.
+"""Trainable and frozen arrays of a program; imports no JAX.
 
-Without an adapter it trains all. With one, it trains what is to be trained whole and, for every
-weight that is adapted, two thin ones: `lora_a` from the weight's input to the rank and `lora_b`
-from there to its output. The others are frozen, those of the layers perhaps as codes and scales.
+Without an adapter all arrays are trained. With LoRA, the arrays named by `adapter.whole` are
+trained in full, and every adapted weight has two trainable factors: `lora_a` from the weight's
+input to the rank, and `lora_b` from the rank to its output. All other arrays are frozen; frozen
+matrices of the layers may be stored quantized, as codes and scales.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ Arrays = dict[str, ArraySpec]
 
 
 def keeps_weights(program: Program) -> bool:
-    """Whether some weights are an input that no step changes."""
+    """Return whether the program has frozen weights, as an input that no step changes."""
     return program.adapter is not None or program.loss.kind == "preference"
 
 
 def trained_arrays(program: Program) -> Arrays:
-    """Arrays that have gradients and moments, by path.
+    """Return the arrays that have gradients and optimizer state, by path.
 
     Raises:
-        ShardingError: a pattern of the adapter names nothing that it can.
+        ShardingError: a pattern of the adapter matches no eligible array.
     """
     arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
@@ -47,17 +48,18 @@ def trained_arrays(program: Program) -> Arrays:
 
 
 def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
-    """Arrays that no step changes, by path: the rest of an adapter's base, or what DPO refers to.
+    """Return the frozen arrays by path: the base weights of LoRA, or DPO's reference model.
 
     Raises:
-        ShardingError: a pattern of the adapter names nothing that it can.
+        ShardingError: a pattern of the adapter matches no eligible array, or the last axis of an
+            nf4 array is odd.
     """
     if not keeps_weights(program):
         return {}
     arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
-    # DPO refers to the weights as they were, so also to those that are trained whole.
+    # DPO's reference model also needs the initial values of arrays that are trained in full.
     trained = () if program.loss.kind == "preference" else whole_paths(program.model, adapter)
     frozen: Arrays = {}
     for path, spec in arrays.items():
@@ -67,10 +69,10 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
 
 
 def adapted_paths(model: Model, adapter: Adapter) -> list[str]:
-    """Weights that get an adapter.
+    """Return the paths of the weights that have LoRA factors.
 
     Raises:
-        ShardingError: a pattern names none that can have one.
+        ShardingError: a pattern matches no weight that can have them.
     """
     able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
     chosen = _matching(adapter.targets, able, "targets")
@@ -79,10 +81,10 @@ def adapted_paths(model: Model, adapter: Adapter) -> list[str]:
 
 
 def whole_paths(model: Model, adapter: Adapter) -> list[str]:
-    """Arrays that are trained in full beside the adapters.
+    """Return the paths of the arrays that are trained in full beside LoRA.
 
     Raises:
-        ShardingError: a pattern names none.
+        ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
     chosen = _matching(adapter.whole, arrays, "whole")
@@ -90,13 +92,16 @@ def whole_paths(model: Model, adapter: Adapter) -> list[str]:
 
 
 def is_quantised(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
-    """Whether a frozen array is kept as codes and scales: matrices of the layers, no router."""
+    """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
     few = adapter.base in ("int8", "nf4")
     return few and path.startswith("layers/") and _is_matrix(spec) and "routes" not in spec.axes
 
 
 def is_rounded(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
-    """Whether a frozen array is kept in bfloat16: of a smaller base, what is not in few bits."""
+    """Return whether a frozen array is stored in bfloat16.
+
+    These are the matrices that are not quantized, except routers, unless the base is float32.
+    """
     if adapter.base == "float32" or is_quantised(path, spec, adapter):
         return False
     return _is_matrix(spec) and "routes" not in spec.axes
@@ -107,7 +112,10 @@ def _is_matrix(spec: ArraySpec) -> bool:
 
 
 def _can_adapt(path: str, spec: ArraySpec) -> bool:
-    """Experts multiply tokens in runs of their own, and a router only chooses."""
+    """Return whether a weight can have LoRA factors: a matrix of the layers, not experts or router.
+
+    Experts multiply sorted groups of tokens, which `adapters.product` does not support.
+    """
     return (
         path.startswith("layers/")
         and _is_matrix(spec)
@@ -121,15 +129,18 @@ def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> se
         named = {path for path in paths if matches(path, pattern)}
         if not named:
             raise ShardingError(
-                f"program.adapter.{setting}: {pattern!r} names none of the arrays that can be; "
-                f"they are {', '.join(paths)}"
+                f"program.adapter.{setting}: {pattern!r} matches no eligible array; "
+                f"choose from {', '.join(paths)}"
             )
         found |= named
     return found
 
 
 def _thin(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
-    """The two factors of an adapter; embed is the first axis of an input, the last of an output."""
+    """Return the specs of a weight's two LoRA factors.
+
+    embed is the first axis of an input projection and the last axis of an output projection.
+    """
     cut = 2 if spec.axes[1] == "embed" else len(spec.axes) - 1
     first = ArraySpec((*spec.shape[:cut], rank), (*spec.axes[:cut], "rank"))
     second = ArraySpec(
@@ -139,6 +150,7 @@ def _thin(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
 
 
 def _kept(path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: MeshShape) -> Arrays:
+    """Return the arrays that store a frozen array: itself, in bfloat16, or as codes and scales."""
     if is_rounded(path, spec, adapter):
         return {path: replace(spec, dtype="bfloat16")}
     if not is_quantised(path, spec, adapter):
@@ -147,13 +159,13 @@ def _kept(path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: Mesh
     pair = 2 if adapter.base == "nf4" else 1
     if size % pair:
         raise ShardingError(
-            f"{path}: nf4 keeps pairs, and the last axis {axis!r} has size {size}, which is odd; "
-            'set program.adapter.base = "int8"'
+            f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
+            'which is odd; set program.adapter.base = "int8"'
         )
     shards = mesh.size(tuple(name for name in rules.of("frozen", path).get(axis or "", ())))
 
     def part(count: int, dtype: str) -> ArraySpec:
-        """With as many on the last axis; where that is not to be split evenly, all have them."""
+        """Return a spec with `count` elements on the last axis, replicated if shards are uneven."""
         last = axis if count % shards == 0 else None
         shape, axes = (*spec.shape[:-1], count), (*spec.axes[:-1], last)
         return replace(spec, shape=shape, axes=axes, dtype=dtype)
@@ -163,7 +175,7 @@ def _kept(path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: Mesh
 
 
 def count_of(arrays: Mapping[str, ArraySpec]) -> int:
-    """Numbers in arrays, a pair of codes in a byte as two and scales as none."""
+    """Return the number of weights in arrays: two per byte of nf4 codes, none per scale."""
     return sum(
         math.prod(spec.shape) * (2 if spec.dtype == "uint8" else 1)
         for path, spec in arrays.items()

@@ -163,7 +163,8 @@ def test_a_token_past_the_vocabulary_shows():
 
 
 def test_longer_sequences_than_positions_are_refused():
-    with pytest.raises(ValueError, match=r"sequences of 17 are longer than model\.max_length = 16"):
+    words = r"sequences of 17 tokens are longer than model\.max_length = 16"
+    with pytest.raises(ValueError, match=words):
         logits(GPT2, random_parameters(GPT2), jnp.zeros((1, 17), jnp.int32))
 
 
