@@ -14,7 +14,7 @@ def partial_path(path: Path) -> Path:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def with_file_name(path: Path) -> Iterator[None]:
     """Add the file name to operating system errors, which write errors do not contain."""
     try:
         yield
@@ -23,7 +23,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def settle(file: BinaryIO) -> None:
+def sync_and_close(file: BinaryIO) -> None:
     """Flush, sync to disk and close, so that a full disk is noticed before the rename."""
     file.flush()
     os.fsync(file.fileno())
@@ -31,15 +31,15 @@ def settle(file: BinaryIO) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file, renamed to `path` at the end of the block, or removed on error."""
     partial = partial_path(path)
     try:
-        with naming(path):
+        with with_file_name(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
                 yield file
-                settle(file)
+                sync_and_close(file)
             partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

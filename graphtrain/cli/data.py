@@ -110,11 +110,11 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 
     It learns from the documents that `prepare`, given the same options, trains on.
     """
-    from graphtrain.data.tokenizers.train import learn_tokenizer
+    from graphtrain.data.tokenizers.train import train_tokenizer
 
     inputs = corpus.pop("inputs")
     with _progress() as report:
-        made = learn_tokenizer(
+        made = train_tokenizer(
             inputs, output, kind, vocab, special=special, report=report, **corpus
         )
     click.echo(f"{made.path}: vocabulary of {made.vocab}", err=True)
@@ -186,8 +186,8 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
     with _progress() as report:
         made = instruct_data(inputs, output, tokenizer, report=report, **settings)
     _tell_splits(made, output, _conversations)
-    if made.left_out:
-        click.echo(f"{made.left_out} records without an answer are left out", err=True)
+    if made.skipped_records:
+        click.echo(f"{made.skipped_records} records without an answer are left out", err=True)
     if made.spelled_out:
         click.echo(
             f"the tokenizer has no tokens for {', '.join(made.spelled_out)}; they are spelled out",
@@ -232,10 +232,10 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
 
     Where there are no colours, what is learned is between >>> and <<<.
     """
-    from graphtrain.data.preview import filling, pieces
+    from graphtrain.data.preview import masked_documents, packing_report
 
     colours = has_colours()
-    for number, document in pieces(prefix, first, documents):
+    for number, document in masked_documents(prefix, first, documents):
         click.echo(f"document {number}: {sum(len(one.tokens) for one in document)} tokens")
         for one in document:
             if colours:
@@ -245,7 +245,7 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
                 click.echo(f">>>{one.text}<<<" if one.learned else one.text, nl=False)
         click.echo("\n")
     if length is not None:
-        click.echo(filling(prefix, length))
+        click.echo(packing_report(prefix, length))
 
 
 @command.command()

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphtrain.data.batches.rows import Rows
+from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import dataset_tokenizer, read_description
-from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.tokenizers.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
 
-class Piece(NamedTuple):
+class MaskedText(NamedTuple):
     """Consecutive tokens of a document that are all inside or all outside the loss mask."""
 
     text: str
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     learned: bool
 
 
-def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piece]]]:
+def masked_documents(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[MaskedText]]]:
     """Yield document indices and their pieces; in plain text, every token is in the loss mask.
 
     Raises:
@@ -34,7 +34,7 @@ def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piec
         raise DataError(f"{prefix}.json: no such file; it is needed to decode the tokens to text")
     if first >= len(dataset):
         raise DataError(f"{prefix}: has documents 0 to {len(dataset) - 1}, but no document {first}")
-    learned = Learned(dataset) if description.conversations else None
+    learned = LossSpans(dataset) if description.conversations else None
     for number in range(first, min(first + count, len(dataset))):
         tokens = dataset.document(number)
         mask = learned.mask(number, len(tokens)) if learned else np.ones(len(tokens), bool)
@@ -42,20 +42,24 @@ def pieces(prefix: str, first: int, count: int) -> Iterator[tuple[int, list[Piec
         yield (
             number,
             [
-                Piece(_text(tokenizer, tokens[begin:end]), tokens[begin:end], bool(mask[begin]))
+                MaskedText(
+                    _text(tokenizer, tokens[begin:end]), tokens[begin:end], bool(mask[begin])
+                )
                 for begin, end in pairwise(ends)
                 if end > begin
             ],
         )
 
 
-def filling(prefix: str, length: int) -> str:
+def packing_report(prefix: str, length: int) -> str:
     """Return a report of the rows that best-fit packing needs, and of how full they are."""
     sizes = np.diff(IndexedDataset(prefix).document_offsets)
-    packed = Rows(length=length, apart=True, packing="fit", longer="cut").open(prefix)
+    packed = PackingSettings(
+        length=length, isolate_documents=True, packing="fit", overlong="cut"
+    ).open(prefix)
     places = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
-    share = places / (len(packed) * packed.rows * length)
-    return f"length {length}: {len(packed) * packed.rows} rows, {share:.1%} full"
+    share = places / (len(packed) * packed.rows_per_index * length)
+    return f"length {length}: {len(packed) * packed.rows_per_index} rows, {share:.1%} full"
 
 
 def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:

@@ -36,12 +36,12 @@ class Bigram:
                     f"{dataset.prefix}: contains token {tokens.max()}, but vocab = {vocab}"
                 )
             found, found_counts = np.unique(tokens[:-1] * vocab + tokens[1:], return_counts=True)
-            pairs, counts = _added(pairs, counts, found, found_counts)
+            pairs, counts = _sum_counts(pairs, counts, found, found_counts)
         first_counts = np.bincount(pairs // vocab, counts, minlength=vocab).astype(np.int64)
         return cls(vocab, pairs, counts, first_counts)
 
     @classmethod
-    def blended(cls, models: Sequence["Bigram"], shares: np.ndarray) -> "Bigram":
+    def weighted_sum(cls, models: Sequence["Bigram"], shares: np.ndarray) -> "Bigram":
         """Combine models so that each contributes its share of the pairs.
 
         Args:
@@ -52,7 +52,7 @@ class Bigram:
         pairs, counts = np.empty(0, np.int64), np.empty(0, np.float64)
         for model, share in zip(models, shares / shares.sum(), strict=True):
             scale = share * total / model.pair_counts.sum()
-            pairs, counts = _added(pairs, counts, model.pairs, model.pair_counts * scale)
+            pairs, counts = _sum_counts(pairs, counts, model.pairs, model.pair_counts * scale)
         first_counts = np.bincount(pairs // models[0].vocab, counts, minlength=models[0].vocab)
         return cls(models[0].vocab, pairs, counts, first_counts)
 
@@ -76,7 +76,7 @@ class Bigram:
         return total / weight
 
 
-def _added(
+def _sum_counts(
     pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum of two sparse tables of counts."""

@@ -88,12 +88,12 @@ def validation_batches(
     batch = program.batch
     batches = evaluation_batches(
         data.validation,
-        sequences=batch.sequences // batch.microbatches,
-        length=batch.length,
+        batch_size=batch.sequences // batch.microbatches,
+        seq_len=batch.length,
         vocab=vocab,
-        apart=batch.documents == "apart",
+        isolate_documents=batch.documents == "apart",
         packing=data.packing,
-        longer=data.longer,
+        overlong=data.longer,
         pairs=program.loss.kind == "preference",
     )
     return islice(batches, limit)
@@ -162,5 +162,5 @@ def bigram_loss(config: Config) -> float:
     counted = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]
     if not isinstance(data.train, str):
         sizes = [int(one.pair_counts.sum()) for one in counted]
-        counted = [Bigram.blended(counted, blend_counts(data.train, sizes))]
+        counted = [Bigram.weighted_sum(counted, blend_counts(data.train, sizes))]
     return counted[0].loss(validation_batches(data, config.program, vocab, None))

@@ -188,13 +188,13 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             check_validation(_validation(run, program), program)
         return Loader(
             run.data.train,
-            sequences=program.batch.sequences,
-            length=program.batch.length,
+            global_batch_size=program.batch.sequences,
+            seq_len=program.batch.length,
             seed=run.seed,
             vocab=program.model.vocab,
-            apart=program.batch.documents == "apart",
+            isolate_documents=program.batch.documents == "apart",
             packing=run.data.packing,
-            longer=run.data.longer,
+            overlong=run.data.longer,
             pairs=program.loss.kind == "preference",
         )
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from graphtrain.data.indexed.description import read_description
-from graphtrain.data.tokenizers.huggingface import COMPANIONS
+from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
 from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -20,7 +20,7 @@ def keep_tokenizer(prefix: str, side: Path) -> None:
         return
     wanted: list[str] = []
     if description.tokenizer_file and not any((side / name).is_file() for name in _TOKENIZERS):
-        wanted += [description.tokenizer_file, *COMPANIONS]
+        wanted += [description.tokenizer_file, *COMPANION_FILES]
     if description.conversations is not None:
         wanted.append(CHAT_TEMPLATE)
     for name in dict.fromkeys(wanted):

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", default=["huggingface", "sentencepiece"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from graphtrain.data.tokenizers.train import learn_tokenizer
+    from graphtrain.data.tokenizers.train import train_tokenizer
 
     results = {}
     kinds = {"huggingface": "bpe", "sentencepiece": "sentencepiece"}
@@ -178,7 +178,7 @@ def main() -> None:
         for library in arguments.libraries:
             tokenizer = Path(scratch) / library
             sample = Path(scratch) / "sample.jsonl"
-            learn_tokenizer([sample], tokenizer, kinds[library], arguments.vocab)
+            train_tokenizer([sample], tokenizer, kinds[library], arguments.vocab)
             results[library] = compared(
                 library, tokenizer, corpus, arguments.rounds, arguments.workers
             )

@@ -43,7 +43,7 @@ def test_answers_are_learned_resumed_and_exported_with_the_template(chats):
     chats.command("run", "config.toml", *words)
     curve = chats.curve()
     assert curve[-1][1] < 0.5 * curve[0][1]
-    loader = Loader(chats.path / "chats/train", sequences=8, length=32, seed=0)
+    loader = Loader(chats.path / "chats/train", global_batch_size=8, seq_len=32, seed=0)
     counted = [int(next(loader)["weights"].sum()) for _ in range(16)]
     loader.close()
     assert [one["targets"] for one in chats.journal() if "loss" in one] == counted

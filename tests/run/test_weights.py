@@ -14,7 +14,7 @@ from graphtrain.data.batches.loader import evaluation_batches
 def reference_loss(model, path, vocab):
     """Of transformers, with the scores of zero that a padded vocabulary has."""
     losses, count = 0.0, 0.0
-    for batch in evaluation_batches(path, sequences=64, length=32):
+    for batch in evaluation_batches(path, batch_size=64, seq_len=32):
         with torch.no_grad():
             scores = model(torch.tensor(batch["tokens"], dtype=torch.long)).logits.double()
         scores = torch.nn.functional.pad(scores, (0, vocab - scores.shape[-1]))

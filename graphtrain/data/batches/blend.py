@@ -44,7 +44,7 @@ class Blend:
         order = np.argsort((numbers + 0.5) / counts[owners], kind="stable")
         self._owners, self._numbers = owners[order], numbers[order]
 
-    def place(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position and of the sequence in that dataset."""
         period, slot = divmod(position, len(self._owners))
         owner = int(self._owners[slot])

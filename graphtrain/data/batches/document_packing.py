@@ -14,13 +14,13 @@ import numpy as np
 
 from graphtrain.data.batches.packing import Batch, check_tokens, empty_batch
 from graphtrain.data.indexed.dataset import IndexedDataset
-from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
 
-Longer = Literal["refuse", "cut", "drop"]
+Overlong = Literal["refuse", "cut", "drop"]
 
 
-class WholePacking:
+class DocumentPacking:
     """Random access to the rows of a dataset; index i is row i % len(self).
 
     In a dataset of preference pairs, an index gives two rows: the chosen and the rejected answer.
@@ -44,9 +44,9 @@ class WholePacking:
         dataset: IndexedDataset,
         length: int,
         *,
-        learned: Learned | None,
+        learned: LossSpans | None,
         fit: bool,
-        longer: Longer,
+        longer: Overlong,
         pairs: bool = False,
         vocab: int | None = None,
         apart: bool = False,
@@ -108,7 +108,7 @@ class WholePacking:
         offsets = self.dataset.document_offsets
         return np.minimum(offsets[documents + 1] - offsets[documents] - 1, self.length)
 
-    def _usable(self, longer: Longer, pairs: bool) -> np.ndarray:
+    def _usable(self, longer: Overlong, pairs: bool) -> np.ndarray:
         """Return the indices of usable documents, ascending; warn if some are cut or dropped."""
         sizes = np.diff(self.dataset.document_offsets)
         long = sizes > self.length + 1
@@ -128,7 +128,7 @@ class WholePacking:
             )
         return np.flatnonzero(use)
 
-    def _tell(self, longer: Longer, long: np.ndarray, use: np.ndarray, longest: int) -> None:
+    def _tell(self, longer: Overlong, long: np.ndarray, use: np.ndarray, longest: int) -> None:
         said = (
             f"{self.dataset.prefix}: {long.sum()} of {len(long)} documents are longer than "
             f"batch.length = {self.length} (the longest has {longest} tokens)"

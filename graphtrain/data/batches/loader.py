@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from graphtrain.data.batches.blend import Blend, Part, blend_counts
-from graphtrain.data.batches.document_packing import Longer
+from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.packing import Batch
-from graphtrain.data.batches.rows import HowPacked, Rows
+from graphtrain.data.batches.rows import Packing, PackingSettings
 from graphtrain.errors import DataError
 from graphtrain.importing import import_without
 
-_THREADS = 4  # prefetch threads
-_AHEAD = 4  # prefetched batches held in memory
-_NAMED = 20  # documents per dataset that a message lists
+_PREFETCH_THREADS = 4  # prefetch threads
+_PREFETCH_BATCHES = 4  # prefetched batches held in memory
+_MAX_LISTED_DOCUMENTS = 20  # documents per dataset that a message lists
 
 
 class Loader:
@@ -52,49 +52,54 @@ class Loader:
         self,
         data: str | Path | Sequence[Part],
         *,
-        sequences: int,
-        length: int,
+        global_batch_size: int,
+        seq_len: int,
         seed: int,
         vocab: int | None = None,
-        apart: bool = False,
-        packing: HowPacked | None = None,
-        longer: Longer = "refuse",
+        isolate_documents: bool = False,
+        packing: Packing | None = None,
+        overlong: Overlong = "refuse",
         pairs: bool | None = None,
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,
     ) -> None:
-        if sequences % ranks or not 0 <= rank < ranks:
+        if global_batch_size % ranks or not 0 <= rank < ranks:
             raise ValueError(
-                f"rank = {rank}, ranks = {ranks}, sequences = {sequences}: rank must be from 0 to "
+                f"rank = {rank}, ranks = {ranks}, sequences = {global_batch_size}: rank must be from 0 to "
                 "ranks - 1, and ranks must divide sequences"
             )
         alone = isinstance(data, str | Path)
         prefixes = [data] if alone else [part.dataset for part in data]
-        rows = Rows(
-            length=length, vocab=vocab, apart=apart, packing=packing, longer=longer, pairs=pairs
+        rows = PackingSettings(
+            length=seq_len,
+            vocab=vocab,
+            isolate_documents=isolate_documents,
+            packing=packing,
+            overlong=overlong,
+            preference_pairs=pairs,
         )
         self._packings = [rows.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
-        units = _units(self._packings, sequences)
-        self._origin: dict[str, Any] = {
+        units = _samples_per_batch(self._packings, global_batch_size)
+        self._stream_identity: dict[str, Any] = {
             "seed": seed,
-            "sequences": sequences,
-            "length": length,
+            "sequences": global_batch_size,
+            "length": seq_len,
             "documents": sum(map(len, datasets)),
             "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }
         packed = [packing.identity for packing in self._packings]
         if set(packed) != {"cut"}:
-            self._origin["packing"] = packed
+            self._stream_identity["packing"] = packed
         counts = [len(packing) for packing in self._packings]
         if alone:
-            places = _alone(counts[0], seed)
+            places = _shuffled_stream(counts[0], seed)
         else:
             blend = Blend(blend_counts(data, counts))
             # The state detects changed sizes or shares; the paths of the datasets may change.
-            self._origin["blend"] = [blend.counts.tolist(), counts]
-            places = _blended(blend, counts, seed)
+            self._stream_identity["blend"] = [blend.counts.tolist(), counts]
+            places = _blended_stream(blend, counts, seed)
         if units % ranks:
             raise ValueError(
                 f"ranks = {ranks} does not divide the {units} preference pairs of a batch"
@@ -102,9 +107,9 @@ class Loader:
         # (units, 2): index of the dataset, index of the sequence in it. Grain's `batch(1)`
         # overflows (0.2.18), hence the map.
         one = places.map(lambda place: place[None])
-        self._places = one if units == 1 else places.batch(units)
+        self._sample_indices = one if units == 1 else places.batch(units)
         mine = slice(rank * units // ranks, (rank + 1) * units // ranks)
-        self._batches = self._places.map(lambda places: self._batch(places[mine]))
+        self._batches = self._sample_indices.map(lambda places: self._batch(places[mine]))
         self._start(start_step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -117,7 +122,7 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON: the next step, and all that determines the batch order."""
-        return {"step": self._step, **self._origin}
+        return {"step": self._step, **self._stream_identity}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned, on any number of ranks.
@@ -125,8 +130,8 @@ class Loader:
         Raises:
             DataError: the position belongs to different data, another seed or another batch shape.
         """
-        for name in {**self._origin, "blend": None, "packing": None}:
-            was, value = state.get(name), self._origin.get(name)
+        for name in {**self._stream_identity, "blend": None, "packing": None}:
+            was, value = state.get(name), self._stream_identity.get(name)
             if was != value:
                 prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
                 raise DataError(
@@ -139,7 +144,7 @@ class Loader:
     def documents(self, step: int) -> dict[str, np.ndarray]:
         """Return the document indices in the global batch of a step, ascending, by dataset."""
         touched: dict[str, list[np.ndarray]] = {}
-        for owner, index in self._places[step]:
+        for owner, index in self._sample_indices[step]:
             packing = self._packings[owner]
             touched.setdefault(packing.dataset.prefix, []).append(packing.documents(int(index)))
         return {prefix: np.unique(np.concatenate(found)) for prefix, found in touched.items()}
@@ -148,8 +153,8 @@ class Loader:
         """Describe the documents of a step for a message."""
         parts = []
         for prefix, documents in self.documents(step).items():
-            some = ", ".join(str(number) for number in documents[:_NAMED])
-            more = len(documents) - _NAMED
+            some = ", ".join(str(number) for number in documents[:_MAX_LISTED_DOCUMENTS])
+            more = len(documents) - _MAX_LISTED_DOCUMENTS
             parts.append(f"documents {some}{f' and {more} more' if more > 0 else ''} of {prefix}")
         return "; ".join(parts)
 
@@ -167,7 +172,9 @@ class Loader:
     def _start(self, step: int) -> None:
         grain = _grain()
         self._step = step
-        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)
+        options = grain.ReadOptions(
+            num_threads=_PREFETCH_THREADS, prefetch_buffer_size=_PREFETCH_BATCHES
+        )
         self._iterator = iter(self._batches[step:].to_iter_dataset(options))
         self._iterator.start_prefetch()
 
@@ -175,12 +182,12 @@ class Loader:
 def evaluation_batches(
     prefix: str | Path,
     *,
-    sequences: int,
-    length: int,
+    batch_size: int,
+    seq_len: int,
     vocab: int | None = None,
-    apart: bool = False,
-    packing: HowPacked | None = None,
-    longer: Longer = "refuse",
+    isolate_documents: bool = False,
+    packing: Packing | None = None,
+    overlong: Overlong = "refuse",
     pairs: bool | None = None,
 ) -> Iterator[Batch]:
     """Yield the batches of one pass over a dataset, unshuffled.
@@ -195,17 +202,22 @@ def evaluation_batches(
     Raises:
         DataError: the dataset cannot be used, or a token id is outside the vocabulary.
     """
-    rows = Rows(
-        length=length, vocab=vocab, apart=apart, packing=packing, longer=longer, pairs=pairs
+    rows = PackingSettings(
+        length=seq_len,
+        vocab=vocab,
+        isolate_documents=isolate_documents,
+        packing=packing,
+        overlong=overlong,
+        preference_pairs=pairs,
     )
     packed = rows.open(prefix)
-    units = _units([packed], sequences)
+    units = _samples_per_batch([packed], batch_size)
     for first in range(0, len(packed), units):
         last = min(first + units, len(packed))
         yield packed.batch([*range(first, last), *[-1] * (first + units - last)])
 
 
-def _units(packings: Sequence[Any], sequences: int) -> int:
+def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
     """Return the number of sequences, or of preference pairs, in a batch."""
     rows = {packing.rows for packing in packings}
     prefixes = ", ".join(packing.dataset.prefix for packing in packings)
@@ -223,7 +235,7 @@ def _units(packings: Sequence[Any], sequences: int) -> int:
     return sequences // each
 
 
-def _alone(count: int, seed: int, owner: int = 0) -> Any:
+def _shuffled_stream(count: int, seed: int, owner: int = 0) -> Any:
     """Return an infinite Grain dataset of (owner, sequence index) for one dataset, shuffled."""
     return (
         _grain()
@@ -234,12 +246,12 @@ def _alone(count: int, seed: int, owner: int = 0) -> Any:
     )
 
 
-def _blended(blend: Blend, counts: Sequence[int], seed: int) -> Any:
+def _blended_stream(blend: Blend, counts: Sequence[int], seed: int) -> Any:
     """Return an infinite Grain dataset of (owner, sequence index) for a blend."""
-    streams = [_alone(count, seed, owner) for owner, count in enumerate(counts)]
+    streams = [_shuffled_stream(count, seed, owner) for owner, count in enumerate(counts)]
 
     def at(position: int, _: int) -> np.ndarray:
-        owner, number = blend.place(position)
+        owner, number = blend.locate(position)
         return streams[owner][number]
 
     return _grain().MapDataset.range(1).repeat().map_with_index(at)

@@ -30,7 +30,7 @@ class _Epoch:
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class _DocumentSlices:
     """Parts of documents that make up one sequence, in order; none is empty."""
 
     documents: np.ndarray
@@ -38,7 +38,7 @@ class _Pieces:
     sizes: np.ndarray
 
 
-class Packing:
+class ConcatPacking:
     """Random access to the sequences of a dataset; index i is row i % len(self) of its epoch.
 
     Args:
@@ -54,7 +54,7 @@ class Packing:
         DataError: the dataset has fewer than two tokens, so there is nothing to predict.
     """
 
-    rows = 1  # batch rows per index
+    rows_per_index = 1  # batch rows per index
     identity = "cut"
 
     def __init__(
@@ -64,10 +64,10 @@ class Packing:
         *,
         seed: int | None = None,
         vocab: int | None = None,
-        apart: bool = False,
+        isolate_documents: bool = False,
     ) -> None:
         self.dataset = dataset
-        self._apart = apart
+        self._apart = isolate_documents
         self.length = length
         self._seed = seed
         self._vocab = vocab
@@ -88,11 +88,11 @@ class Packing:
         Raises:
             DataError: a token id is outside the vocabulary.
         """
-        return self._tokens(self._pieces(index))
+        return self._tokens(self._document_slices(index))
 
     def documents(self, index: int) -> np.ndarray:
         """Return the indices of the documents in a sequence, in order."""
-        return self._pieces(index).documents
+        return self._document_slices(index).documents
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these sequences; index -1 gives a row of padding."""
@@ -104,7 +104,7 @@ class Packing:
 
     def _fill(self, row: Batch, index: int) -> None:
         """Write a sequence into the arrays of a row."""
-        pieces = self._pieces(index)
+        pieces = self._document_slices(index)
         tokens = self._tokens(pieces)
         row["tokens"][: len(tokens)] = tokens[: self.length]
         row["targets"][: len(tokens) - 1] = tokens[1:]
@@ -114,7 +114,7 @@ class Packing:
             row["documents"][: len(tokens)] = numbers[: self.length]
             row["weights"][: len(tokens) - 1] = numbers[:-1] == numbers[1:]
 
-    def _tokens(self, pieces: _Pieces) -> np.ndarray:
+    def _tokens(self, pieces: _DocumentSlices) -> np.ndarray:
         skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
         positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
         tokens = self.dataset.tokens[positions]
@@ -127,7 +127,7 @@ class Packing:
         )
         return tokens
 
-    def _pieces(self, index: int) -> _Pieces:
+    def _document_slices(self, index: int) -> _DocumentSlices:
         number, row = divmod(index, len(self))
         epoch = self._epoch(number)
         begin = row * self.length
@@ -141,7 +141,7 @@ class Packing:
         sizes = np.minimum(ends, end) - inside
         starts = self.dataset.document_offsets[documents] + (inside - begins)
         full = sizes > 0  # a document may have no tokens
-        return _Pieces(documents[full], starts[full], sizes[full])
+        return _DocumentSlices(documents[full], starts[full], sizes[full])
 
     def _epoch(self, number: int) -> _Epoch:
         if self._seed is None:
@@ -150,23 +150,23 @@ class Packing:
             if number not in self._epochs:
                 while len(self._epochs) > 1:  # prefetching across the end of an epoch needs two
                     self._epochs.pop(min(self._epochs))
-                self._epochs[number] = self._order(number)
+                self._epochs[number] = self._epoch_order(number)
             return self._epochs[number]
 
-    def _order(self, number: int) -> _Epoch:
+    def _epoch_order(self, number: int) -> _Epoch:
         count = len(self.dataset)
         order = np.arange(count) if self._seed is None else permutation(count, self._seed, number)
         return _Epoch(order, np.cumsum(np.diff(self.dataset.document_offsets)[order]))
 
 
-def empty_batch(rows: int, length: int, apart: bool) -> Batch:
+def empty_batch(rows: int, length: int, isolate_documents: bool) -> Batch:
     """Return a batch of `rows` rows of padding."""
     batch = {
         "tokens": np.zeros((rows, length), np.int32),
         "targets": np.zeros((rows, length), np.int32),
         "weights": np.zeros((rows, length), np.float32),
     }
-    if apart:
+    if isolate_documents:
         batch["documents"] = np.zeros((rows, length), np.int32)
     return batch
 

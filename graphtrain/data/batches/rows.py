@@ -4,29 +4,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from graphtrain.data.batches.document_packing import Longer, WholePacking
-from graphtrain.data.batches.packing import Packing
+from graphtrain.data.batches.document_packing import DocumentPacking, Overlong
+from graphtrain.data.batches.packing import ConcatPacking
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description
-from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
 
-HowPacked = Literal["cut", "fit", "padded"]
+Packing = Literal["cut", "fit", "padded"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PackingSettings:
     """Settings by which a dataset becomes rows of one length."""
 
     length: int
     vocab: int | None = None
-    apart: bool = False
+    isolate_documents: bool = False
     # None: "cut" for text; for conversations "fit" if apart, else "padded".
-    packing: HowPacked | None = None
-    longer: Longer = "refuse"
-    pairs: bool | None = None  # require or refuse preference pairs; None: accept both
+    packing: Packing | None = None
+    overlong: Overlong = "refuse"
+    preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
 
-    def open(self, prefix: str | Path, seed: int | None = None) -> Packing | WholePacking:
+    def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
         """Open a dataset as rows, shuffled by the seed; without a seed, in the order on disk.
 
         Raises:
@@ -36,7 +36,7 @@ class Rows:
         description = read_description(prefix)
         conversations = description.conversations if description else None
         pairs = conversations is not None and conversations.pairs
-        if self.pairs is not None and pairs != self.pairs:
+        if self.preference_pairs is not None and pairs != self.preference_pairs:
             holds, kind = ("", "require") if pairs else ("no ", "are required by")
             raise DataError(
                 f"{prefix}: contains {holds}preference pairs, which {kind} "
@@ -45,24 +45,30 @@ class Rows:
             )
         packing = self.packing or self._usual(conversations is not None)
         if packing == "cut" and conversations is None:
-            return Packing(dataset, self.length, seed=seed, vocab=self.vocab, apart=self.apart)
+            return ConcatPacking(
+                dataset,
+                self.length,
+                seed=seed,
+                vocab=self.vocab,
+                isolate_documents=self.isolate_documents,
+            )
         if packing == "cut":
             raise DataError(
                 f'{prefix}: run.data.packing = "cut" supports only text, but this dataset contains '
                 'conversations; set it to "fit" or "padded", or omit it'
             )
-        return WholePacking(
+        return DocumentPacking(
             dataset,
             self.length,
-            learned=Learned(dataset) if conversations else None,
+            learned=LossSpans(dataset) if conversations else None,
             fit=packing == "fit",
-            longer=self.longer,
+            longer=self.overlong,
             pairs=pairs,
             vocab=self.vocab,
-            apart=self.apart,
+            apart=self.isolate_documents,
         )
 
-    def _usual(self, conversations: bool) -> HowPacked:
+    def _usual(self, conversations: bool) -> Packing:
         if not conversations:
             return "cut"
-        return "fit" if self.apart else "padded"
+        return "fit" if self.isolate_documents else "padded"

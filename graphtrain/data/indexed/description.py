@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
-from graphtrain.data.indexed.loss_spans import Learned, learned_prefix
+from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import content_digest, replacing
+from graphtrain.files import atomic_write, content_digest
 
-_BEGINNING = 256  # tokens of the first document shown in a summary
+_SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversations:
+class ConversationSettings:
     """Settings that a dataset of conversations was made with, and the size of its loss mask."""
 
     template: str  # name
@@ -26,10 +26,10 @@ class Conversations:
     learned: int = 0  # tokens in the loss mask
     digests: dict[str, str] | None = None  # of the loss mask's .bin and .idx, by suffix
 
-    def of(self, prefix: str | Path) -> "Conversations":
+    def of(self, prefix: str | Path) -> "ConversationSettings":
         """Return a copy with the token count and digests of the written dataset."""
-        learned = Learned(IndexedDataset(prefix)).count()
-        return replace(self, learned=learned, digests=file_digests(learned_prefix(prefix)))
+        learned = LossSpans(IndexedDataset(prefix)).count()
+        return replace(self, learned=learned, digests=file_digests(loss_spans_prefix(prefix)))
 
     @property
     def made(self) -> tuple[str, str, bool]:
@@ -38,7 +38,7 @@ class Conversations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class DatasetDescription:
     """Tokenizer, size and digests of a dataset."""
 
     tokenizer: str  # kind, for example sentencepiece
@@ -49,7 +49,7 @@ class Description:
     documents: int
     tokens: int
     digests: dict[str, str] | None = None  # of the .bin and the .idx, by suffix
-    conversations: Conversations | None = None  # None: plain text
+    conversations: ConversationSettings | None = None  # None: plain text
 
 
 def file_digests(prefix: str | Path) -> dict[str, str]:
@@ -57,13 +57,13 @@ def file_digests(prefix: str | Path) -> dict[str, str]:
     return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
 
 
-def write_description(prefix: str | Path, description: Description) -> None:
+def write_description(prefix: str | Path, description: DatasetDescription) -> None:
     """Write the description of a dataset, PREFIX.json."""
-    with replacing(Path(f"{prefix}.json")) as file:
+    with atomic_write(Path(f"{prefix}.json")) as file:
         file.write((json.dumps(asdict(description), indent=2) + "\n").encode())
 
 
-def read_description(prefix: str | Path) -> Description | None:
+def read_description(prefix: str | Path) -> DatasetDescription | None:
     """Read the description of a dataset; None if it has none, as for datasets from Megatron.
 
     Raises:
@@ -73,8 +73,8 @@ def read_description(prefix: str | Path) -> Description | None:
     try:
         found = json.loads(path.read_text())
         if (conversations := found.get("conversations")) is not None:
-            found["conversations"] = Conversations(**conversations)
-        return Description(**found)
+            found["conversations"] = ConversationSettings(**conversations)
+        return DatasetDescription(**found)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError) as error:
@@ -109,7 +109,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
     dataset = IndexedDataset(prefix)
     description = read_description(prefix)
     tokenizer = dataset_tokenizer(prefix)
-    beginning = dataset.document(0)[:_BEGINNING].tolist()
+    beginning = dataset.document(0)[:_SUMMARY_TOKENS].tolist()
     conversations = description.conversations if description else None
     return {
         "documents": len(dataset),
@@ -119,12 +119,14 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
         "vocab": description.vocab if description else None,
         "eod": description.eod if description else None,
         "longest": int(np.diff(dataset.document_offsets).max()),
-        **(_about(conversations) if conversations else {}),
+        **(_conversation_summary(conversations) if conversations else {}),
         "text": tokenizer.decode(beginning) if tokenizer else None,
     }
 
 
-def _about(conversations: Conversations) -> dict[str, int | str | bool | None]:
+def _conversation_summary(
+    conversations: ConversationSettings,
+) -> dict[str, int | str | bool | None]:
     return {
         "template": conversations.template,
         "learn": conversations.learn,

@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
-from graphtrain.data.indexed.writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.indexed.writer import NOTHING_WRITTEN, IndexedWriter, WrittenCounts
 from graphtrain.errors import DataError
 
-SPANS = DTYPES[4]  # int32
+SPAN_DTYPE = DTYPES[4]  # int32
 _SUFFIX = "_learned"
 
 
-def learned_prefix(prefix: str | Path) -> str:
+def loss_spans_prefix(prefix: str | Path) -> str:
     """Return the path prefix of the loss mask of a dataset."""
     return f"{prefix}{_SUFFIX}"
 
 
-def spans_writer(prefix: str | Path, keep: Written = NOTHING) -> IndexedWriter:
+def loss_spans_writer(prefix: str | Path, keep: WrittenCounts = NOTHING_WRITTEN) -> IndexedWriter:
     """Return the writer of the loss mask of the dataset `prefix`."""
-    limit = int(np.iinfo(SPANS).max)
-    return IndexedWriter(learned_prefix(prefix), limit, dtype=SPANS, keep=keep)
+    limit = int(np.iinfo(SPAN_DTYPE).max)
+    return IndexedWriter(loss_spans_prefix(prefix), limit, dtype=SPAN_DTYPE, keep=keep)
 
 
-class Learned:
+class LossSpans:
     """Loss mask of a dataset, as spans of tokens.
 
     Raises:
@@ -35,8 +35,8 @@ class Learned:
     """
 
     def __init__(self, dataset: IndexedDataset) -> None:
-        self._spans = IndexedDataset(learned_prefix(dataset.prefix))
-        if len(self._spans) != len(dataset) or self._spans.dtype != SPANS:
+        self._spans = IndexedDataset(loss_spans_prefix(dataset.prefix))
+        if len(self._spans) != len(dataset) or self._spans.dtype != SPAN_DTYPE:
             raise DataError(
                 f"{self._spans.prefix}.idx: contains the loss masks of {len(self._spans)} "
                 f"documents, but {dataset.prefix} has {len(dataset)}; prepare both again"
@@ -73,7 +73,7 @@ class Learned:
             in_order = len(spans) % 2 == 0 and (np.diff(spans) >= 0).all()
             if not len(spans) or not in_order or spans[0] < 0 or spans[-1] > size:
                 raise DataError(
-                    f"{self._spans.prefix}.bin: byte {offsets[document] * SPANS.itemsize}: the "
+                    f"{self._spans.prefix}.bin: byte {offsets[document] * SPAN_DTYPE.itemsize}: the "
                     f"loss mask of document {document} is not a list of ordered spans within its "
                     f"{size} tokens; prepare the dataset again"
                 )

@@ -7,22 +7,22 @@ import numpy as np
 
 from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
 from graphtrain.data.indexed.description import (
-    Description,
+    DatasetDescription,
     dataset_tokenizer,
     file_digests,
     read_description,
     write_description,
 )
-from graphtrain.data.indexed.loss_spans import learned_prefix, spans_writer
+from graphtrain.data.indexed.loss_spans import loss_spans_prefix, loss_spans_writer
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
 _TOKENS = 1 << 22  # tokens copied at a time
 
 
-def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | None:
+def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescription | None:
     """Write the documents of several datasets, one after another, into one dataset.
 
     Memory use does not grow with the datasets. The result has a description if all inputs have
@@ -51,17 +51,17 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | N
     Path(f"{output}.json").unlink(missing_ok=True)
     conversations = described.conversations if described else None
     if conversations is not None:
-        with spans_writer(output) as writer_of_spans:
+        with loss_spans_writer(output) as writer_of_spans:
             for prefix in prefixes:
-                _copy(IndexedDataset(learned_prefix(prefix)), writer_of_spans)
+                _copy(IndexedDataset(loss_spans_prefix(prefix)), writer_of_spans)
     if described is None or tokenizer is None:
         return None
     saved = tokenizer.save(directory)
     template = Path(prefixes[0]).parent / CHAT_TEMPLATE
     if conversations is not None and template.is_file():
-        with replacing(directory / CHAT_TEMPLATE) as file:
+        with atomic_write(directory / CHAT_TEMPLATE) as file:
             file.write(template.read_bytes())
-    made = Description(
+    made = DatasetDescription(
         tokenizer=described.tokenizer,
         tokenizer_digest=described.tokenizer_digest,
         tokenizer_file=saved[0] if saved else None,
@@ -76,7 +76,9 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> Description | N
     return made
 
 
-def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Description | None]) -> None:
+def _check(
+    datasets: Sequence[IndexedDataset], descriptions: Sequence[DatasetDescription | None]
+) -> None:
     first = datasets[0]
     for dataset, description in zip(datasets, descriptions, strict=True):
         if dataset.dtype != first.dtype:
@@ -89,7 +91,7 @@ def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Descriptio
                 f"{dataset.prefix}: cannot merge tokens of {dataset.dtype}; prepare the dataset "
                 "again"
             )
-        if _made(description) != _made(descriptions[0]):
+        if _conversation_settings(description) != _conversation_settings(descriptions[0]):
             raise DataError(
                 f"{dataset.prefix} and {first.prefix} differ in kind (text, conversations or "
                 "preference pairs), chat template or --learn; train on a blend of them, or prepare "
@@ -104,13 +106,13 @@ def _check(datasets: Sequence[IndexedDataset], descriptions: Sequence[Descriptio
             )
 
 
-def _made(description: Description | None) -> tuple[str, str, bool] | None:
+def _conversation_settings(description: DatasetDescription | None) -> tuple[str, str, bool] | None:
     """Return the settings that conversations were made with; None for text."""
     conversations = description.conversations if description else None
     return conversations and conversations.made
 
 
-def _check_directory(directory: Path, described: Description | None) -> None:
+def _check_directory(directory: Path, described: DatasetDescription | None) -> None:
     """Refuse to replace the tokenizer of other datasets in the same directory."""
     if described is None or described.tokenizer_file is None:
         return

@@ -6,12 +6,12 @@ import numpy as np
 
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import (
-    Description,
+    DatasetDescription,
     dataset_tokenizer,
     file_digests,
     read_description,
 )
-from graphtrain.data.indexed.loss_spans import Learned, learned_prefix
+from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.errors import DataError
 
 _CHUNK = 1 << 22  # tokens checked at a time
@@ -55,7 +55,7 @@ def _check_tokens(dataset: IndexedDataset, vocab: int | None) -> None:
             )
 
 
-def _check_description(dataset: IndexedDataset, description: Description) -> None:
+def _check_description(dataset: IndexedDataset, description: DatasetDescription) -> None:
     prefix = dataset.prefix
     for name, found in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
         if (said := getattr(description, name)) != found:
@@ -64,8 +64,8 @@ def _check_description(dataset: IndexedDataset, description: Description) -> Non
         _check_ends(dataset, description.eod)
     _check_digests(prefix, prefix, description.digests)
     if (conversations := description.conversations) is not None:
-        Learned(dataset).check(dataset)
-        _check_digests(prefix, learned_prefix(prefix), conversations.digests)
+        LossSpans(dataset).check(dataset)
+        _check_digests(prefix, loss_spans_prefix(prefix), conversations.digests)
         if conversations.pairs and len(dataset) % 2:
             raise DataError(
                 f"{prefix}.json: records preference pairs, but the dataset has an odd number of "

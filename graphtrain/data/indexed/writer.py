@@ -16,19 +16,19 @@ from graphtrain.data.indexed.dataset import (
     dataset_paths,
     token_dtype,
 )
-from graphtrain.files import naming, partial_path, settle
+from graphtrain.files import partial_path, sync_and_close, with_file_name
 
 _CHUNK = 1 << 20  # sequences per step of the pointer computation
 
 
-class Written(NamedTuple):
+class WrittenCounts(NamedTuple):
     """Number of documents and tokens that are already written."""
 
     documents: int = 0
     tokens: int = 0
 
 
-NOTHING = Written()
+NOTHING_WRITTEN = WrittenCounts()
 
 
 class IndexedWriter:
@@ -51,7 +51,7 @@ class IndexedWriter:
         vocab: int,
         *,
         dtype: np.dtype | None = None,
-        keep: Written = NOTHING,
+        keep: WrittenCounts = NOTHING_WRITTEN,
     ) -> None:
         self.vocab = vocab
         self.dtype = dtype or token_dtype(vocab)
@@ -91,9 +91,9 @@ class IndexedWriter:
             _discard(self._index, self._index_path)
 
     @property
-    def written(self) -> Written:
+    def written(self) -> WrittenCounts:
         """Documents and tokens written so far, for `keep` of a later writer."""
-        return Written(self.documents, self.token_count)
+        return WrittenCounts(self.documents, self.token_count)
 
     @property
     def nbytes(self) -> int:
@@ -115,9 +115,9 @@ class IndexedWriter:
             raise ValueError(f"sizes add up to {sizes.sum()} tokens, but {len(tokens)} were given")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab:
             raise ValueError(f"a token is outside the vocabulary of {self.vocab}")
-        with naming(self._tokens_path):
+        with with_file_name(self._tokens_path):
             self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
-        with naming(self._index_path):
+        with with_file_name(self._index_path):
             self._index.write(np.ascontiguousarray(sizes, "<i4").data)
         self.documents += len(sizes)
         self.token_count += len(tokens)
@@ -129,7 +129,7 @@ class IndexedWriter:
             OSError: the disk is full; the error names the file.
         """
         for file, path in ((self._tokens, self._tokens_path), (self._index, self._index_path)):
-            with naming(path):
+            with with_file_name(path):
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -141,16 +141,16 @@ class IndexedWriter:
         """
         if self._index.closed:
             return
-        with naming(self._tokens_path):
-            settle(self._tokens)
-        with naming(self._index_path):
+        with with_file_name(self._tokens_path):
+            sync_and_close(self._tokens)
+        with with_file_name(self._index_path):
             self._write_pointers()
             self._write_boundaries()
             self._index.seek(0)
             code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
             counts = self.documents, self.documents + 1
             self._index.write(HEADER.pack(MAGIC, VERSION, code, *counts))
-            settle(self._index)
+            sync_and_close(self._index)
 
     def _rename(self) -> None:
         # Without an index there is no dataset: at any moment a reader finds the old dataset, none,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphtrain.data.prepare.conversations import Conversation, Message
-from graphtrain.data.tokenizers.tokenizer import Tokenizer, template_of
+from graphtrain.data.tokenizers.tokenizer import Tokenizer, chat_template_of_config
 from graphtrain.errors import DataError
 
-Learn = Literal["answers", "last", "all"]
+TrainOn = Literal["answers", "last", "all"]
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of a text
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,7 +32,7 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class _WrongConversation(ValueError):
+class _TemplateError(ValueError):
     """Error of a template on a conversation; the caller adds file and line."""
 
 
@@ -44,7 +44,7 @@ class Template:
     text: str
     special: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
 
-    def render(self, conversation: Conversation, learn: Learn, place: str) -> Rendered:
+    def render(self, conversation: Conversation, learn: TrainOn, place: str) -> Rendered:
         """Render a conversation; without an answer to train on, the spans are empty.
 
         Args:
@@ -59,12 +59,12 @@ class Template:
         try:
             text, found = self._answers(conversation)
             text.encode()  # raises for a lone surrogate
-        except _WrongConversation as error:
+        except _TemplateError as error:
             raise DataError(f"{place}: {error}") from None
         except UnicodeEncodeError as error:
             raise DataError(f"{place}: not valid Unicode ({error.reason})") from None
         learned = [
-            span for index, span in found.items() if conversation.is_learned(index) and any(span)
+            span for index, span in found.items() if conversation.is_trained_on(index) and any(span)
         ]
         if learned and learn == "all":
             return Rendered(text, [(0, len(text))])
@@ -80,9 +80,9 @@ class Template:
         whole = self._text(conversation, conversation.messages)
         if not _GENERATION.search(self.text):
             return whole, {index: self._located(conversation, index, whole) for index in answers}
-        text, spans = _unmarked(whole)
+        text, spans = _strip_generation_marks(whole)
         if len(spans) != len(answers):
-            raise _WrongConversation(
+            raise _TemplateError(
                 f"the template {self.name} marks {len(spans)} generated parts, but the "
                 f"conversation has {len(answers)} assistant messages"
             )
@@ -97,7 +97,7 @@ class Template:
         begin, at = len(asked), whole.find(content, len(asked))
         at_alone = alone.find(content, begin)
         if not whole.startswith(asked) or not alone.startswith(asked) or at < 0 or at_alone < 0:
-            raise _WrongConversation(
+            raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and message {index} "
                 "cannot be located in its text; use a template with marks, such as --template "
                 "chatml"
@@ -105,7 +105,7 @@ class Template:
         tail = alone[at_alone + len(content) :].rstrip()
         end = at + len(content)
         if not whole.startswith(tail, end):
-            raise _WrongConversation(
+            raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and ends message "
                 f"{index} differently when others follow; use a template with marks, such as "
                 "--template chatml"
@@ -116,7 +116,7 @@ class Template:
         self, conversation: Conversation, messages: tuple[Message, ...], ask: bool = False
     ) -> str:
         if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
-            raise _WrongConversation("contains U+FDD0 or U+FDD1, which are not Unicode characters")
+            raise _TemplateError("contains U+FDD0 or U+FDD1, which are not Unicode characters")
         try:
             return _compiled(self.text).render(
                 messages=list(messages),
@@ -126,7 +126,7 @@ class Template:
                 **self.special,
             )
         except Exception as error:  # a template is user code and may raise anything
-            raise _WrongConversation(
+            raise _TemplateError(
                 f"the template {self.name} failed: {str(error) or type(error).__name__}"
             ) from None
 
@@ -153,7 +153,7 @@ def find_template(word: str, tokenizer: Tokenizer) -> Template:
     elif word in template_names():
         text = (_FOLDER / f"{word}.jinja").read_text()
     elif path.exists():
-        text = _of_path(path)
+        text = _read_template(path)
     else:
         raise DataError(
             f"--template {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
@@ -168,22 +168,22 @@ def template_names() -> list[str]:
     return sorted(path.name.removesuffix(".jinja") for path in _FOLDER.iterdir())
 
 
-def spelled_out(template: Template, tokenizer: Tokenizer) -> list[str]:
+def split_special_tokens(template: Template, tokenizer: Tokenizer) -> list[str]:
     """Return the special tokens of a template that the tokenizer splits into several tokens."""
     marks = dict.fromkeys(_MARK.findall(template.text))
-    return [mark for mark in marks if len(tokenizer.encode_places([mark])[0].tokens) > 1]
+    return [mark for mark in marks if len(tokenizer.encode_with_offsets([mark])[0].tokens) > 1]
 
 
 _FOLDER = resources.files("graphtrain.data.prepare") / "templates"
 
 
-def _of_path(path: Path) -> str:
+def _read_template(path: Path) -> str:
     if path.is_dir():
         names = ("chat_template.jinja", "tokenizer_config.json")
         path = next((path / name for name in names if (path / name).is_file()), path)
     try:
         text = path.read_text()
-        found = template_of(text) if path.suffix == ".json" else text
+        found = chat_template_of_config(text) if path.suffix == ".json" else text
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -204,7 +204,7 @@ def _check(template: Template) -> None:
         ) from None
 
 
-def _unmarked(whole: str) -> tuple[str, list[tuple[int, int]]]:
+def _strip_generation_marks(whole: str) -> tuple[str, list[tuple[int, int]]]:
     """Remove the marks around generated parts; return the text and the spans of these parts."""
     spans, parts, length = [], [], 0
     for number, part in enumerate(re.split(f"[{_BEGIN}{_END}]", whole)):

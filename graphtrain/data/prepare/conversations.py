@@ -28,16 +28,16 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: Any = None
-    learned_from: int = 0
+    train_from: int = 0
 
-    def is_learned(self, index: int) -> bool:
+    def is_trained_on(self, index: int) -> bool:
         """Return True if a message is an answer to train on; a weight of 0 excludes it."""
         message = self.messages[index]
         asked = message["role"] == "assistant" and message.get("weight") != 0
-        return asked and index >= self.learned_from
+        return asked and index >= self.train_from
 
 
-class _WrongRecord(ValueError):
+class _RecordError(ValueError):
     """Error in a record; the caller adds file and line."""
 
 
@@ -55,32 +55,32 @@ def read_conversations(record: Any, format: str, place: str) -> tuple[Conversati
     """
     try:
         if not isinstance(record, dict):
-            raise _WrongRecord("not a JSON object")
-        return FORMATS[recognised(record) if format == "auto" else format](record)
-    except _WrongRecord as error:
+            raise _RecordError("not a JSON object")
+        return FORMATS[detect_format(record) if format == "auto" else format](record)
+    except _RecordError as error:
         raise DataError(f"{place}: {error}") from None
 
 
-def recognised(record: dict[str, Any]) -> str:
+def detect_format(record: dict[str, Any]) -> str:
     """Detect the format of a record by its keys."""
     if "chosen" in record and "rejected" in record:
         return "preference"
     if "instruction" in record:
         belle = str(record["instruction"]).lstrip().startswith("Human:")
         return "belle" if belle else "alpaca"
-    for key, name in _BY_KEY.items():
+    for key, name in _FORMAT_BY_KEY.items():
         if key in record:
             return name
     found = ", ".join(map(repr, list(record)[:5])) or "nothing"
-    raise _WrongRecord(
+    raise _RecordError(
         f"has the keys {found}, which match no known format; name the format with --format"
     )
 
 
 def _alpaca(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse Alpaca: instruction, input, output; optional system, history of (question, answer)."""
-    messages = [*_system(record), *_turns(record.get("history") or ())]
-    return (_made([*messages, _instruction(record), _answer(_string(record, "output"))]),)
+    messages = [*_system(record), *_history_messages(record.get("history") or ())]
+    return (_conversation([*messages, _instruction(record), _answer(_string(record, "output"))]),)
 
 
 def _belle(record: dict[str, Any]) -> tuple[Conversation, ...]:
@@ -91,8 +91,8 @@ def _belle(record: dict[str, Any]) -> tuple[Conversation, ...]:
         messages.append(_question(question.strip()))
         messages.extend(_answer(answer.strip()) for answer in answers[:1] if answer.strip())
     if not messages or messages[-1]["role"] != "user":
-        raise _WrongRecord("'instruction' does not end with a question after Human:")
-    return (_made([*messages, _answer(_string(record, "output"))]),)
+        raise _RecordError("'instruction' does not end with a question after Human:")
+    return (_conversation([*messages, _answer(_string(record, "output"))]),)
 
 
 def _moss(record: dict[str, Any]) -> tuple[Conversation, ...]:
@@ -104,51 +104,57 @@ def _moss(record: dict[str, Any]) -> tuple[Conversation, ...]:
     if "chat" in record:
         turns = record["chat"]
         if not isinstance(turns, dict):
-            raise _WrongRecord("'chat' is not an object of turns")
+            raise _RecordError("'chat' is not an object of turns")
         for name, turn in turns.items():
             if turn is None:  # tables have a column for every turn of the longest chat
                 continue
             if not isinstance(turn, dict):
-                raise _WrongRecord(f"turn {name!r} of 'chat' is not an object")
-            messages.append(_question(_without(_string(turn, "Human"), "<|Human|>:", "<eoh>")))
-            messages.append(_answer(_without(_string(turn, "MOSS"), "<|MOSS|>:", "<eom>")))
+                raise _RecordError(f"turn {name!r} of 'chat' is not an object")
+            messages.append(
+                _question(_strip_affixes(_string(turn, "Human"), "<|Human|>:", "<eoh>"))
+            )
+            messages.append(_answer(_strip_affixes(_string(turn, "MOSS"), "<|MOSS|>:", "<eom>")))
     else:
         for turn in _string(record, "plain_text").split("[Human]:")[1:]:
             question, mark, answer = turn.partition("[MOSS]:")
             if not mark:
-                raise _WrongRecord("'plain_text' has a [Human]: without [MOSS]: after it")
-            messages.append(_question(_without(question, "", "<eoh>")))
-            messages.append(_answer(_without(answer, "", "<eoa>")))
-    return (_made(messages),)
+                raise _RecordError("'plain_text' has a [Human]: without [MOSS]: after it")
+            messages.append(_question(_strip_affixes(question, "", "<eoh>")))
+            messages.append(_answer(_strip_affixes(answer, "", "<eoa>")))
+    return (_conversation(messages),)
 
 
 def _leetcode(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse leetcode-python: a problem, then code and its explanation."""
     problem = _string(record, "code_with_problem").split("```", 1)[0].strip()
     answer = _string(record, "code_only") + "\n" + _string(record, "explanation_only")
-    return (_made([_question(problem), _answer(answer)]),)
+    return (_conversation([_question(problem), _answer(answer)]),)
 
 
 def _sharegpt(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse ShareGPT: `from` and `value` under conversations."""
-    return (_made([*_system(record), *_said(record, "conversations")], record.get("tools")),)
+    return (
+        _conversation(
+            [*_system(record), *_message_list(record, "conversations")], record.get("tools")
+        ),
+    )
 
 
 def _messages(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse OpenAI chat: `role` and `content` under messages."""
-    return (_made(_said(record, "messages"), record.get("tools")),)
+    return (_conversation(_message_list(record, "messages"), record.get("tools")),)
 
 
 def _preference(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse chosen and rejected: answers to a prompt, or message lists with a common prefix."""
-    ends = [_end(record, key) for key in ("chosen", "rejected")]
+    ends = [_answer_messages(record, key) for key in ("chosen", "rejected")]
     begin = _prompt(record)
     pair = [[*begin, *end] for end in ends]
     alike = takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
     shared = max(len(list(alike)), len(begin))
     if any(len(messages) == shared for messages in pair):
-        raise _WrongRecord("'chosen' and 'rejected' are the same, or one is a prefix of the other")
-    return tuple(_made(messages, record.get("tools"), shared) for messages in pair)
+        raise _RecordError("'chosen' and 'rejected' are the same, or one is a prefix of the other")
+    return tuple(_conversation(messages, record.get("tools"), shared) for messages in pair)
 
 
 FORMATS: dict[str, Callable[[dict[str, Any]], tuple[Conversation, ...]]] = {
@@ -160,7 +166,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], tuple[Conversation, ...]]] = {
     "messages": _messages,
     "preference": _preference,
 }
-_BY_KEY = {
+_FORMAT_BY_KEY = {
     "messages": "messages",
     "conversations": "sharegpt",
     "chat": "moss",
@@ -173,27 +179,27 @@ def _prompt(record: dict[str, Any]) -> list[Message]:
     """Return the prompt of a preference pair; empty if both answers already include it."""
     prompt = record.get("prompt")
     if isinstance(prompt, list):
-        return _said(record, "prompt")
+        return _message_list(record, "prompt")
     if prompt is not None:
         return [*_system(record), _question(_string(record, "prompt"))]
     if "instruction" in record:
-        history = _turns(record.get("history") or ())
+        history = _history_messages(record.get("history") or ())
         return [*_system(record), *history, _instruction(record)]
     for key in ("conversations", "messages"):
         if key in record:
-            return [*_system(record), *_said(record, key)]
+            return [*_system(record), *_message_list(record, key)]
     if isinstance(record["chosen"], str):
-        raise _WrongRecord("'chosen' is a text, and the record has no 'prompt'")
+        raise _RecordError("'chosen' is a text, and the record has no 'prompt'")
     return []
 
 
-def _end(record: dict[str, Any], key: str) -> list[Message]:
+def _answer_messages(record: dict[str, Any], key: str) -> list[Message]:
     """Return the messages of one answer: from a text, one message or a list of messages."""
     value = record.get(key)
     if isinstance(value, dict):
         return [_message(value, key)]
     if isinstance(value, list):
-        return _said(record, key)
+        return _message_list(record, key)
     return [_answer(_string(record, key))]
 
 
@@ -213,30 +219,30 @@ def _system(record: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": _string(record, "system")}]
 
 
-def _turns(history: Any) -> list[Message]:
+def _history_messages(history: Any) -> list[Message]:
     messages = []
     for turn in history if isinstance(history, list | tuple) else [history]:
         if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-            raise _WrongRecord("'history' is not a list of [question, answer] pairs")
+            raise _RecordError("'history' is not a list of [question, answer] pairs")
         messages += [_question(turn[0]), _answer(turn[1])]
     return messages
 
 
-def _said(record: dict[str, Any], key: str) -> list[Message]:
+def _message_list(record: dict[str, Any], key: str) -> list[Message]:
     value = record.get(key)
     if not isinstance(value, list) or not value:
-        raise _WrongRecord(f"{key!r} is not a list of messages")
+        raise _RecordError(f"{key!r} is not a list of messages")
     return [_message(message, f"{key}[{index}]") for index, message in enumerate(value)]
 
 
 def _message(message: Any, where: str) -> Message:
     """Return a message with a standard role name; keep its other keys."""
     if not isinstance(message, dict):
-        raise _WrongRecord(f"{where} is not an object")
+        raise _RecordError(f"{where} is not an object")
     names = ("from", "value") if "from" in message else ("role", "content")
     role = message.get(names[0])
     if not isinstance(role, str) or not role:
-        raise _WrongRecord(f"{where}: {names[0]!r} is absent, empty or not a string")
+        raise _RecordError(f"{where}: {names[0]!r} is absent, empty or not a string")
     others = {
         name: value for name, value in message.items() if name not in names and value is not None
     }
@@ -248,18 +254,20 @@ def _content(content: Any, where: str, name: str, may_be_absent: bool) -> str:
     if isinstance(content, list):  # OpenAI content parts
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise _WrongRecord(f"{where}: {name!r} has a part that is not text")
+            raise _RecordError(f"{where}: {name!r} has a part that is not text")
         return "".join(texts)  # type: ignore[arg-type]
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise _WrongRecord(f"{where}: {name!r} is absent or not a string")
+        raise _RecordError(f"{where}: {name!r} is absent or not a string")
     return content
 
 
-def _made(messages: Sequence[Message], tools: Any = None, learned_from: int = 0) -> Conversation:
+def _conversation(
+    messages: Sequence[Message], tools: Any = None, learned_from: int = 0
+) -> Conversation:
     if not messages:
-        raise _WrongRecord("has no messages")
+        raise _RecordError("has no messages")
     return Conversation(tuple(messages), tools, learned_from)
 
 
@@ -276,9 +284,9 @@ def _string(record: dict[str, Any], key: str) -> str:
         found = (
             "is absent" if key not in record else f"is {type(record[key]).__name__}, not a string"
         )
-        raise _WrongRecord(f"{key!r} {found}")
+        raise _RecordError(f"{key!r} {found}")
     return record[key]
 
 
-def _without(text: str, begin: str, end: str) -> str:
+def _strip_affixes(text: str, begin: str, end: str) -> str:
     return text.strip().removeprefix(begin).removesuffix(end).strip()

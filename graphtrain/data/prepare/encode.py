@@ -16,11 +16,11 @@ from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.tokenizer import Tokenizer
 from graphtrain.errors import DataError
 
-_AHEAD = 3  # chunks in flight per worker process; more uses memory without being faster
+_CHUNKS_PER_WORKER = 3  # chunks in flight per worker process; more uses memory without being faster
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChunk:
     """Documents of a chunk as concatenated tokens; a document without text has no tokens.
 
     Every record has the same number of documents. Conversations also have a loss mask.
@@ -29,32 +29,34 @@ class Encoded:
     chunk: Chunk
     tokens: np.ndarray
     sizes: np.ndarray  # tokens of each document
-    learned: np.ndarray | None = None  # spans to train on: begin and end in their document
-    learned_sizes: np.ndarray | None = None  # values in `learned`, two per span, of each document
+    loss_spans: np.ndarray | None = None  # spans to train on: begin and end in their document
+    loss_span_sizes: np.ndarray | None = None  # values in `learned`, two per span, of each document
 
 
-Encode = Callable[[Chunk], Encoded]  # called in worker processes; must be picklable
+ChunkEncoder = Callable[[Chunk], EncodedChunk]  # called in worker processes; must be picklable
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """Encoder of the texts of a corpus."""
 
     tokenizer: Tokenizer
     corpus: Corpus
     append_eod: bool
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
         documents = self.tokenizer.encode_batch(self.corpus.texts(chunk))
         if self.append_eod:
             assert self.tokenizer.eod is not None
             end = np.array([self.tokenizer.eod], np.int32)
             documents = [np.append(tokens, end) if len(tokens) else tokens for tokens in documents]
         sizes = np.array([len(tokens) for tokens in documents])
-        return Encoded(chunk, np.concatenate(documents).astype(np.int32), sizes)
+        return EncodedChunk(chunk, np.concatenate(documents).astype(np.int32), sizes)
 
 
-def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Iterator[Encoded]:
+def encode_chunks(
+    chunks: Iterable[Chunk], encoder: ChunkEncoder, workers: int
+) -> Iterator[EncodedChunk]:
     """Yield encoded chunks in order, using `workers` processes, or this process if it is 1.
 
     Raises:
@@ -68,7 +70,7 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Ite
     context.set_forkserver_preload([__name__])  # imported once, not by each worker process
     pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
     try:
-        yield from _in_order(pool, iter(chunks), _AHEAD * workers)
+        yield from _ordered_results(pool, iter(chunks), _CHUNKS_PER_WORKER * workers)
     except BrokenProcessPool:
         raise DataError(
             f"one of {workers} worker processes was killed, probably because memory ran out; use "
@@ -78,9 +80,11 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encode, workers: int) -> Ite
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) -> Iterator[Encoded]:
+def _ordered_results(
+    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int
+) -> Iterator[EncodedChunk]:
     """Yield results in the order of the chunks, reading at most `ahead` chunks in advance."""
-    waiting: collections.deque[Future[Encoded]] = collections.deque()
+    waiting: collections.deque[Future[EncodedChunk]] = collections.deque()
     for chunk in itertools.islice(chunks, ahead):
         waiting.append(pool.submit(_encode, chunk))
     while waiting:
@@ -89,15 +93,15 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) ->
         yield encoded
 
 
-_encoders: list[Encode] = []  # in a worker process: one, sent once because it is large
+_encoders: list[ChunkEncoder] = []  # in a worker process: one, sent once because it is large
 
 
-def _set_encoder(encoder: Encode) -> None:
+def _set_encoder(encoder: ChunkEncoder) -> None:
     _encoders[:] = [encoder]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Exit when the parent does: a killed parent leaves workers that wait forever for a chunk."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -105,5 +109,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(chunk: Chunk) -> Encoded:
+def _encode(chunk: Chunk) -> EncodedChunk:
     return _encoders[0](chunk)

@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.indexed.description import Conversations
+from graphtrain.data.indexed.description import ConversationSettings
 from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.chat_templates import (
-    Learn,
     Rendered,
     Template,
+    TrainOn,
     find_template,
-    spelled_out,
+    split_special_tokens,
 )
 from graphtrain.data.prepare.conversations import read_conversations
-from graphtrain.data.prepare.encode import Encode, Encoded
-from graphtrain.data.prepare.text import Prepared, Report, Work
+from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk
+from graphtrain.data.prepare.text import Preparation, PrepareResult, ProgressCallback
 from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
 
 @dataclass(frozen=True)
-class Instructed(Prepared):
+class InstructResult(PrepareResult):
     """Result of `instruct`: the datasets in a directory."""
 
     spelled_out: tuple[str, ...] = ()  # special tokens of the template that the tokenizer lacks
@@ -41,12 +41,12 @@ def instruct(
     *,
     template: str = "own",
     format: str = "auto",
-    learn: Learn = "answers",
+    learn: TrainOn = "answers",
     eod: str | None = None,
     workers: int | None = None,
-    report: Report = lambda stage, fraction: None,
+    report: ProgressCallback = lambda stage, fraction: None,
     **corpus: Any,
-) -> Instructed:
+) -> InstructResult:
     """Make datasets of conversations or of preference pairs, as `prepare` does of texts.
 
     The loss mask of the dataset PREFIX is stored in PREFIX_learned. Records without an answer to
@@ -72,10 +72,10 @@ def instruct(
             f"--tokenizer {tokenizer}: a tokenizer cannot be trained on conversations; give the "
             "tokenizer of the model, or train one with: graphtrain data tokenizer"
         )
-    files = Corpus.of(inputs, keys=(), **corpus)
+    files = Corpus.from_inputs(inputs, keys=(), **corpus)
     known = load_tokenizer(tokenizer, eod)
     chosen = find_template(template, known)
-    making = Instructions(chosen, format, learn, _are_pairs(files, format))
+    making = InstructionEncoder(chosen, format, learn, _is_preference_corpus(files, format))
     if making.pairs and learn == "all":
         raise DataError(
             "--learn all does not apply to preference pairs, where only the answers are compared; "
@@ -83,17 +83,17 @@ def instruct(
         )
     identity = format, making.conversations.template_digest, learn
     request = manifest.Request.of(files, tokenizer, False, eod, identity)
-    made = Work(Path(output), files, making, workers, report).prepared(request, tokenizer)
-    return Instructed(**vars(made), spelled_out=tuple(spelled_out(chosen, known)))
+    made = Preparation(Path(output), files, making, workers, report).run(request, tokenizer)
+    return InstructResult(**vars(made), spelled_out=tuple(split_special_tokens(chosen, known)))
 
 
 @dataclass(frozen=True)
-class Instructions:
+class InstructionEncoder:
     """Conversations or preference pairs: each conversation becomes one document."""
 
     template: Template
     format: str
-    learn: Learn
+    learn: TrainOn
     pairs: bool
     append_eod = False  # the template ends the answers
 
@@ -102,21 +102,21 @@ class Instructions:
         return 2 if self.pairs else 1
 
     @property
-    def conversations(self) -> Conversations:
+    def conversations(self) -> ConversationSettings:
         digest = hashlib.sha256(repr((self.template.text, *self.template.special.items())).encode())
-        return Conversations(
+        return ConversationSettings(
             template=self.template.name,
             template_digest=digest.hexdigest(),
             learn=self.learn,
             pairs=self.pairs,
         )
 
-    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> ChunkEncoder:
         return ConversationEncoder(tokenizer, corpus, self)
 
     def save(self, directory: Path) -> tuple[str, ...]:
         """Write the template, under the file name that transformers reads."""
-        with replacing(directory / CHAT_TEMPLATE) as file:
+        with atomic_write(directory / CHAT_TEMPLATE) as file:
             file.write(self.template.text.encode())
         return (CHAT_TEMPLATE,)
 
@@ -127,23 +127,23 @@ class ConversationEncoder:
 
     tokenizer: Tokenizer
     corpus: Corpus
-    making: Instructions
+    making: InstructionEncoder
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
         rendered = [
             text
-            for place, record in self.corpus.objects(chunk)
+            for place, record in self.corpus.records(chunk)
             for text in self._rendered(record, place)
         ]
         documents, learned = [], []
-        placed = self.tokenizer.encode_places([one.text for one in rendered])
+        placed = self.tokenizer.encode_with_offsets([one.text for one in rendered])
         for one, tokens in zip(rendered, placed, strict=True):
             spans = tokens.spans(one.spans)
             documents.append(tokens.tokens if spans else tokens.tokens[:0])
             learned.append(np.array(spans, np.int32).reshape(-1))
         if self.making.pairs:
-            _leave_out_halves(documents, learned)
-        return Encoded(
+            _drop_incomplete_pairs(documents, learned)
+        return EncodedChunk(
             chunk,
             np.concatenate(documents).astype(np.int32),
             np.array(list(map(len, documents))),
@@ -163,7 +163,7 @@ class ConversationEncoder:
         return [render(conversation, learn, place) for conversation in conversations]
 
 
-def _leave_out_halves(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:
+def _drop_incomplete_pairs(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:
     """Empty both documents of a pair if one of them has nothing to train on."""
     for first in range(0, len(documents), 2):
         pair = first, first + 1
@@ -172,10 +172,10 @@ def _leave_out_halves(documents: list[np.ndarray], learned: list[np.ndarray]) ->
                 each[index] = each[index][:0]
 
 
-def _are_pairs(corpus: Corpus, format: str) -> bool:
+def _is_preference_corpus(corpus: Corpus, format: str) -> bool:
     """Return True if the first record is a preference pair."""
     for chunk in corpus.chunks():
-        for place, record in corpus.objects(chunk):
+        for place, record in corpus.records(chunk):
             return len(read_conversations(record, format, place)) == 2
     names = ", ".join(map(str, corpus.paths))
     raise DataError(f"{names}: the corpus is empty; give files that contain conversations")

@@ -10,10 +10,10 @@ from graphtrain.data.readers.cleaning import hook_digest
 from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.readers.json_lines import open_file
 from graphtrain.data.tokenizers.tokenizer import load_tokenizer
-from graphtrain.files import content_digest, replacing
+from graphtrain.files import atomic_write, content_digest
 
 _FORMAT = 2  # version of the output of prepare; increase it when equal requests give other files
-_LEARNED = "sentencepiece:"
+_TRAINED_PREFIX = "sentencepiece:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Request:
 def write_manifest(directory: Path, request: Request, files: Sequence[str]) -> None:
     """Record a request and the sizes of the files made from it."""
     lengths = {name: (directory / name).stat().st_size for name in files}
-    with replacing(directory / "manifest.json") as file:
+    with atomic_write(directory / "manifest.json") as file:
         record = {"request": asdict(request), "files": lengths}
         file.write((json.dumps(record, indent=2) + "\n").encode())
 
@@ -93,7 +93,7 @@ def is_up_to_date(directory: Path, request: Request) -> bool:
 
 
 def _tokenizer_identity(spec: str, eod: str | None) -> str:
-    if spec.startswith(_LEARNED):
+    if spec.startswith(_TRAINED_PREFIX):
         return f"{spec} by {importlib.metadata.version('sentencepiece')}"
     tokenizer = load_tokenizer(spec, eod)  # the end token may come from a companion file
     return f"{tokenizer.digest}, documents end with {tokenizer.eod}"

@@ -7,34 +7,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.indexed.writer import Written
-from graphtrain.data.readers.corpus import BEGINNING, Position
-from graphtrain.data.readers.records import Place
-from graphtrain.files import replacing
+from graphtrain.data.indexed.writer import WrittenCounts
+from graphtrain.data.readers.corpus import CORPUS_START, CorpusPosition
+from graphtrain.data.readers.records import FilePosition
+from graphtrain.files import atomic_write
 
 _DIRECTORY = ".unfinished"
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """Files on disk for a request: its splits up to a position of the corpus."""
 
     request: Mapping[str, Any]
     tokenizer: str  # argument of `load_tokenizer`
-    position: Position = BEGINNING
-    written: Mapping[str, Written] | None = None  # by split; None: nothing yet
+    position: CorpusPosition = CORPUS_START
+    written: Mapping[str, WrittenCounts] | None = None  # by split; None: nothing yet
 
-    def at(self, position: Position, written: Mapping[str, Written]) -> "Progress":
+    def at_position(
+        self, position: CorpusPosition, written: Mapping[str, WrittenCounts]
+    ) -> "PrepareProgress":
         """Return a copy at another position."""
         return replace(self, position=position, written=written)
 
 
-def unfinished(directory: Path) -> Path:
+def resume_folder(directory: Path) -> Path:
     """Return the folder of files needed only to resume, such as a newly trained tokenizer."""
     return directory / _DIRECTORY
 
 
-def write_progress(directory: Path, progress: Progress) -> None:
+def write_progress(directory: Path, progress: PrepareProgress) -> None:
     """Save the progress; all that it lists must already be on disk."""
     record = {
         "request": progress.request,
@@ -42,23 +44,23 @@ def write_progress(directory: Path, progress: Progress) -> None:
         "position": progress.position,
         "written": progress.written,
     }
-    with replacing(unfinished(directory) / "progress.json") as file:
+    with atomic_write(resume_folder(directory) / "progress.json") as file:
         file.write(json.dumps(record).encode())
 
 
-def read_progress(directory: Path, request: Mapping[str, Any]) -> Progress | None:
+def read_progress(directory: Path, request: Mapping[str, Any]) -> PrepareProgress | None:
     """Return the saved progress of a request; None if there is none for this request."""
     try:
-        record = json.loads((unfinished(directory) / "progress.json").read_text())
+        record = json.loads((resume_folder(directory) / "progress.json").read_text())
         if record["request"] != json.loads(json.dumps(request)):
             return None
         file, place, documents = record["position"]
         written = record["written"]
-        return Progress(
+        return PrepareProgress(
             request,
             record["tokenizer"],
-            Position(file, Place(*place), documents),
-            written and {name: Written(*counts) for name, counts in written.items()},
+            CorpusPosition(file, FilePosition(*place), documents),
+            written and {name: WrittenCounts(*counts) for name, counts in written.items()},
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent or damaged: start from the beginning
@@ -66,4 +68,4 @@ def read_progress(directory: Path, request: Mapping[str, Any]) -> Progress | Non
 
 def remove_progress(directory: Path) -> None:
     """Remove the saved progress of a directory."""
-    shutil.rmtree(unfinished(directory), ignore_errors=True)
+    shutil.rmtree(resume_folder(directory), ignore_errors=True)

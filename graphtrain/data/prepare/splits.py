@@ -10,22 +10,22 @@ import numpy as np
 
 from graphtrain.data.indexed.dataset import HEADER, dataset_paths, token_dtype
 from graphtrain.data.indexed.description import (
-    Conversations,
-    Description,
+    ConversationSettings,
+    DatasetDescription,
     file_digests,
     write_description,
 )
-from graphtrain.data.indexed.loss_spans import SPANS, learned_prefix, spans_writer
-from graphtrain.data.indexed.writer import NOTHING, IndexedWriter, Written
+from graphtrain.data.indexed.loss_spans import SPAN_DTYPE, loss_spans_prefix, loss_spans_writer
+from graphtrain.data.indexed.writer import NOTHING_WRITTEN, IndexedWriter, WrittenCounts
 from graphtrain.data.prepare import manifest
-from graphtrain.data.prepare.encode import Encoded
-from graphtrain.data.prepare.progress import Progress, remove_progress, write_progress
+from graphtrain.data.prepare.encode import EncodedChunk
+from graphtrain.data.prepare.progress import PrepareProgress, remove_progress, write_progress
 from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import partial_path
 
-NAMES = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 _ENDINGS = ("bin", "idx", "json")
 _SAVE_EVERY = 10.0  # seconds between saves of the progress; a kill loses at most this work
 
@@ -33,10 +33,10 @@ _SAVE_EVERY = 10.0  # seconds between saves of the progress; a kill loses at mos
 def split_names(corpus: Corpus) -> tuple[str, ...]:
     """Return the names of the splits that a corpus has."""
     fractions = (1.0, corpus.validation, corpus.test)
-    return tuple(name for name, fraction in zip(NAMES, fractions, strict=True) if fraction)
+    return tuple(name for name, fraction in zip(SPLITS, fractions, strict=True) if fraction)
 
 
-class Splits:
+class SplitWriters:
     """Context manager that writes all splits; on disk they appear together, or not at all.
 
     An error leaves the directory unchanged. An interruption leaves partial files and a record of
@@ -55,7 +55,7 @@ class Splits:
         directory: Path,
         corpus: Corpus,
         tokenizer: Tokenizer,
-        progress: Progress,
+        progress: PrepareProgress,
         learned: bool = False,
     ) -> None:
         self._directory, self._corpus, self._tokenizer = directory, corpus, tokenizer
@@ -63,16 +63,20 @@ class Splits:
         self._saved = time.monotonic()
         kept = progress.written or {}
         self._writers = {
-            name: IndexedWriter(directory / name, tokenizer.vocab, keep=kept.get(name, NOTHING))
+            name: IndexedWriter(
+                directory / name, tokenizer.vocab, keep=kept.get(name, NOTHING_WRITTEN)
+            )
             for name in split_names(corpus)
         }
         self._learned = {
-            name: spans_writer(directory / name, kept.get(learned_prefix(name), NOTHING))
+            name: loss_spans_writer(
+                directory / name, kept.get(loss_spans_prefix(name), NOTHING_WRITTEN)
+            )
             for name in (self._writers if learned else ())
         }
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Splits":
+    def __enter__(self) -> "SplitWriters":
         with self._stack:
             for writer in self._all.values():
                 self._stack.enter_context(writer)
@@ -102,22 +106,22 @@ class Splits:
     @property
     def _all(self) -> dict[str, IndexedWriter]:
         """Writers by file name: those of the tokens, then those of the loss masks."""
-        learned = {learned_prefix(name): writer for name, writer in self._learned.items()}
+        learned = {loss_spans_prefix(name): writer for name, writer in self._learned.items()}
         return self._writers | learned
 
-    def write(self, encoded: Encoded) -> None:
+    def write(self, encoded: EncodedChunk) -> None:
         """Write the documents of a chunk that are not empty, each to its split."""
         split = self._corpus.split(encoded.chunk)
         split = np.repeat(split, len(encoded.sizes) // len(split))
-        for number, name in enumerate(NAMES):
+        for number, name in enumerate(SPLITS):
             mask = split == number
             if mask.any():
                 sizes = encoded.sizes[mask]
                 tokens = encoded.tokens[np.repeat(mask, encoded.sizes)]
                 self._writers[name].extend(tokens, sizes[sizes > 0])
-                if encoded.learned is not None and encoded.learned_sizes is not None:
-                    spans = encoded.learned[np.repeat(mask, encoded.learned_sizes)]
-                    self._learned[name].extend(spans, encoded.learned_sizes[mask][sizes > 0])
+                if encoded.loss_spans is not None and encoded.loss_span_sizes is not None:
+                    spans = encoded.loss_spans[np.repeat(mask, encoded.loss_span_sizes)]
+                    self._learned[name].extend(spans, encoded.loss_span_sizes[mask][sizes > 0])
         if time.monotonic() - self._saved > _SAVE_EVERY:
             self._save(encoded)
 
@@ -131,17 +135,19 @@ class Splits:
         for writer in self._all.values():
             writer.complete()
         manifest.remove_manifest(self._directory)
-        for name in (*NAMES, *map(learned_prefix, NAMES)):
+        for name in (*SPLITS, *map(loss_spans_prefix, SPLITS)):
             unwanted = _ENDINGS if name not in self._all else ("json",)
             for ending in unwanted:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
         (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
 
-    def describe(self, append_eod: bool, conversations: Conversations | None = None) -> list[str]:
+    def describe(
+        self, append_eod: bool, conversations: ConversationSettings | None = None
+    ) -> list[str]:
         """Write tokenizer and descriptions next to finished datasets; return all file names."""
         saved = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
-            description = Description(
+            description = DatasetDescription(
                 tokenizer=self._tokenizer.kind,
                 tokenizer_digest=self._tokenizer.digest,
                 tokenizer_file=saved[0] if saved else None,
@@ -156,11 +162,13 @@ class Splits:
         files = [f"{name}.{ending}" for name in self._all for ending in _ENDINGS[:2]]
         return [*files, *(f"{name}.json" for name in self._writers), *saved]
 
-    def _save(self, encoded: Encoded) -> None:
+    def _save(self, encoded: EncodedChunk) -> None:
         for writer in self._all.values():
             writer.sync()
         written = {name: writer.written for name, writer in self._all.items()}
-        write_progress(self._directory, self._progress.at(encoded.chunk.after, written))
+        write_progress(
+            self._directory, self._progress.at_position(encoded.chunk.next_position, written)
+        )
         self._saved = time.monotonic()
 
     def _check_sizes(self) -> None:
@@ -181,11 +189,11 @@ class Splits:
                 )
 
 
-def are_there(directory: Path, vocab: int, written: Mapping[str, Written]) -> bool:
+def partial_files_exist(directory: Path, vocab: int, written: Mapping[str, WrittenCounts]) -> bool:
     """Return True if the partial files contain everything that the progress record lists."""
     for name, (documents, tokens) in written.items():
-        learned = any(name == learned_prefix(split) for split in NAMES)
-        width = (SPANS if learned else token_dtype(vocab)).itemsize
+        learned = any(name == loss_spans_prefix(split) for split in SPLITS)
+        width = (SPAN_DTYPE if learned else token_dtype(vocab)).itemsize
         needed = tokens * width, documents and HEADER.size + 4 * documents
         for path, nbytes in zip(dataset_paths(directory / name), needed, strict=True):
             partial = partial_path(path)

@@ -10,11 +10,20 @@ from typing import Protocol
 
 from filelock import FileLock
 
-from graphtrain.data.indexed.description import Conversations, Description, read_description
+from graphtrain.data.indexed.description import (
+    ConversationSettings,
+    DatasetDescription,
+    read_description,
+)
 from graphtrain.data.prepare import manifest
-from graphtrain.data.prepare.encode import Encode, Encoder, encode_chunks
-from graphtrain.data.prepare.progress import Progress, read_progress, unfinished, write_progress
-from graphtrain.data.prepare.splits import Splits, are_there, split_names
+from graphtrain.data.prepare.encode import ChunkEncoder, TextEncoder, encode_chunks
+from graphtrain.data.prepare.progress import (
+    PrepareProgress,
+    read_progress,
+    resume_folder,
+    write_progress,
+)
+from graphtrain.data.prepare.splits import SplitWriters, partial_files_exist, split_names
 from graphtrain.data.readers.corpus import TRAIN, Corpus
 from graphtrain.data.readers.records import TextDocument
 from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -22,21 +31,25 @@ from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 from lowering.machine import host
 
-Report = Callable[[str, float], None]  # called with the current stage and its completed fraction
+ProgressCallback = Callable[
+    [str, float], None
+]  # called with the current stage and its completed fraction
 
-_PER_WORKER = 4 << 20  # bytes of text; tokenizing less takes less time than starting a process
+_BYTES_PER_WORKER = (
+    4 << 20
+)  # bytes of text; tokenizing less takes less time than starting a process
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PrepareResult:
     """Result of `prepare`: the datasets in a directory."""
 
     directory: Path
-    train: Description
-    validation: Description | None
-    test: Description | None
+    train: DatasetDescription
+    validation: DatasetDescription | None
+    test: DatasetDescription | None
     up_to_date: bool  # the directory already contained the result; nothing was written
-    left_out: int = 0  # records that contributed no document
+    skipped_records: int = 0  # records that contributed no document
 
 
 def prepare(
@@ -53,8 +66,8 @@ def prepare(
     test: float = 0.0,
     seed: int = 0,
     workers: int | None = None,
-    report: Report = lambda stage, fraction: None,
-) -> Prepared:
+    report: ProgressCallback = lambda stage, fraction: None,
+) -> PrepareResult:
     """Make OUTPUT/train, validation and test from text files; equal inputs give equal bytes.
 
     If the directory already contains the result, nothing is written. If preparing fails, the
@@ -81,7 +94,7 @@ def prepare(
     Raises:
         DataError: an input, the tokenizer or the output cannot be used.
     """
-    corpus = Corpus.of(
+    corpus = Corpus.from_inputs(
         inputs,
         keys=tuple(keys),
         clean=tuple(clean),
@@ -91,11 +104,11 @@ def prepare(
         seed=seed,
     )
     request = manifest.Request.of(corpus, tokenizer, append_eod, eod)
-    work = Work(Path(output), corpus, Texts(append_eod), workers, report)
-    return work.prepared(request, tokenizer)
+    work = Preparation(Path(output), corpus, TextConverter(append_eod), workers, report)
+    return work.run(request, tokenizer)
 
 
-class Making(Protocol):
+class RecordEncoder(Protocol):
     """Conversion of records into documents."""
 
     @property
@@ -109,11 +122,11 @@ class Making(Protocol):
         ...
 
     @property
-    def conversations(self) -> Conversations | None:
+    def conversations(self) -> ConversationSettings | None:
         """Description of the conversations; None for plain text, which has no loss mask."""
         ...
 
-    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> ChunkEncoder:
         """Return the function that encodes chunks of the corpus."""
         ...
 
@@ -123,35 +136,35 @@ class Making(Protocol):
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextConverter:
     """Plain text: each record becomes one document."""
 
     append_eod: bool
     documents = 1
     conversations = None
 
-    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> Encode:
+    def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> ChunkEncoder:
         if self.append_eod and tokenizer.eod is None:
             raise DataError(
                 "the tokenizer has no end-of-document token; name one with --eod-token, choose "
                 "another tokenizer, or pass --no-eod"
             )
-        return Encoder(tokenizer, corpus, self.append_eod)
+        return TextEncoder(tokenizer, corpus, self.append_eod)
 
     def save(self, directory: Path) -> tuple[str, ...]:
         return ()
 
 
-class Work:
+class Preparation:
     """One pass over a corpus that writes the datasets of a directory."""
 
     def __init__(
         self,
         directory: Path,
         corpus: Corpus,
-        making: Making,
+        making: RecordEncoder,
         workers: int | None,
-        report: Report,
+        report: ProgressCallback,
     ) -> None:
         self.directory = directory
         self._corpus = corpus
@@ -162,7 +175,7 @@ class Work:
         self._fraction = 0.0  # of the corpus that has been tokenized
         self._nbytes = 0  # written so far
 
-    def prepared(self, request: manifest.Request, spec: str) -> Prepared:
+    def run(self, request: manifest.Request, spec: str) -> PrepareResult:
         """Return the content of the directory; write it first unless it is up to date.
 
         Raises:
@@ -180,13 +193,15 @@ class Work:
         train = found["train"]
         assert train is not None
         held_out = found.get("validation"), found.get("test")
-        return Prepared(self.directory, train, *held_out, up_to_date, self._left_out)
+        return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out)
 
     def _write(self, request: manifest.Request, spec: str) -> list[str]:
         """Write the datasets, descriptions and tokenizer; return the file names."""
         tokenizer, progress = self._beginning(request, spec)
         encoder, about = self._making.encoder(tokenizer, self._corpus), self._making.conversations
-        with Splits(self.directory, self._corpus, tokenizer, progress, about is not None) as splits:
+        with SplitWriters(
+            self.directory, self._corpus, tokenizer, progress, about is not None
+        ) as splits:
             records = self._tokenize(tokenizer, encoder, splits, progress)
             self._left_out = records - splits.documents // self._making.documents
             splits.complete()
@@ -210,7 +225,7 @@ class Work:
                 f"in {self.directory}. Free space there, or choose another --output"
             ) from None
 
-    def _beginning(self, request: manifest.Request, spec: str) -> tuple[Tokenizer, Progress]:
+    def _beginning(self, request: manifest.Request, spec: str) -> tuple[Tokenizer, PrepareProgress]:
         """Return the tokenizer and the progress of an interrupted preparation of this request."""
         asked = asdict(request)
         progress = read_progress(self.directory, asked)
@@ -220,43 +235,47 @@ class Work:
             except DataError:  # the folder was moved since; use the tokenizer that was asked for
                 pass
             else:
-                if are_there(self.directory, tokenizer.vocab, progress.written or {}):
+                if partial_files_exist(self.directory, tokenizer.vocab, progress.written or {}):
                     return tokenizer, progress
         kind, _, size = spec.partition(":")
         if kind != "sentencepiece":
-            return load_tokenizer(spec, request.eod), Progress(asked, spec)
+            return load_tokenizer(spec, request.eod), PrepareProgress(asked, spec)
         if not size.isdecimal():
             raise DataError(
                 f"--tokenizer {spec}: give the vocabulary size, for example sentencepiece:32000"
             )
         tokenizer = train_sentencepiece(training_texts(self._corpus, self._report), int(size))
-        (name,) = tokenizer.save(unfinished(self.directory))
-        progress = Progress(asked, str(unfinished(self.directory) / name))
+        (name,) = tokenizer.save(resume_folder(self.directory))
+        progress = PrepareProgress(asked, str(resume_folder(self.directory) / name))
         write_progress(self.directory, progress)  # do not repeat the training of the tokenizer
         return tokenizer, progress
 
     def _tokenize(
-        self, tokenizer: Tokenizer, encoder: Encode, splits: Splits, progress: Progress
+        self,
+        tokenizer: Tokenizer,
+        encoder: ChunkEncoder,
+        splits: SplitWriters,
+        progress: PrepareProgress,
     ) -> int:
         """Write the documents after the recorded progress; return the total number of records."""
-        workers = self._workers or _workers_that_pay(self._corpus, tokenizer)
+        workers = self._workers or _default_workers(self._corpus, tokenizer)
         total = max(self._corpus.nbytes, 1)
         chunks = self._corpus.chunks(progress.position)
         records = progress.position.documents
         for encoded in encode_chunks(chunks, encoder, workers):
-            self._fraction = min(encoded.chunk.read / total, 1.0)
+            self._fraction = min(encoded.chunk.bytes_read / total, 1.0)
             splits.write(encoded)
-            records = encoded.chunk.after.documents
+            records = encoded.chunk.next_position.documents
             self._nbytes = splits.nbytes
             self._report("tokenizing", self._fraction)
         return records
 
 
-def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
+def training_texts(corpus: Corpus, report: ProgressCallback) -> Iterator[str]:
     """Yield the cleaned training texts of a corpus, without held-out documents."""
     total = max(corpus.nbytes, 1)
     for chunk in corpus.chunks():
-        report("reading for the tokenizer", min(chunk.read / total, 1.0))
+        report("reading for the tokenizer", min(chunk.bytes_read / total, 1.0))
         split = corpus.split(chunk)
         for text, number in zip(corpus.texts(chunk), split, strict=True):
             if number == TRAIN:
@@ -264,10 +283,10 @@ def training_texts(corpus: Corpus, report: Report) -> Iterator[str]:
     report("training the tokenizer", 0.0)
 
 
-def _workers_that_pay(corpus: Corpus, tokenizer: Tokenizer) -> int:
+def _default_workers(corpus: Corpus, tokenizer: Tokenizer) -> int:
     if isinstance(tokenizer, ByteTokenizer):
         return 1  # sending text to another process takes longer than encoding it
-    return max(1, min(host.usable_cores(), corpus.nbytes // _PER_WORKER))
+    return max(1, min(host.usable_cores(), corpus.nbytes // _BYTES_PER_WORKER))
 
 
 def _size(nbytes: float) -> str:

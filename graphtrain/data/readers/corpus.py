@@ -10,9 +10,9 @@ import numpy as np
 
 from graphtrain.data.readers import tables
 from graphtrain.data.readers.cleaning import clean
-from graphtrain.data.readers.json_lines import PACKED, open_file, read_lines
-from graphtrain.data.readers.records import Group, Place, Record, TextDocument
-from graphtrain.data.shuffle import chosen
+from graphtrain.data.readers.json_lines import COMPRESSED_SUFFIXES, open_file, read_lines
+from graphtrain.data.readers.records import FilePosition, Record, RecordGroup, TextDocument
+from graphtrain.data.shuffle import sample_mask
 from graphtrain.errors import DataError
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # splits
@@ -20,15 +20,15 @@ _SPLIT = 0x73706C6974  # salt: makes this choice independent of other uses of th
 _TEXT = (".txt", ".text")
 
 
-class Position(NamedTuple):
+class CorpusPosition(NamedTuple):
     """Position in a corpus at which reading starts; saved as JSON to resume a preparation."""
 
     file: int = 0
-    place: Place = Place()
+    place: FilePosition = FilePosition()
     documents: int = 0  # number of documents before it in the entire corpus
 
 
-BEGINNING = Position()
+CORPUS_START = CorpusPosition()
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Chunk:
     """Some documents of one file, unparsed."""
 
     path: Path
-    numbers: tuple[int, ...]  # line or row numbers in the file, from 1
+    line_numbers: tuple[int, ...]  # line or row numbers in the file, from 1
     records: tuple[Record, ...]
     first_document: int  # index of the first document in the entire corpus
-    after: Position  # at which the next chunk begins
-    read: int  # bytes read so far of all files, compressed bytes if they are compressed
+    next_position: CorpusPosition  # at which the next chunk begins
+    bytes_read: int  # bytes read so far of all files, compressed bytes if they are compressed
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Corpus:
     seed: int = 0
 
     @classmethod
-    def of(cls, inputs: Sequence[str | Path], **settings: Any) -> "Corpus":
+    def from_inputs(cls, inputs: Sequence[str | Path], **settings: Any) -> "Corpus":
         """Build a corpus from files, and folders written by `datasets.Dataset.save_to_disk`.
 
         Args:
@@ -85,7 +85,7 @@ class Corpus:
         """Size of all files in bytes; of compressed files, their compressed size."""
         return sum(path.stat().st_size for path in self.paths)
 
-    def chunks(self, start: Position = BEGINNING) -> Iterator[Chunk]:
+    def chunks(self, start: CorpusPosition = CORPUS_START) -> Iterator[Chunk]:
         """Yield the documents from a position on, in order, in chunks of about a megabyte.
 
         Raises:
@@ -96,16 +96,16 @@ class Corpus:
         for file, path in enumerate(self.paths[start.file :], start.file):
             for group in self._groups(path, place):
                 first, documents = documents, documents + len(group.records)
-                after = Position(file, group.after, documents)
+                after = CorpusPosition(file, group.next_position, documents)
                 yield Chunk(path, group.numbers, group.records, first, after, finished + group.read)
             finished += path.stat().st_size
-            place = Place()
+            place = FilePosition()
 
     def split(self, chunk: Chunk) -> np.ndarray:
         """Return the split of each document of a chunk, a function of its index and the seed."""
         numbers = np.arange(chunk.first_document, chunk.first_document + len(chunk.records))
-        held_out = chosen(numbers, self.validation + self.test, _SPLIT, self.seed)
-        validation = chosen(numbers, self.validation, _SPLIT, self.seed)
+        held_out = sample_mask(numbers, self.validation + self.test, _SPLIT, self.seed)
+        validation = sample_mask(numbers, self.validation, _SPLIT, self.seed)
         return np.where(validation, VALIDATION, np.where(held_out, TEST, TRAIN))
 
     def texts(self, chunk: Chunk) -> list[str]:
@@ -115,21 +115,21 @@ class Corpus:
             DataError: a record is not an object with strings under the keys, or a hook fails; names
                 file and line.
         """
-        unit = "row" if chunk.path.suffix in tables.ENDINGS else "line"
+        unit = "row" if chunk.path.suffix in tables.TABLE_SUFFIXES else "line"
         found = []
-        for number, record in zip(chunk.numbers, chunk.records, strict=True):
+        for number, record in zip(chunk.line_numbers, chunk.records, strict=True):
             place = f"{chunk.path}: {unit} {number}"
             found.append(clean(self._text(chunk.path, record, place), self.clean, place))
         return found
 
-    def objects(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
+    def records(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the place (file and line, for messages) and the parsed record of each document.
 
         Raises:
             DataError: a record is not a JSON object; names file and line.
         """
-        unit = "row" if chunk.path.suffix in tables.ENDINGS else "line"
-        for number, record in zip(chunk.numbers, chunk.records, strict=True):
+        unit = "row" if chunk.path.suffix in tables.TABLE_SUFFIXES else "line"
+        for number, record in zip(chunk.line_numbers, chunk.records, strict=True):
             place = f"{chunk.path}: {unit} {number}"
             yield place, _parsed(record, (), place) if isinstance(record, bytes) else record
 
@@ -142,15 +142,15 @@ class Corpus:
             return _text(record, self.keys[0], place)
         return "\n\n".join([_text(record, key, place) for key in self.keys])
 
-    def _groups(self, path: Path, start: Place) -> Iterator[Group]:
-        if path.suffix in tables.ENDINGS:
+    def _groups(self, path: Path, start: FilePosition) -> Iterator[RecordGroup]:
+        if path.suffix in tables.TABLE_SUFFIXES:
             open_file(path).close()  # reports a missing file in the same words as for other formats
             return tables.read_rows(path, self.keys, start)
         return read_lines(path, self.text_document if _is_text(path) else "line", start)
 
 
 def _is_text(path: Path) -> bool:
-    return (Path(path.stem) if path.suffix in PACKED else path).suffix in _TEXT
+    return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix in _TEXT
 
 
 def _decoded(text: bytes, place: str) -> str:

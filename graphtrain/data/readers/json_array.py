@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graphtrain.data.readers.records import Item, Place
+from graphtrain.data.readers.records import FilePosition, LocatedRecord
 from graphtrain.errors import DataError
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -14,7 +14,7 @@ _INSIDE = re.compile(rb'["\\]')  # inside a string
 _BETWEEN = b" \t\r\n,"
 
 
-def begins_array(file: Any) -> bool:
+def is_json_array(file: Any) -> bool:
     """Return True if the first byte that is not blank opens a JSON array."""
     file.seek(0)
     while block := file.read(_BLOCK):
@@ -23,7 +23,9 @@ def begins_array(file: Any) -> bool:
     return False
 
 
-def array_items(path: Path, file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
+def array_items(
+    path: Path, file: Any, raw: BinaryIO, start: FilePosition
+) -> Iterator[LocatedRecord]:
     """Yield the elements of an array from a place on; offset 0 is before the opening bracket.
 
     Raises:
@@ -34,7 +36,7 @@ def array_items(path: Path, file: Any, raw: BinaryIO, start: Place) -> Iterator[
         scanner.open(file)
     while block := file.read(_BLOCK):
         for element, number, after in scanner.elements(block):
-            yield Item(number, element, after, raw.tell())
+            yield LocatedRecord(number, element, after, raw.tell())
         if scanner.ended:
             return
     raise DataError(
@@ -46,7 +48,7 @@ def array_items(path: Path, file: Any, raw: BinaryIO, start: Place) -> Iterator[
 class _Scanner:
     """Scanner that finds the ends of elements; it does not validate their content."""
 
-    def __init__(self, start: Place) -> None:
+    def __init__(self, start: FilePosition) -> None:
         self.offset, self.number = start  # position of the first waiting byte
         self.ended = False
         self._waiting = b""
@@ -60,7 +62,7 @@ class _Scanner:
             self.offset, self.number = self.offset + 1, self.number + byte.count(b"\n")
         self.offset += 1
 
-    def elements(self, block: bytes) -> Iterator[tuple[bytes, int, Place]]:
+    def elements(self, block: bytes) -> Iterator[tuple[bytes, int, FilePosition]]:
         """Yield the elements completed by a block, each with its first line and the place after."""
         self._waiting += block
         while (end := self._end()) is not None:
@@ -71,7 +73,7 @@ class _Scanner:
             self.number += element.count(b"\n")
             self._waiting, self._at = self._waiting[end:], 0
             if content := content.rstrip():
-                yield content, number, Place(self.offset, self.number)
+                yield content, number, FilePosition(self.offset, self.number)
             if self.ended:
                 return
 

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graphtrain.data.readers import records
-from graphtrain.data.readers.json_array import array_items, begins_array
-from graphtrain.data.readers.records import Group, Item, Place, TextDocument, gathered
+from graphtrain.data.readers.json_array import array_items, is_json_array
+from graphtrain.data.readers.records import (
+    FilePosition,
+    LocatedRecord,
+    RecordGroup,
+    TextDocument,
+    group_records,
+)
 from graphtrain.errors import DataError
 
-PACKED = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 
-def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Group]:
+def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Iterator[RecordGroup]:
     """Yield the documents of a file from a place on; blank ones are skipped.
 
     With document = "line", the file may also be one JSON array, whose elements are the documents.
@@ -25,20 +31,20 @@ def read_lines(path: Path, document: TextDocument, start: Place) -> Iterator[Gro
         DataError: the file does not exist, or is not compressed as its suffix says.
     """
     place = start
-    with open_file(path) as raw, _damage(path, lambda: place):
-        file = _unpacked(path, raw)
-        is_array = document == "line" and begins_array(file)
+    with open_file(path) as raw, _decompression_errors(path, lambda: place):
+        file = _decompressed(path, raw)
+        is_array = document == "line" and is_json_array(file)
         file.seek(start.offset)
         if document == "line" and is_array:
-            groups = gathered(array_items(path, file, raw, start))
+            groups = group_records(array_items(path, file, raw, start))
         elif document == "line":
             groups = _lines(file, raw, start)
         elif document == "paragraph":
-            groups = gathered(_paragraphs(file, raw, start))
+            groups = group_records(_paragraphs(file, raw, start))
         else:
-            groups = gathered(_whole(file, raw, start))
+            groups = group_records(_entire_file(file, raw, start))
         for group in groups:
-            place = group.after
+            place = group.next_position
             yield group
 
 
@@ -50,7 +56,7 @@ def open_file(path: Path) -> BinaryIO:
         raise DataError(f"{path}: {error.strerror}") from None
 
 
-def _unpacked(path: Path, raw: BinaryIO) -> Any:
+def _decompressed(path: Path, raw: BinaryIO) -> Any:
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if path.suffix == ".zst":
@@ -68,7 +74,7 @@ def _zstd(path: Path) -> Any:
 
 
 @contextmanager
-def _damage(path: Path, place: Any) -> Iterator[None]:
+def _decompression_errors(path: Path, place: Any) -> Iterator[None]:
     """Turn decompression errors into a `DataError` with file and place."""
     kinds: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
@@ -84,18 +90,18 @@ def _damage(path: Path, place: Any) -> Iterator[None]:
         ) from None
 
 
-def _lines(file: Any, raw: BinaryIO, start: Place) -> Iterator[Group]:
+def _lines(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[RecordGroup]:
     offset, number = start
-    while group := file.readlines(records.CHUNK):
+    while group := file.readlines(records.GROUP_BYTES):
         kept = [(number + i, line) for i, line in enumerate(group) if line.strip()]
         number += len(group)
         offset += sum(map(len, group))
         if kept:
             numbers, lines = zip(*kept, strict=True)
-            yield Group(numbers, lines, Place(offset, number), raw.tell())
+            yield RecordGroup(numbers, lines, FilePosition(offset, number), raw.tell())
 
 
-def _paragraphs(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
+def _paragraphs(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[LocatedRecord]:
     """Yield the paragraphs of a text: what is between blank lines."""
     offset, number = start
     lines: list[bytes] = []
@@ -105,14 +111,18 @@ def _paragraphs(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
         if line.strip():
             lines.append(line)
         elif lines:
-            yield Item(number - 1 - len(lines), b"".join(lines), Place(offset, number), raw.tell())
+            yield LocatedRecord(
+                number - 1 - len(lines), b"".join(lines), FilePosition(offset, number), raw.tell()
+            )
             lines = []
     if lines:
-        yield Item(number - len(lines), b"".join(lines), Place(offset, number), raw.tell())
+        yield LocatedRecord(
+            number - len(lines), b"".join(lines), FilePosition(offset, number), raw.tell()
+        )
 
 
-def _whole(file: Any, raw: BinaryIO, start: Place) -> Iterator[Item]:
+def _entire_file(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[LocatedRecord]:
     text = file.read()
     if text.strip():
-        end = Place(start.offset + len(text), start.number + text.count(b"\n") + 1)
-        yield Item(start.number, text, end, raw.tell())
+        end = FilePosition(start.offset + len(text), start.number + text.count(b"\n") + 1)
+        yield LocatedRecord(start.number, text, end, raw.tell())

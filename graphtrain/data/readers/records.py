@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-CHUNK = 1 << 20  # approximate bytes of the records of a group
+GROUP_BYTES = 1 << 20  # approximate bytes of the records of a group
 
 Record = bytes | dict[str, Any]
 TextDocument = Literal["line", "paragraph", "file"]  # unit of a text file that is a document
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Place in a file at which reading starts."""
 
     offset: int = 0  # bytes of decompressed text, or rows
@@ -23,41 +23,41 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class RecordGroup:
     """Consecutive records of a file."""
 
     numbers: tuple[int, ...]  # line or row at which each record begins, from 1
     records: tuple[Record, ...]
-    after: Place  # at which the next group begins
+    next_position: FilePosition  # at which the next group begins
     read: int  # bytes read so far, of the compressed file if it is compressed
 
 
-class Item(NamedTuple):
+class LocatedRecord(NamedTuple):
     """A single record with the fields of a `Group`."""
 
     number: int
     record: Record
-    after: Place
+    next_position: FilePosition
     read: int
 
 
-def gathered(items: Iterable[Item]) -> Iterator[Group]:
+def group_records(items: Iterable[LocatedRecord]) -> Iterator[RecordGroup]:
     """Collect single records into groups of about CHUNK bytes."""
-    waiting: list[Item] = []
+    waiting: list[LocatedRecord] = []
     size = 0
     for item in items:
         waiting.append(item)
         size += _size(item.record)
-        if size >= CHUNK:
+        if size >= GROUP_BYTES:
             yield _group(waiting)
             waiting, size = [], 0
     if waiting:
         yield _group(waiting)
 
 
-def _group(items: list[Item]) -> Group:
+def _group(items: list[LocatedRecord]) -> RecordGroup:
     numbers, records, _, _ = zip(*items, strict=True)
-    return Group(numbers, records, items[-1].after, items[-1].read)
+    return RecordGroup(numbers, records, items[-1].next_position, items[-1].read)
 
 
 def _size(record: Any) -> int:

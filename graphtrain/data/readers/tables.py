@@ -5,16 +5,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.readers.records import Group, Item, Place, gathered
+from graphtrain.data.readers.records import FilePosition, LocatedRecord, RecordGroup, group_records
 from graphtrain.errors import DataError
 
-ENDINGS = (".parquet", ".arrow")
+TABLE_SUFFIXES = (".parquet", ".arrow")
 _ROWS = 256  # rows read at a time
 
-Batches = Iterator[tuple[int, Any, float]]  # index of first row, rows, fraction of the file read
+TableBatches = Iterator[
+    tuple[int, Any, float]
+]  # index of first row, rows, fraction of the file read
 
 
-def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
+def read_rows(path: Path, keys: Sequence[str], start: FilePosition) -> Iterator[RecordGroup]:
     """Yield rows of a table from a place on, as dictionaries of the columns `keys`, or of all.
 
     Raises:
@@ -23,8 +25,8 @@ def read_rows(path: Path, keys: Sequence[str], start: Place) -> Iterator[Group]:
     pyarrow = _pyarrow(path)
     row = start.offset
     try:
-        for group in gathered(_items(path, keys, start.offset)):
-            row = group.after.offset
+        for group in group_records(_items(path, keys, start.offset)):
+            row = group.next_position.offset
             yield group
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         kind = "Arrow" if path.suffix == ".arrow" else "parquet"
@@ -71,7 +73,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[Item]:
+def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[LocatedRecord]:
     size = path.stat().st_size
     batches = (
         _arrow_batches(path) if path.suffix == ".arrow" else _parquet_batches(path, keys, start)
@@ -84,10 +86,12 @@ def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[Item]:
             wanted = list(keys) or batch.schema.names
             rows = batch.slice(begin, _ROWS).select(wanted).to_pylist()
             for number, record in enumerate(rows, first + begin + 1):
-                yield Item(number, record, Place(number, number + 1), int(size * fraction))
+                yield LocatedRecord(
+                    number, record, FilePosition(number, number + 1), int(size * fraction)
+                )
 
 
-def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> Batches:
+def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> TableBatches:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -104,7 +108,7 @@ def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> Batches:
             first = after
 
 
-def _arrow_batches(path: Path) -> Batches:
+def _arrow_batches(path: Path) -> TableBatches:
     """Yield batches of an Arrow stream, as `datasets` writes, or of an Arrow file."""
     import pyarrow
 

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from graphtrain.data.samples.text import Sample, docstrings_of_modules
+from graphtrain.data.samples.text import SampleSize, docstrings_of_modules
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
-_APART = 997  # distance in answers to the rejected one, so that it is from another module
+_REJECTED_DISTANCE = (
+    997  # distance in answers to the rejected one, so that it is from another module
+)
 
 
-def write_instructions(path: str | Path, *, limit: int = 8_000_000) -> Sample:
+def write_instructions(path: str | Path, *, limit: int = 8_000_000) -> SampleSize:
     """Write conversations in OpenAI's messages format as JSON lines, up to `limit` bytes.
 
     The result is the same each time for one Python.
@@ -27,14 +29,14 @@ def write_instructions(path: str | Path, *, limit: int = 8_000_000) -> Sample:
     return _write(path, limit, (_conversation(*pair) for pair in _questions()))
 
 
-def write_preferences(path: str | Path, *, limit: int = 8_000_000) -> Sample:
+def write_preferences(path: str | Path, *, limit: int = 8_000_000) -> SampleSize:
     """Write prompts with a chosen and a rejected answer as JSON lines, up to `limit` bytes.
 
     Raises:
         DataError: this Python contains no docstrings, or the file cannot be written.
     """
     pairs = list(_questions())
-    wrong = [pairs[(index + _APART) % len(pairs)][1] for index in range(len(pairs))]
+    wrong = [pairs[(index + _REJECTED_DISTANCE) % len(pairs)][1] for index in range(len(pairs))]
     records = (
         {"prompt": question, "chosen": answer, "rejected": other}
         for (question, answer), other in zip(pairs, wrong, strict=True)
@@ -59,10 +61,10 @@ def _conversation(question: str, answer: str) -> dict[str, Any]:
     }
 
 
-def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> Sample:
+def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> SampleSize:
     documents = text_bytes = 0
     try:
-        with replacing(Path(path)) as file:
+        with atomic_write(Path(path)) as file:
             for record in records:
                 line = json.dumps(record).encode() + b"\n"
                 if text_bytes + len(line) > limit:
@@ -76,4 +78,4 @@ def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> S
                 )
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    return Sample(documents, text_bytes)
+    return SampleSize(documents, text_bytes)

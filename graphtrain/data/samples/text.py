@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
-PARTS = ("topics", "docstrings", "sources")
+SAMPLE_PARTS = ("topics", "docstrings", "sources")
 
 _SKIPPED = {
     "__pycache__",
@@ -32,7 +32,7 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleSize:
     """Size of a written sample corpus."""
 
     documents: int
@@ -52,8 +52,8 @@ class _Docstring:
 
 
 def write_sample(
-    path: str | Path, *, include: Sequence[str] = PARTS, limit: int = 8_000_000
-) -> Sample:
+    path: str | Path, *, include: Sequence[str] = SAMPLE_PARTS, limit: int = 8_000_000
+) -> SampleSize:
     """Write documents as JSON lines until `limit` bytes of text; deterministic for one Python.
 
     If docstrings are included, sources are written without their docstrings, so that no text is in
@@ -69,7 +69,7 @@ def write_sample(
     """
     documents = text_bytes = 0
     try:
-        with replacing(Path(path)) as file:
+        with atomic_write(Path(path)) as file:
             for source, text in _documents(include):
                 size = len(text.encode())
                 if text_bytes + size > limit:
@@ -85,7 +85,7 @@ def write_sample(
                 )
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    return Sample(documents, text_bytes)
+    return SampleSize(documents, text_bytes)
 
 
 def docstrings_of_modules() -> Iterator[tuple[str, str, str]]:
@@ -110,7 +110,7 @@ def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield f"docstrings/{name}", text
     if "sources" in include:
         for name, source in _modules():
-            text = _without(source, docstrings.get(name, []))
+            text = _without_docstrings(source, docstrings.get(name, []))
             if text.strip():
                 yield f"sources/{name}", text
 
@@ -153,7 +153,7 @@ def _docstrings(name: str, source: str) -> list[_Docstring]:
     return sorted(found, key=lambda docstring: docstring.first_line)
 
 
-def _without(source: str, docstrings: list[_Docstring]) -> str:
+def _without_docstrings(source: str, docstrings: list[_Docstring]) -> str:
     """Replace each docstring by `...`, so that the source remains valid."""
     lines = source.encode().splitlines(keepends=True)
     for docstring in reversed(docstrings):

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.tokenizers.offsets import Placed
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, template_of
-from graphtrain.data.tokenizers.word_cache import GPT2, Words, are_exact_for_gpt2
+from graphtrain.data.tokenizers.offsets import TokensWithOffsets
+from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, chat_template_of_config
+from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
-_MAIN = "tokenizer.json"
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+_TOKENIZER_JSON = "tokenizer.json"
 # End-of-document tokens, if no companion file names one: GPT-2, Llama 3, Gemma, Llama.
-_ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 
 
 class HuggingFaceTokenizer:
@@ -44,7 +44,7 @@ class HuggingFaceTokenizer:
     def __init__(
         self,
         definition: bytes,
-        name: str = _MAIN,
+        name: str = _TOKENIZER_JSON,
         *,
         eod: str | None = None,
         companions: Mapping[str, bytes] | None = None,
@@ -58,12 +58,12 @@ class HuggingFaceTokenizer:
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab: int = max(numbers, default=-1) + 1  # token ids may have gaps
         self.eod: int | None = self._eod(eod)
-        exact = are_exact_for_gpt2(json.loads(self._tokenizer.to_str()))
-        self._words = Words(GPT2, self._encode) if exact else None
+        exact = splits_like_gpt2(json.loads(self._tokenizer.to_str()))
+        self._words = WordCache(GPT2_WORDS_PATTERN, self._encode) if exact else None
         self.digest = hashlib.sha256(definition).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._definition, self._name, self._end, self._companions)
+        return _unpickle, (self._definition, self._name, self._end, self._companions)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -73,17 +73,17 @@ class HuggingFaceTokenizer:
             return self._words.encode(texts)
         return [np.array(numbers, np.int32) for numbers in self._encode(list(texts))]
 
-    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         found = []
         for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
             places = np.array(one.offsets, np.int64).reshape(-1, 2)
-            found.append(Placed(np.array(one.ids, np.int32), places[:, 0], places[:, 1]))
+            found.append(TokensWithOffsets(np.array(one.ids, np.int32), places[:, 0], places[:, 1]))
         return found
 
     @property
     def special(self) -> Mapping[str, str]:
         special: dict[str, str] = {}
-        for name in COMPANIONS[1::-1]:  # tokenizer_config.json takes precedence
+        for name in COMPANION_FILES[1::-1]:  # tokenizer_config.json takes precedence
             for role, token in _companion(self._companions.get(name, b"{}"), name).items():
                 text = token.get("content") if isinstance(token, dict) else token
                 if role.endswith("_token") and isinstance(text, str):
@@ -94,10 +94,12 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        alone = self._companions.get(COMPANIONS[2])
+        alone = self._companions.get(COMPANION_FILES[2])
         try:
             return (
-                alone.decode() if alone else template_of(self._companions.get(COMPANIONS[0], b"{}"))
+                alone.decode()
+                if alone
+                else chat_template_of_config(self._companions.get(COMPANION_FILES[0], b"{}"))
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{self._name}: cannot read its chat template ({error})") from None
@@ -106,10 +108,10 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def save(self, directory: Path) -> tuple[str, ...]:
-        for name, content in {_MAIN: self._definition, **self._companions}.items():
-            with replacing(directory / name) as file:
+        for name, content in {_TOKENIZER_JSON: self._definition, **self._companions}.items():
+            with atomic_write(directory / name) as file:
                 file.write(content)
-        return _MAIN, *self._companions
+        return _TOKENIZER_JSON, *self._companions
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         # The fast variant does not compute the offsets of tokens in the text.
@@ -126,16 +128,16 @@ class HuggingFaceTokenizer:
             return number
         said = [
             _end_of_sequence(self._companions[name], name)
-            for name in COMPANIONS[:2]
+            for name in COMPANION_FILES[:2]
             if name in self._companions
         ]
-        for token in (*filter(None, said), *_ENDINGS):
+        for token in (*filter(None, said), *_EOD_TOKENS):
             if (number := self._tokenizer.token_to_id(token)) is not None:
                 return number
         return None
 
 
-def _restored(
+def _unpickle(
     definition: bytes, name: str, eod: str | None, companions: Mapping[str, bytes]
 ) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(definition, name, eod=eod, companions=companions)
@@ -147,7 +149,7 @@ def read_huggingface(path: Path, eod: str | None = None) -> HuggingFaceTokenizer
     Raises:
         DataError: a file cannot be read, or is not a tokenizer.
     """
-    there = [name for name in COMPANIONS if (path.parent / name).is_file()]
+    there = [name for name in COMPANION_FILES if (path.parent / name).is_file()]
     companions = {name: _read(path.parent / name) for name in there}
     return HuggingFaceTokenizer(_read(path), str(path), eod=eod, companions=companions)
 
@@ -172,7 +174,7 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
         raise DataError(f"{vocab}, {merges}: not the files of a BPE tokenizer ({error})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, normalized=False) for token in _ENDINGS if token in table]
+    special = [AddedToken(token, normalized=False) for token in _EOD_TOKENS if token in table]
     tokenizer.add_special_tokens(special)
     return HuggingFaceTokenizer(tokenizer.to_str().encode(), str(vocab), eod=eod)
 
@@ -191,7 +193,7 @@ def train_bpe(
     _import("--kind bpe")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokens = list(dict.fromkeys((*_ENDINGS[:1], *special)))
+    tokens = list(dict.fromkeys((*_EOD_TOKENS[:1], *special)))
     least = 256 + len(tokens)
     if vocab < least:
         raise DataError(
@@ -209,7 +211,7 @@ def train_bpe(
     tokenizer.train_from_iterator(_pieces(texts), trainer)
     # AutoTokenizer of transformers requires this companion file.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[0]}
-    companions = {COMPANIONS[0]: (json.dumps(config, indent=2) + "\n").encode()}
+    companions = {COMPANION_FILES[0]: (json.dumps(config, indent=2) + "\n").encode()}
     return HuggingFaceTokenizer(tokenizer.to_str().encode(), companions=companions)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Placed(NamedTuple):
+class TokensWithOffsets(NamedTuple):
     """Tokens of a text and the character span of each, which may be empty."""
 
     tokens: np.ndarray
@@ -24,15 +24,18 @@ class Placed(NamedTuple):
         return found
 
 
-def characters(text: bytes) -> np.ndarray:
+def character_offsets(text: bytes) -> np.ndarray:
     """Return, for each byte offset of UTF-8 text, the number of characters that begin before it."""
     begins = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
     return np.concatenate([[0], np.cumsum(begins)])
 
 
-def between_marks(
-    text: str, marks: re.Pattern[str], number: Callable[[str], int], encode: Callable[[str], Placed]
-) -> Placed:
+def encode_with_special_tokens(
+    text: str,
+    marks: re.Pattern[str],
+    number: Callable[[str], int],
+    encode: Callable[[str], TokensWithOffsets],
+) -> TokensWithOffsets:
     """Encode a text in which special tokens are spelled out, for tokenizers that ignore them.
 
     Args:
@@ -41,16 +44,18 @@ def between_marks(
         number: Returns the id of a special token.
         encode: Encodes the text between special tokens.
     """
-    parts: list[Placed] = []
+    parts: list[TokensWithOffsets] = []
     at = 0
     for match in [*marks.finditer(text), None]:
         begin = match.start() if match else len(text)
         if begin > at:
             found = encode(text[at:begin])
-            parts.append(Placed(found.tokens, found.begins + at, found.ends + at))
+            parts.append(TokensWithOffsets(found.tokens, found.begins + at, found.ends + at))
         if match:
             at = match.end()
-            parts.append(Placed(*(np.array([n]) for n in (number(match.group()), begin, at))))
+            parts.append(
+                TokensWithOffsets(*(np.array([n]) for n in (number(match.group()), begin, at)))
+            )
     if not parts:
-        return Placed(*(np.empty(0, np.int32) for _ in range(3)))
-    return Placed(*map(np.concatenate, zip(*parts, strict=True)))
+        return TokensWithOffsets(*(np.empty(0, np.int32) for _ in range(3)))
+    return TokensWithOffsets(*map(np.concatenate, zip(*parts, strict=True)))

@@ -10,10 +10,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graphtrain.data.tokenizers.offsets import Placed, between_marks, characters
-from graphtrain.data.tokenizers.word_cache import PARTS, PIECES, Words, exact_words
+from graphtrain.data.tokenizers.offsets import (
+    TokensWithOffsets,
+    character_offsets,
+    encode_with_special_tokens,
+)
+from graphtrain.data.tokenizers.word_cache import (
+    WORD_PARTS_PATTERN,
+    WORDS_PATTERN,
+    WordCache,
+    context_free_pattern,
+)
 from graphtrain.errors import DataError
-from graphtrain.files import replacing
+from graphtrain.files import atomic_write
 
 CHAT_TEMPLATE = "chat_template.jinja"  # file next to a tokenizer
 
@@ -59,7 +68,7 @@ class Tokenizer(Protocol):
         """Encode several texts; return the token ids of each."""
         ...
 
-    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         """Encode to token ids with character offsets; spelled-out special tokens become tokens."""
         ...
 
@@ -88,14 +97,17 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         mark = re.compile(re.escape(self.special["eos_token"]))
-        return [between_marks(text, mark, lambda _: self.eod, self._places) for text in texts]
+        return [
+            encode_with_special_tokens(text, mark, lambda _: self.eod, self._encode_with_offsets)
+            for text in texts
+        ]
 
-    def _places(self, text: str) -> Placed:
+    def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
         encoded = text.encode()
-        begins = characters(encoded)[1:] - 1
-        return Placed(np.frombuffer(encoded, np.uint8), begins, begins + 1)
+        begins = character_offsets(encoded)[1:] - 1
+        return TokensWithOffsets(np.frombuffer(encoded, np.uint8), begins, begins + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text without 256; replace invalid UTF-8, which a model may generate."""
@@ -124,7 +136,7 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise DataError(f"{name}: not a sentencepiece model ({error})") from None
-        self._words: Words | None = None
+        self._words: WordCache | None = None
         self.vocab: int = self._processor.vocab_size()
         end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
         if (
@@ -141,18 +153,27 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if self._words is None and (expression := exact_words(self._model)):
+        if self._words is None and (expression := context_free_pattern(self._model)):
             encode = partial(self._processor.encode, num_threads=1)
-            self._words = Words(PIECES, encode, PARTS if expression is PARTS else None)
+            self._words = WordCache(
+                WORDS_PATTERN,
+                encode,
+                WORD_PARTS_PATTERN if expression is WORD_PARTS_PATTERN else None,
+            )
         if self._words is not None:
             return self._words.encode(texts)
         # One thread: parallelism comes from worker processes.
         encoded = self._processor.encode(list(texts), num_threads=1)
         return [np.array(tokens, np.int32) for tokens in encoded]
 
-    def encode_places(self, texts: Sequence[str]) -> list[Placed]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         number = self._processor.piece_to_id
-        return [between_marks(text, self._marks, number, self._places) for text in texts]
+        return [
+            encode_with_special_tokens(
+                text, self._control_pieces, number, self._encode_with_offsets
+            )
+            for text in texts
+        ]
 
     @property
     def special(self) -> Mapping[str, str]:
@@ -164,13 +185,13 @@ class SentencePieceTokenizer:
         }
 
     @cached_property
-    def _marks(self) -> re.Pattern[str]:
+    def _control_pieces(self) -> re.Pattern[str]:
         """Pattern of the control pieces, which sentencepiece never produces from text."""
         numbers = filter(self._processor.is_control, range(self.vocab))
         pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
 
-    def _places(self, text: str) -> Placed:
+    def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
         from sentencepiece import sentencepiece_pb2
 
         proto: Any = sentencepiece_pb2  # its classes are created at import
@@ -181,15 +202,17 @@ class SentencePieceTokenizer:
         for index in reversed(range(len(pieces) - 1)):
             if ends[index] == begins[index]:  # byte piece of a character, not its last one
                 ends[index] = ends[index + 1]
-        of = characters(text.encode())
-        return Placed(np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends])
+        of = character_offsets(text.encode())
+        return TokensWithOffsets(
+            np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends]
+        )
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])
 
     def save(self, directory: Path) -> tuple[str, ...]:
         path = directory / "tokenizer.model"
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(self._model)
         return (path.name,)
 
@@ -213,7 +236,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
-        path = _inside(path)
+        path = _tokenizer_in_folder(path)
     if path.suffix == ".model":
         try:
             return SentencePieceTokenizer(path.read_bytes(), str(path), eod)
@@ -232,7 +255,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     )
 
 
-def _inside(folder: Path) -> Path:
+def _tokenizer_in_folder(folder: Path) -> Path:
     """Return the path of the tokenizer in a folder, for example of a model."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
@@ -244,7 +267,7 @@ def _inside(folder: Path) -> Path:
     )
 
 
-def template_of(config: bytes | str) -> str | None:
+def chat_template_of_config(config: bytes | str) -> str | None:
     """Return the chat template in a tokenizer_config.json; of several, the one named default.
 
     Raises:

@@ -13,14 +13,14 @@ from graphtrain.errors import DataError
 
 
 @dataclass(frozen=True)
-class LearnedTokenizer:
+class TrainedTokenizer:
     """Trained tokenizer on disk."""
 
     path: Path
     vocab: int
 
 
-def learn_tokenizer(
+def train_tokenizer(
     inputs: Sequence[str | Path],
     output: str | Path,
     kind: str,
@@ -29,7 +29,7 @@ def learn_tokenizer(
     special: Sequence[str] = (),
     report: Callable[[str, float], None] = lambda stage, fraction: None,
     **corpus: Any,
-) -> LearnedTokenizer:
+) -> TrainedTokenizer:
     """Train a tokenizer on the training documents of the inputs; write it into a directory.
 
     Args:
@@ -45,9 +45,9 @@ def learn_tokenizer(
         DataError: an input cannot be used, or the text is too small for the vocabulary.
     """
     learn = {"sentencepiece": train_sentencepiece, "bpe": train_bpe}[kind]
-    tokenizer = learn(training_texts(Corpus.of(inputs, **corpus), report), vocab, special)
+    tokenizer = learn(training_texts(Corpus.from_inputs(inputs, **corpus), report), vocab, special)
     try:
         names = tokenizer.save(Path(output))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    return LearnedTokenizer(Path(output) / names[0], tokenizer.vocab)
+    return TrainedTokenizer(Path(output) / names[0], tokenizer.vocab)

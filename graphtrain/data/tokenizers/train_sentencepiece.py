@@ -52,7 +52,7 @@ def train_sentencepiece(
             raise lines.error from None
         raise DataError(
             f"sentencepiece cannot train {vocab} pieces from {lines.count} lines of training text: "
-            f"{_reason(error)}; give more text, or choose another size (bytes need 260 pieces)"
+            f"{_last_sentence(error)}; give more text, or choose another size (bytes need 260 pieces)"
         ) from None
     return SentencePieceTokenizer(model.getvalue())
 
@@ -77,6 +77,6 @@ class _Lines:
             raise
 
 
-def _reason(error: RuntimeError) -> str:
+def _last_sentence(error: RuntimeError) -> str:
     """Return the last sentence of a sentencepiece error, without its source location."""
     return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"

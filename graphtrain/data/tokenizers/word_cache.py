@@ -21,16 +21,18 @@ import numpy as np
 
 _SPACE = "\u2581"  # sentencepiece's symbol for a space
 # Letters of a word, and other characters of it, each with the preceding spaces.
-PARTS = re.compile(f"[ {_SPACE}]*(?:[^\\W\\d_]+|(?:[^\\w {_SPACE}\n]|[\\d_])+)|[ {_SPACE}]+|\n")
-PIECES = re.compile(f"\n|[ {_SPACE}]*[^ {_SPACE}\n]+|[ {_SPACE}]+")
+WORD_PARTS_PATTERN = re.compile(
+    f"[ {_SPACE}]*(?:[^\\W\\d_]+|(?:[^\\w {_SPACE}\n]|[\\d_])+)|[ {_SPACE}]+|\n"
+)
+WORDS_PATTERN = re.compile(f"\n|[ {_SPACE}]*[^ {_SPACE}\n]+|[ {_SPACE}]+")
 # Other white space is not a boundary: the regular expression engine of the tokenizers library may
 # not treat it as white space.
-GPT2 = re.compile(r"\s*\S+(?:(?![ \n])\s+(?:\S+|\Z))*|\s+")
-_KEPT = 1 << 19  # maximum cached words; the cache is cleared when it is full
-_LONGEST = 32  # maximum characters of a cached word
+GPT2_WORDS_PATTERN = re.compile(r"\s*\S+(?:(?![ \n])\s+(?:\S+|\Z))*|\s+")
+_MAX_CACHED_WORDS = 1 << 19  # maximum cached words; the cache is cleared when it is full
+_MAX_WORD_CHARACTERS = 32  # maximum characters of a cached word
 
 
-class Words:
+class WordCache:
     """Cache of the token ids of words, for a tokenizer that encodes words independently."""
 
     def __init__(
@@ -47,7 +49,7 @@ class Words:
             parts: Splits words that are not cached into parts, which have a cache of their own.
         """
         self._expression = expression
-        self._parts = Words(parts, encode) if parts else None
+        self._parts = WordCache(parts, encode) if parts else None
         self._encode = encode
         self._known: dict[str, bytes] = {}  # int32 arrays: bytes are joined faster than lists
 
@@ -63,11 +65,11 @@ class Words:
         encoded_words = self._parts._bytes(new) if self._parts else _as_bytes(self._encode(new))
         known.update(zip(new, encoded_words, strict=True))
         encoded = [b"".join(map(known.__getitem__, words)) for words in texts_as_words]
-        if len(known) > _KEPT:
+        if len(known) > _MAX_CACHED_WORDS:
             known.clear()
         else:
             for word in new:
-                if len(word) > _LONGEST:
+                if len(word) > _MAX_WORD_CHARACTERS:
                     del known[word]
         return encoded
 
@@ -80,7 +82,7 @@ def _as_bytes(encoded: Sequence[list[int]]) -> Iterator[bytes]:
         yield numbers[begin:end]
 
 
-def are_exact_for_gpt2(definition: dict[str, Any]) -> bool:
+def splits_like_gpt2(definition: dict[str, Any]) -> bool:
     """Return True if a tokenizer.json splits text as GPT-2 does, with nothing that spans words."""
     model, cuts = definition["model"], definition["pre_tokenizer"] or {}
     after = definition["post_processor"]
@@ -92,17 +94,17 @@ def are_exact_for_gpt2(definition: dict[str, Any]) -> bool:
         and cuts["use_regex"]
         and not cuts["add_prefix_space"]
         and (after is None or after["type"] == "ByteLevel")
-        and not any(_spans(token) for token in definition["added_tokens"])
+        and not any(_absorbs_context(token) for token in definition["added_tokens"])
     )
 
 
-def _spans(token: dict[str, Any]) -> bool:
+def _absorbs_context(token: dict[str, Any]) -> bool:
     """Return True if a special token absorbs neighbouring characters or contains white space."""
     around = token["lstrip"] or token["rstrip"] or token["single_word"]
     return around or any(map(str.isspace, token["content"]))
 
 
-def exact_words(model: bytes) -> re.Pattern[str] | None:
+def context_free_pattern(model: bytes) -> re.Pattern[str] | None:
     """Return an expression whose words a sentencepiece model encodes independently of context.
 
     PARTS if no piece mixes letters with other characters, otherwise PIECES. None if this model
@@ -122,14 +124,18 @@ def exact_words(model: bytes) -> re.Pattern[str] | None:
         and not normalizer.remove_extra_whitespaces
         and normalizer.escape_whitespaces
     )
-    if not plain or any(_crosses(piece.piece) for piece in parsed.pieces):
+    if not plain or any(_crosses_word_end(piece.piece) for piece in parsed.pieces):
         return None
     of_text = proto.ModelProto.SentencePiece.NORMAL, proto.ModelProto.SentencePiece.USER_DEFINED
-    mixed = (len(PARTS.findall(one.piece)) > 1 for one in parsed.pieces if one.type in of_text)
-    return PIECES if any(mixed) else PARTS
+    mixed = (
+        len(WORD_PARTS_PATTERN.findall(one.piece)) > 1
+        for one in parsed.pieces
+        if one.type in of_text
+    )
+    return WORDS_PATTERN if any(mixed) else WORD_PARTS_PATTERN
 
 
-def _crosses(piece: str) -> bool:
+def _crosses_word_end(piece: str) -> bool:
     """Return True if a piece can extend over the end of a word or of a line."""
     inner = piece.lstrip(_SPACE)
     return _SPACE in inner or " " in inner or "\n" in piece

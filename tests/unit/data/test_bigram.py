@@ -36,7 +36,7 @@ def test_the_loss_is_that_of_a_dense_table(make_dataset, train, validation, chun
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bigram_baseline, "_CHUNK", chunk)
         model = Bigram.count(IndexedDataset(make_dataset(train, 7)), 7)
-    loss = model.loss(evaluation_batches(prefix, sequences=2, length=5))
+    loss = model.loss(evaluation_batches(prefix, batch_size=2, seq_len=5))
     assert loss == pytest.approx(naive_loss(joined(train), joined(validation), 7), rel=1e-12)
 
 
@@ -57,7 +57,7 @@ def test_a_blend_counts_each_dataset_as_often_as_it_is_read(make_dataset):
     documents = [[1, 2, 1, 2]], [[1, 3, 2, 3, 1, 2, 3]]
     models = [Bigram.count(IndexedDataset(make_dataset(each, 4)), 4) for each in documents]
     # 9 pairs in all: 3 of them from the first, 6 from the second, as they are.
-    same = Bigram.blended(models, np.array([1, 2]))
+    same = Bigram.weighted_sum(models, np.array([1, 2]))
     counted = zip(same.pairs, same.pair_counts, strict=True)
     assert {divmod(pair, 4): count for pair, count in counted} == {
         (1, 2): 2 + 1,
@@ -68,7 +68,7 @@ def test_a_blend_counts_each_dataset_as_often_as_it_is_read(make_dataset):
         (3, 2): 1,
     }
     assert same.first_counts.tolist() == [0, 4, 3, 2]
-    even = Bigram.blended(models, np.array([5, 5]))
+    even = Bigram.weighted_sum(models, np.array([5, 5]))
     expected = 2 * 1.5 + 1 * 0.75
     assert even.probabilities(np.array([1]), np.array([2]))[0] == pytest.approx(
         (expected + 1) / (2 * 1.5 + 2 * 0.75 + 4)

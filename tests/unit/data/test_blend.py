@@ -48,7 +48,7 @@ def take(loader: Loader, count: int) -> np.ndarray:
 def test_every_period_takes_the_next_sequences_of_each_in_order(counts, position):
     made, total = Blend(np.array(counts)), sum(counts)
     period = position // total
-    places = [made.place(period * total + slot) for slot in range(total)]
+    places = [made.locate(period * total + slot) for slot in range(total)]
     for owner, count in enumerate(counts):
         numbers = [number for which, number in places if which == owner]
         assert numbers == list(range(period * count, (period + 1) * count))

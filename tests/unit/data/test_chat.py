@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from graphtrain.data.prepare.chat_templates import (
     Template,
     find_template,
-    spelled_out,
+    split_special_tokens,
     template_names,
 )
 from graphtrain.data.prepare.conversations import Conversation
@@ -111,7 +111,7 @@ def test_tokens_and_learned_tokens_are_those_of_transformers(request, kind, name
         return_assistant_tokens_mask=True,
     )
     rendered = template.render(Conversation(tuple(messages)), "answers", "line 1")
-    (placed,) = tokenizer.encode_places([rendered.text])
+    (placed,) = tokenizer.encode_with_offsets([rendered.text])
     mask = np.zeros(len(placed.tokens), int)
     for begin, end in placed.spans(rendered.spans):
         mask[begin:end] = 1
@@ -191,7 +191,7 @@ def test_the_template_of_a_tokenizer_is_its_own(folder, tmp_path):
 
 
 def test_marks_that_are_no_tokens_are_known(tokenizers):
-    names = [spelled_out(find_template("chatml", each), each) for each in tokenizers]
+    names = [split_special_tokens(find_template("chatml", each), each) for each in tokenizers]
     assert names == [[], [], ["<|im_start|>", "<|im_end|>"]]
 
 

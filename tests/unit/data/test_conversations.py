@@ -83,19 +83,19 @@ def test_a_preference_becomes_two_conversations_of_which_the_ends_are_learned(re
     chosen, rejected = read_conversations(record, "auto", "line 1")
     assert list(chosen.messages) == [QUESTION, ANSWER]
     assert list(rejected.messages) == [QUESTION, MORE[3]]
-    assert [one.is_learned(1) for one in (chosen, rejected)] == [True, True]
+    assert [one.is_trained_on(1) for one in (chosen, rejected)] == [True, True]
 
 
 def test_answers_that_lead_to_both_of_a_pair_are_not_learned():
     record = {"chosen": [*MORE[:3], ANSWER], "rejected": [*MORE[:3], MORE[3]]}
     chosen, _ = read_conversations(record, "auto", "line 1")
-    assert [chosen.is_learned(index) for index in range(4)] == [False, False, False, True]
+    assert [chosen.is_trained_on(index) for index in range(4)] == [False, False, False, True]
 
 
 def test_a_weight_of_0_is_not_learned():
     record = {"messages": [QUESTION, ANSWER | {"weight": 0}, *MORE[2:]]}
     (found,) = read_conversations(record, "auto", "line 1")
-    assert [found.is_learned(index) for index in range(4)] == [False, False, False, True]
+    assert [found.is_trained_on(index) for index in range(4)] == [False, False, False, True]
 
 
 def test_alpacas_input_is_part_of_the_question():

@@ -93,15 +93,15 @@ def test_every_format_gives_its_documents_from_any_place(tmp_path, monkeypatch, 
     monkeypatch.setattr(records, "CHUNK", 100)
     path = FORMATS[name](tmp_path / name)
     other = write_jsonl(tmp_path / "last.jsonl")
-    corpus = Corpus.of([path, other])
+    corpus = Corpus.from_inputs([path, other])
     assert read(corpus) == TEXTS * 2
     chunks = list(corpus.chunks())
     assert len(chunks) > 20
-    assert chunks[-1].read == corpus.nbytes
-    reads = [chunk.read for chunk in chunks]
+    assert chunks[-1].bytes_read == corpus.nbytes
+    reads = [chunk.bytes_read for chunk in chunks]
     assert reads == sorted(reads)
     for index in range(0, len(chunks), 5):
-        after = list(corpus.chunks(chunks[index].after))
+        after = list(corpus.chunks(chunks[index].next_position))
         assert after == chunks[index + 1 :]
 
 
@@ -116,9 +116,11 @@ def test_every_format_gives_its_documents_from_any_place(tmp_path, monkeypatch, 
 def test_a_text_file_has_documents_of_the_sort_asked_for(tmp_path, document, want):
     for name, write in (("t.txt", Path.write_bytes), ("t.txt.gz", _write_packed)):
         write(tmp_path / name, b"\na\nb\n \nc\n\n\nd\n")
-        corpus = Corpus.of([tmp_path / name], text_document=document)
+        corpus = Corpus.from_inputs([tmp_path / name], text_document=document)
         assert read(corpus) == want
-        assert [chunk.numbers[0] for chunk in corpus.chunks()] == [1 if document == "file" else 2]
+        assert [chunk.line_numbers[0] for chunk in corpus.chunks()] == [
+            1 if document == "file" else 2
+        ]
 
 
 def _write_packed(path: Path, text: bytes) -> None:
@@ -131,28 +133,28 @@ def test_a_folder_is_one_that_datasets_saves(tmp_path):
     saved = datasets.Dataset.from_dict({"text": TEXTS})
     saved.save_to_disk(str(tmp_path / "one"), num_shards=2)
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "two"))
-    assert read(Corpus.of([tmp_path / "one"])) == TEXTS
-    assert read(Corpus.of([tmp_path / "two" / "test"])) == TEXTS
+    assert read(Corpus.from_inputs([tmp_path / "one"])) == TEXTS
+    assert read(Corpus.from_inputs([tmp_path / "two" / "test"])) == TEXTS
     with pytest.raises(
         DataError,
         match=r"two: contains the splits train, test; name one of them, for example .*train",
     ):
-        Corpus.of([tmp_path / "two"])
+        Corpus.from_inputs([tmp_path / "two"])
 
 
 def test_a_folder_of_another_sort_says_so(tmp_path):
     with pytest.raises(DataError, match=r"is a folder without state\.json.*name the files in it"):
-        Corpus.of([tmp_path])
+        Corpus.from_inputs([tmp_path])
     (tmp_path / "state.json").write_text("[]")
     with pytest.raises(
         DataError, match=r"state\.json: not the state\.json of a folder saved by datasets"
     ):
-        Corpus.of([tmp_path])
+        Corpus.from_inputs([tmp_path])
 
 
 def test_texts_of_several_keys_are_joined_by_a_blank_line(make_corpus):
     path = make_corpus([{"title": "A", "body": "b"}, {"title": "C", "body": ""}])
-    assert read(Corpus.of([path], keys=("title", "body"))) == ["A\n\nb", "C\n\n"]
+    assert read(Corpus.from_inputs([path], keys=("title", "body"))) == ["A\n\nb", "C\n\n"]
 
 
 def test_a_table_without_the_column_or_with_other_values_says_so(tmp_path):
@@ -163,9 +165,9 @@ def test_a_table_without_the_column_or_with_other_values_says_so(tmp_path):
     with pytest.raises(
         DataError, match=r"c\.parquet: no column 'text', only 'body'; choose a column"
     ):
-        read(Corpus.of([path]))
+        read(Corpus.from_inputs([path]))
     with pytest.raises(DataError, match=r"row 2: 'body' is not a string but NoneType"):
-        read(Corpus.of([path], keys=("body",)))
+        read(Corpus.from_inputs([path], keys=("body",)))
 
 
 def test_hooks_change_and_drop_documents_in_their_order(make_corpus, tmp_path, monkeypatch):
@@ -178,7 +180,7 @@ def test_hooks_change_and_drop_documents_in_their_order(make_corpus, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     path = make_corpus(["ab", "c", "de"])
     hooks = ("hooks_of_this_test:shout", "hooks_of_this_test:long_only")
-    assert read(Corpus.of([path], clean=hooks)) == ["AB", "", "DE"]
+    assert read(Corpus.from_inputs([path], clean=hooks)) == ["AB", "", "DE"]
     for hook, message in (
         ("hooks_of_this_test:wrong", r"line 1: --clean .*:wrong returned int, neither"),
         ("hooks_of_this_test:fails", r"line 1: --clean .*:fails raised IndexError: string index"),
@@ -187,7 +189,7 @@ def test_hooks_change_and_drop_documents_in_their_order(make_corpus, tmp_path, m
         ("shout", r"--clean shout: give MODULE:FUNCTION"),
     ):
         with pytest.raises(DataError, match=message):
-            read(Corpus.of([path], clean=(hook,)))
+            read(Corpus.from_inputs([path], clean=(hook,)))
 
 
 def test_an_edited_hook_prepares_anew(make_corpus, tmp_path, monkeypatch):
@@ -207,7 +209,9 @@ def test_an_edited_hook_prepares_anew(make_corpus, tmp_path, monkeypatch):
 def test_splits_have_about_their_fractions_and_stay_when_others_change(
     make_corpus, validation, test, seed
 ):
-    corpus = Corpus.of([make_corpus(["x"] * 2000)], validation=validation, test=test, seed=seed)
+    corpus = Corpus.from_inputs(
+        [make_corpus(["x"] * 2000)], validation=validation, test=test, seed=seed
+    )
     (chunk,) = corpus.chunks()
     split = corpus.split(chunk)
     for number, fraction in (
@@ -216,16 +220,16 @@ def test_splits_have_about_their_fractions_and_stay_when_others_change(
         (TRAIN, 1 - validation - test),
     ):
         assert abs((split == number).mean() - fraction) < 0.06
-    without = Corpus.of(corpus.paths, validation=validation, seed=seed).split(chunk)
+    without = Corpus.from_inputs(corpus.paths, validation=validation, seed=seed).split(chunk)
     assert ((split == VALIDATION) == (without == VALIDATION)).all()
 
 
 def test_fractions_leave_something_to_train_on(make_corpus):
     path = make_corpus(["x"])
     with pytest.raises(DataError, match="--validation and --test hold out every document"):
-        Corpus.of([path], validation=0.5, test=0.5)
+        Corpus.from_inputs([path], validation=0.5, test=0.5)
     with pytest.raises(DataError, match=r"test = 1\.5 is not a fraction"):
-        Corpus.of([path], test=1.5)
+        Corpus.from_inputs([path], test=1.5)
 
 
 def damaged(path: Path, place: float, bits: int) -> None:
@@ -246,7 +250,7 @@ def test_a_damaged_file_gives_documents_or_an_error_that_names_it_and_the_place(
         else:
             damaged(tmp_path / name, random.random(), int(random.integers(1, 256)))
         try:
-            read(Corpus.of([tmp_path / name]))
+            read(Corpus.from_inputs([tmp_path / name]))
         except DataError as error:
             errors += 1
             assert name in str(error)

@@ -12,7 +12,7 @@ from graphtrain.data.indexed.description import dataset_tokenizer
 from graphtrain.data.prepare.text import prepare
 from graphtrain.data.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from graphtrain.data.tokenizers.tokenizer import load_tokenizer
-from graphtrain.data.tokenizers.train import learn_tokenizer
+from graphtrain.data.tokenizers.train import train_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 
@@ -156,10 +156,10 @@ def test_another_end_of_documents_is_another_request(learned, make_corpus, tmp_p
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_a_learned_tokenizer_is_written_for_prepare(make_corpus, tmp_path, kind):
     corpus = make_corpus([f"document {i}: the quick brown fox" for i in range(200)])
-    made = learn_tokenizer([corpus], tmp_path / "t", kind, 290, special=SPECIAL, validation=0.1)
+    made = train_tokenizer([corpus], tmp_path / "t", kind, 290, special=SPECIAL, validation=0.1)
     assert made.vocab <= 290
     assert load_tokenizer(tmp_path / "t").vocab == load_tokenizer(made.path).vocab == made.vocab
-    again = learn_tokenizer([corpus], tmp_path / "u", kind, 290, special=SPECIAL, validation=0.1)
+    again = train_tokenizer([corpus], tmp_path / "u", kind, 290, special=SPECIAL, validation=0.1)
     assert load_tokenizer(again.path).digest == load_tokenizer(made.path).digest
 
 

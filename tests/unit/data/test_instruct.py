@@ -15,7 +15,7 @@ from graphtrain.data.indexed.merge import merge
 from graphtrain.data.indexed.verify import verify
 from graphtrain.data.prepare.instructions import instruct
 from graphtrain.data.prepare.text import prepare
-from graphtrain.data.preview import filling, pieces
+from graphtrain.data.preview import masked_documents, packing_report
 from graphtrain.data.tokenizers.tokenizer import ByteTokenizer
 from graphtrain.errors import DataError
 
@@ -43,7 +43,7 @@ def made(tmp_path, records, **options):
 def texts(prefix, learned=True):
     found = []
     for number in range(len(IndexedDataset(prefix))):
-        ((_, document),) = pieces(str(prefix), number, 1)
+        ((_, document),) = masked_documents(str(prefix), number, 1)
         found.append([piece.text for piece in document if piece.learned == learned])
     return found
 
@@ -55,12 +55,12 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     assert texts(prefix) == ends
     about = result.train.conversations
     assert about.learned == sum(len(text) for each in ends for text in each)
-    assert (result.train.documents, result.left_out) == (3, 0)
+    assert (result.train.documents, result.skipped_records) == (3, 0)
     assert result.spelled_out == ("<|im_start|>", "<|im_end|>")
     assert verify(prefix)["documents"] == 3
     assert "<|im_start|>" in (tmp_path / "out/chat_template.jinja").read_text()
     assert summary(prefix)["learned tokens"] == about.learned
-    assert filling(str(prefix), 200) == "length 200: 3 rows, 68.5% full"
+    assert packing_report(str(prefix), 200) == "length 200: 3 rows, 68.5% full"
 
 
 def test_only_the_last_answer_or_everything_may_be_learned(tmp_path):
@@ -73,7 +73,7 @@ def test_only_the_last_answer_or_everything_may_be_learned(tmp_path):
 def test_records_without_an_answer_are_left_out_and_counted(tmp_path):
     question = {"messages": conversation(1)["messages"][:1]}
     result = made(tmp_path, [question, conversation(2), question])
-    assert (result.train.documents, result.left_out) == (1, 2)
+    assert (result.train.documents, result.skipped_records) == (1, 2)
     with pytest.raises(DataError, match="no record contains an answer to train on"):
         made(tmp_path, [question])
 
@@ -82,7 +82,7 @@ def test_pairs_stay_together_in_a_split(tmp_path):
     records = [PAIR | {"prompt": f"Q{number}"} for number in range(60)]
     result = made(tmp_path, records, validation=0.3)
     counts = result.train.documents, result.validation.documents
-    assert sum(counts) == 120 and min(counts) > 0 and result.left_out == 0
+    assert sum(counts) == 120 and min(counts) > 0 and result.skipped_records == 0
     for name in ("train", "validation"):
         prefix = tmp_path / "out" / name
         found = texts(prefix)
@@ -193,11 +193,11 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     ],
 )
 def test_verify_finds_learned_parts_that_are_not_of_the_document(tmp_path, spans, words):
-    from graphtrain.data.indexed.loss_spans import spans_writer
+    from graphtrain.data.indexed.loss_spans import loss_spans_writer
 
     made(tmp_path, [conversation(0)])
     prefix = tmp_path / "out/train"
-    with spans_writer(prefix) as writer:
+    with loss_spans_writer(prefix) as writer:
         writer.append(np.array(spans))
     with pytest.raises(DataError, match=rf"train_learned.bin: byte 0: .*{words}"):
         verify(prefix)
@@ -295,7 +295,7 @@ def test_any_array_is_read_as_its_elements(tmp_path_factory, records, indent, bl
     from unittest import mock
 
     from graphtrain.data.readers.json_lines import read_lines
-    from graphtrain.data.readers.records import Place
+    from graphtrain.data.readers.records import FilePosition
 
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=False))
@@ -304,9 +304,13 @@ def test_any_array_is_read_as_its_elements(tmp_path_factory, records, indent, bl
         return  # only objects and arrays are found one by one
     small = mock.patch("graphtrain.data.readers.records.CHUNK", 1)
     with mock.patch("graphtrain.data.readers.json_array._BLOCK", block), small:
-        groups = list(read_lines(path, "line", Place()))
+        groups = list(read_lines(path, "line", FilePosition()))
         assert [json.loads(one) for group in groups for one in group.records] == records
         for index, group in enumerate(groups):
             rest = [one for each in groups[index + 1 :] for one in each.records]
-            again = [one for each in read_lines(path, "line", group.after) for one in each.records]
+            again = [
+                one
+                for each in read_lines(path, "line", group.next_position)
+                for one in each.records
+            ]
             assert again == rest

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data.batches.loader import Loader, evaluation_batches
-from graphtrain.data.batches.packing import Packing
+from graphtrain.data.batches.packing import ConcatPacking
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
@@ -77,7 +77,7 @@ def test_restoring_after_some_steps_goes_back(prefix):
 
 def test_every_epoch_takes_every_sequence_once_and_in_another_order(make_dataset):
     prefix = make_dataset([list(range(i * 16, i * 16 + 16)) for i in range(16)], 256)
-    batches = take(Loader(prefix, sequences=4, length=16, seed=1), 8)
+    batches = take(Loader(prefix, global_batch_size=4, seq_len=16, seed=1), 8)
     epochs = batches["targets"].reshape(2, -1), batches["weights"].reshape(2, -1)
     seen = [targets[weights == 1] for targets, weights in zip(*epochs, strict=True)]
     assert [len(np.unique(targets)) for targets in seen] == [255, 255]
@@ -85,7 +85,9 @@ def test_every_epoch_takes_every_sequence_once_and_in_another_order(make_dataset
 
 
 def test_seeds_give_other_streams(prefix):
-    streams = [take(Loader(prefix, sequences=8, length=6, seed=s), 3)["tokens"] for s in (0, 1)]
+    streams = [
+        take(Loader(prefix, global_batch_size=8, seq_len=6, seed=s), 3)["tokens"] for s in (0, 1)
+    ]
     assert (streams[0] != streams[1]).any()
 
 
@@ -142,11 +144,11 @@ def test_a_token_outside_the_vocabulary_stops_the_loader(prefix):
 @settings(max_examples=40, deadline=None)
 def test_evaluation_scores_every_token_but_the_first_once(make_dataset, tokens, sequences, length):
     prefix = make_dataset([list(range(tokens))], 100)
-    batches = list(evaluation_batches(prefix, sequences=sequences, length=length))
+    batches = list(evaluation_batches(prefix, batch_size=sequences, seq_len=length))
     assert {batch["tokens"].shape for batch in batches} == {(sequences, length)}
     scored = np.concatenate([batch["targets"][batch["weights"] == 1] for batch in batches])
     assert scored.tolist() == list(range(1, tokens))
-    assert len(batches) == -(-len(Packing(IndexedDataset(prefix), length)) // sequences)
+    assert len(batches) == -(-len(ConcatPacking(IndexedDataset(prefix), length)) // sequences)
 
 
 def test_modules_other_than_a_loader_do_not_import_grain():

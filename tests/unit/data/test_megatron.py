@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphtrain.data.indexed.dataset import IndexedDataset
-from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.prepare.instructions import instruct
 
 # In a process of its own: importing megatron-core warns, and takes torch.
@@ -69,7 +69,7 @@ def test_megatron_core_and_graphtrain_read_one_another(tmp_path):
         "chats_learned": "int32",
     }
     chats = IndexedDataset(tmp_path / "chats")
-    learned = Learned(chats)
+    learned = LossSpans(chats)
     assert read["chats"]["documents"] == [chats.document(i).tolist() for i in range(3)]
     assert read["chats_learned"]["documents"] == [
         learned.spans(i).ravel().tolist() for i in range(3)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from graphtrain.data.shuffle import chosen, hashed, permutation
+from graphtrain.data.shuffle import hash_indices, permutation, sample_mask
 
 
 def test_a_permutation_has_every_number_once_and_depends_on_every_salt():
@@ -11,17 +11,17 @@ def test_a_permutation_has_every_number_once_and_depends_on_every_salt():
 
 def test_a_hash_without_salt_is_the_first_output_of_splitmix64():
     """Source: `new java.util.SplittableRandom(0).nextLong()`."""
-    assert hashed(np.arange(1)).tolist() == [0xE220A8397B1DCDAF]
+    assert hash_indices(np.arange(1)).tolist() == [0xE220A8397B1DCDAF]
 
 
 def test_hashes_are_those_of_earlier_versions():
     """If this fails, every dataset and every run changes."""
-    assert hashed(np.arange(2), 0).tolist() == [0x397AB29740681D9, 0xDDC1ED05282D1D64]
+    assert hash_indices(np.arange(2), 0).tolist() == [0x397AB29740681D9, 0xDDC1ED05282D1D64]
 
 
 def test_a_fraction_is_chosen_and_a_larger_one_includes_it():
     numbers = np.arange(100_000)
-    few, many = chosen(numbers, 0.05, 7), chosen(numbers, 0.5, 7)
+    few, many = sample_mask(numbers, 0.05, 7), sample_mask(numbers, 0.5, 7)
     assert abs(few.mean() - 0.05) < 0.005
     assert (few <= many).all()
-    assert not chosen(numbers, 0.0, 7).any()
+    assert not sample_mask(numbers, 0.0, 7).any()

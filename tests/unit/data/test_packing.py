@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.batches.packing import Packing
+from graphtrain.data.batches.packing import ConcatPacking
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
@@ -21,7 +21,7 @@ def numbered(sizes: list[int]) -> list[list[int]]:
 def test_every_token_of_every_epoch_appears_and_is_a_target_once(
     make_dataset, sizes, length, epoch
 ):
-    packing = Packing(IndexedDataset(make_dataset(numbered(sizes), 1000)), length, seed=5)
+    packing = ConcatPacking(IndexedDataset(make_dataset(numbered(sizes), 1000)), length, seed=5)
     batch = packing.batch([epoch * len(packing) + row for row in range(len(packing))])
     scored = batch["weights"] == 1
     first = batch["tokens"][0, 0]
@@ -34,7 +34,7 @@ def test_every_token_of_every_epoch_appears_and_is_a_target_once(
 @settings(max_examples=50, deadline=None)
 def test_documents_are_kept_whole_and_named(make_dataset, sizes, length, data):
     documents = numbered(sizes)
-    packing = Packing(IndexedDataset(make_dataset(documents, 1000)), length, seed=5)
+    packing = ConcatPacking(IndexedDataset(make_dataset(documents, 1000)), length, seed=5)
     index = data.draw(st.integers(0, 3 * len(packing) - 1))
     touched = packing.documents(index)
     whole = np.concatenate([documents[i] for i in touched])
@@ -48,7 +48,7 @@ def test_documents_are_kept_whole_and_named(make_dataset, sizes, length, data):
 @given(sizes=sizes_strategy, length=st.integers(1, 12))
 @settings(max_examples=30, deadline=None)
 def test_without_a_seed_the_order_is_that_of_the_dataset(make_dataset, sizes, length):
-    packing = Packing(IndexedDataset(make_dataset(numbered(sizes), 1000)), length)
+    packing = ConcatPacking(IndexedDataset(make_dataset(numbered(sizes), 1000)), length)
     batch = packing.batch(range(len(packing)))
     scored = batch["weights"] == 1
     assert batch["targets"][scored].tolist() == list(range(1, sum(sizes)))
@@ -56,7 +56,9 @@ def test_without_a_seed_the_order_is_that_of_the_dataset(make_dataset, sizes, le
 
 
 def test_each_epoch_has_another_order(make_dataset):
-    packing = Packing(IndexedDataset(make_dataset([[i] * 4 for i in range(32)], 32)), 127, seed=0)
+    packing = ConcatPacking(
+        IndexedDataset(make_dataset([[i] * 4 for i in range(32)], 32)), 127, seed=0
+    )
     assert len(packing) == 1
     assert packing.sequence(0).tolist() != packing.sequence(1).tolist()
     assert sorted(packing.sequence(0)) == sorted(packing.sequence(1))
@@ -64,11 +66,11 @@ def test_each_epoch_has_another_order(make_dataset):
 
 def test_one_token_cannot_be_packed(make_dataset):
     with pytest.raises(DataError, match="train: has one token"):
-        Packing(IndexedDataset(make_dataset([[1]], 10)), 4)
+        ConcatPacking(IndexedDataset(make_dataset([[1]], 10)), 4)
 
 
 def test_a_token_outside_the_vocabulary_names_dataset_document_and_token(make_dataset):
-    packing = Packing(
+    packing = ConcatPacking(
         IndexedDataset(make_dataset([[1, 2], [], [3, 70000, 4]], 70001)), 8, vocab=256
     )
     with pytest.raises(
@@ -83,4 +85,4 @@ def test_a_negative_token_is_refused_without_a_vocabulary(make_dataset):
         file.seek(8)
         file.write(b"\xff\xff\xff\xff")
     with pytest.raises(DataError, match="document 1 contains token -1, which is outside any"):
-        Packing(IndexedDataset(prefix), 8).batch([0])
+        ConcatPacking(IndexedDataset(prefix), 8).batch([0])

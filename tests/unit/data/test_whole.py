@@ -11,7 +11,7 @@ from graphtrain.config.schema import Part
 from graphtrain.data.batches.document_packing import best_fit
 from graphtrain.data.batches.loader import Loader, evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
-from graphtrain.data.indexed.loss_spans import Learned
+from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.prepare.instructions import instruct
 from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
@@ -72,7 +72,7 @@ def conversations_in(batch, row):
 @pytest.mark.parametrize("apart", [True, False])
 def test_an_epoch_has_every_conversation_once_and_whole(data, apart):
     dataset = IndexedDataset(data / "chats/train")
-    learned = Learned(dataset)
+    learned = LossSpans(dataset)
     expected = {dataset.document(i).tobytes(): i for i in range(len(dataset))}
     loader = rows_of(data, "chats", apart=apart, packing=None if apart else "padded", sequences=1)
     count = len(loader._packings[0])
@@ -113,7 +113,7 @@ def test_the_stream_is_the_same_on_any_number_of_ranks_and_after_a_restart(data,
 
 def test_rows_of_a_pair_are_the_chosen_and_the_rejected_answer(data):
     dataset = IndexedDataset(data / "pairs/train")
-    learned = Learned(dataset)
+    learned = LossSpans(dataset)
     loader = rows_of(data, "pairs")
     seen = []
     for batch in (next(loader) for _ in range(10)):
@@ -191,7 +191,7 @@ def test_a_loss_of_pairs_refuses_what_holds_none(data, name):
 def test_pairs_are_refused_by_a_loss_that_would_learn_both_answers(data):
     rows_of(data, "pairs", pairs=True).close()
     with pytest.raises(DataError, match="contains preference pairs, which require"):
-        next(evaluation_batches(data / "pairs/train", sequences=4, length=256, pairs=False))
+        next(evaluation_batches(data / "pairs/train", batch_size=4, seq_len=256, pairs=False))
 
 
 def test_text_may_stay_whole_too(data):
@@ -202,9 +202,9 @@ def test_text_may_stay_whole_too(data):
 def test_evaluation_sees_every_learned_token_once(data):
     for name in ("chats", "pairs"):
         prefix = data / name / "train"
-        batches = list(evaluation_batches(prefix, sequences=6, length=256))
+        batches = list(evaluation_batches(prefix, batch_size=6, seq_len=256))
         total = sum(batch["weights"].sum() for batch in batches)
-        assert total == Learned(IndexedDataset(prefix)).count()
+        assert total == LossSpans(IndexedDataset(prefix)).count()
         assert {batch["tokens"].shape for batch in batches} == {(6, 256)}
 
 

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from graphtrain.data.tokenizers import word_cache
 from graphtrain.data.tokenizers.tokenizer import SentencePieceTokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
-from graphtrain.data.tokenizers.word_cache import PARTS, PIECES, exact_words
+from graphtrain.data.tokenizers.word_cache import (
+    WORD_PARTS_PATTERN,
+    WORDS_PATTERN,
+    context_free_pattern,
+)
 
 TEXTS = [
     "the quick brown fox\n    jumps over the lazy dog 123\n" * 3,
@@ -40,8 +44,8 @@ def test_words_have_the_numbers_of_the_model(learned, plain, texts):
 
 
 def test_parts_of_words_are_taken_where_no_piece_mixes_them(learned, plain):
-    assert exact_words(learned._model) is PIECES  # <|end|>
-    assert exact_words(plain._model) is PARTS
+    assert context_free_pattern(learned._model) is WORDS_PATTERN  # <|end|>
+    assert context_free_pattern(plain._model) is WORD_PARTS_PATTERN
 
 
 def test_words_are_kept_within_bounds(learned, monkeypatch):
@@ -85,5 +89,5 @@ def test_other_models_encode_whole_texts(setting):
         minloglevel=2,
         **defaults | setting,
     )
-    assert exact_words(model.getvalue()) is None
+    assert context_free_pattern(model.getvalue()) is None
     assert SentencePieceTokenizer(model.getvalue()).encode_batch(["a b"])[0].tolist()
