@@ -73,7 +73,7 @@ class LossSpans:
             in_order = len(spans) % 2 == 0 and (np.diff(spans) >= 0).all()
             if not len(spans) or not in_order or spans[0] < 0 or spans[-1] > size:
                 raise DataError(
-                    f"{self._spans.prefix}.bin: byte {offsets[document] * SPAN_DTYPE.itemsize}: the "
-                    f"loss mask of document {document} is not a list of ordered spans within its "
+                    f"{self._spans.prefix}.bin: byte {offsets[document] * SPAN_DTYPE.itemsize}: "
+                    f"the loss mask of document {document} is not a list of ordered spans within its "
                     f"{size} tokens; prepare the dataset again"
                 )

@@ -52,7 +52,8 @@ def train_sentencepiece(
             raise lines.error from None
         raise DataError(
             f"sentencepiece cannot train {vocab} pieces from {lines.count} lines of training text: "
-            f"{_last_sentence(error)}; give more text, or choose another size (bytes need 260 pieces)"
+            f"{_last_sentence(error)}; give more text, or choose another size (bytes need 260 "
+            "pieces)"
         ) from None
     return SentencePieceTokenizer(model.getvalue())
 
