@@ -74,6 +74,6 @@ class LossSpans:
             if not len(spans) or not in_order or spans[0] < 0 or spans[-1] > size:
                 raise DataError(
                     f"{self._spans.prefix}.bin: byte {offsets[document] * SPAN_DTYPE.itemsize}: "
-                    f"the loss mask of document {document} is not a list of ordered spans within its "
-                    f"{size} tokens; prepare the dataset again"
+                    f"the loss mask of document {document} is not a list of ordered spans within "
+                    f"its {size} tokens; prepare the dataset again"
                 )

@@ -1,0 +1,211 @@
+"""Names that other tools, and earlier versions, give to settings, and the setting that each is here.
+
+A configuration with one of them is refused with the name to write instead. Read only once a
+configuration has been found wrong.
+
+Source: the configuration classes of transformers, TRL and PEFT, MaxText's base.yml, torchtitan's
+job_config.py, Megatron-LM's arguments.py and NeMo's recipes.
+"""
+
+# Setting of graphtrain: names that people bring.
+_NAMES_OF = {
+    "program.target": "hardware accelerator device platform compile_topology",
+    "program.mesh.data": (
+        "dp data_parallel data_parallel_size data_parallel_degree data_parallel_replicate_degree "
+        "ici_data_parallelism dcn_data_parallelism num_replicas ddp"
+    ),
+    "program.mesh.fsdp": (
+        "dp_shard data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism "
+        "fsdp_size sharding_strategy zero_stage"
+    ),
+    "program.mesh.tensor": (
+        "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
+        "tensor_model_parallel_size ici_tensor_parallelism"
+    ),
+    "program.mesh.stage": (
+        "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "pipeline_model_parallel_size ici_pipeline_parallelism num_stages"
+    ),
+    "program.mesh.context": (
+        "cp cp_size context_parallel context_parallel_size context_parallel_degree "
+        "ici_context_parallelism"
+    ),
+    "program.mesh.expert": (
+        "ep ep_size expert_parallel expert_parallel_degree expert_model_parallel_size "
+        "ici_expert_parallelism"
+    ),
+    "program.rules": "logical_axis_rules sharding_rules strategy strategies sequence_parallel",
+    "program.model.layers": (
+        "num_layers n_layer n_layers num_hidden_layers base_num_decoder_layers num_decoder_layers"
+    ),
+    "program.model.embed": (
+        "hidden_size n_embd d_model dim emb_dim base_emb_dim embed_dim model_dim hidden_dim width"
+    ),
+    "program.model.heads": (
+        "num_heads n_head n_heads num_attention_heads num_query_heads base_num_query_heads"
+    ),
+    "program.model.kv_heads": (
+        "n_kv_heads num_kv_heads num_key_value_heads num_query_groups base_num_kv_heads"
+    ),
+    "program.model.head_dim": "kv_channels head_size attention_head_dim d_head",
+    "program.model.mlp": (
+        "intermediate_size ffn_hidden_size n_inner ffn_dim mlp_dim base_mlp_dim d_ff"
+    ),
+    "program.model.vocab": "vocab_size padded_vocab_size n_vocab",
+    "program.model.positions": "position_embedding_type positional_encoding pos_emb",
+    "program.model.rope_theta": "rope_base rotary_base rope_max_timescale rotary_emb_base",
+    "program.model.rope_scaling.high_freq_factor": "high_frequency",
+    "program.model.rope_scaling.low_freq_factor": "low_frequency",
+    "program.model.rope_scaling.kind": "rope_type",
+    "program.model.rope_scaling.original_max_position_embeddings": "original_length",
+    "program.model.sliding_window": "window sliding_window_size window_size attention_window",
+    "program.model.sliding_window_rope_theta": "window_rope_base rope_local_base_freq",
+    "program.model.global_attention_every": "full_every sliding_window_pattern",
+    "program.model.max_position_embeddings": "max_length n_positions n_ctx",
+    "program.model.norm": "normalization normalisation norm_type",
+    "program.model.norm_epsilon": (
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps "
+        "normalization_layer_epsilon"
+    ),
+    "program.model.rms_norm_offset": "scale_offset apply_layernorm_1p",
+    "program.model.qk_norm": "query_key_norm use_qk_norm qk_layernorm",
+    "program.model.activation": "hidden_act hidden_activation mlp_activations activation_function",
+    "program.model.bias": "attention_bias add_bias_linear add_qkv_bias use_bias",
+    "program.model.query_pre_attn_scalar": "score_divisor attention_multiplier",
+    "program.model.attn_logit_softcap": ("score_cap attn_logit_softcapping attn_logits_soft_cap"),
+    "program.model.final_logit_softcap": (
+        "logit_cap final_logit_softcapping final_logits_soft_cap"
+    ),
+    "program.model.tie_word_embeddings": (
+        "tied_head tie_embeddings tied_embeddings share_embeddings_and_output_weights "
+        "logits_via_embedding"
+    ),
+    "program.model.unit_norm_head": "normalised_head normalized_head",
+    "program.model.fused_gate_up": "merged_gate fused_mlp",
+    "program.model.init_std": "initial_deviation initializer_range init_method_std",
+    "program.model.moe.experts": ("num_experts n_routed_experts num_local_experts num_moe_experts"),
+    "program.model.moe.experts_per_token": (
+        "per_token num_experts_per_tok top_k moe_router_topk experts_per_tok"
+    ),
+    "program.model.moe.normalize_topk": "normalise norm_topk_prob",
+    "program.model.moe.shared_expert_mlp": (
+        "shared shared_expert_intermediate_size moe_shared_expert_intermediate_size"
+    ),
+    "program.model.moe.capacity_factor": "capacity moe_expert_capacity_factor",
+    "program.model.moe.balance_loss": (
+        "router_aux_loss_coef moe_aux_loss_coeff load_balance_loss_weight aux_loss_coef"
+    ),
+    "program.model.moe.router_z_loss": "moe_z_loss_coeff router_z_loss_coef",
+    "program.model.moe": "mixture mixture_of_experts",
+    "program.model.dropout": (
+        "hidden_dropout attention_dropout resid_pdrop embd_pdrop attn_pdrop dropout_rate"
+    ),
+    "program.model.dtype": (
+        "torch_dtype compute_dtype mixed_precision bf16 fp16 precision mixed_precision_param"
+    ),
+    "program.model.remat": (
+        "remat_policy gradient_checkpointing activation_checkpointing activation_checkpoint "
+        "recompute recompute_granularity selective_ac_option"
+    ),
+    "program.model.attention": (
+        "attn_implementation attention_type use_flash_attention flash_attention attention_backend"
+    ),
+    "program.model.unroll": "scan_layers scan_unroll",
+    "program.batch.global_batch_size": (
+        "sequences batch_size train_batch_size global_train_batch_size per_device_batch_size "
+        "per_device_train_batch_size local_batch_size gbs mbs micro_batch_size"
+    ),
+    "program.batch.seq_len": (
+        "length seq_length max_seq_len max_seq_length sequence_length max_target_length "
+        "block_size context_length encoder_seq_length"
+    ),
+    "program.batch.microbatches": (
+        "gradient_accumulation_steps accumulate_grad_batches num_microbatches grad_accum "
+        "num_pipeline_microbatches pipeline_parallel_microbatch_size"
+    ),
+    "program.batch.gradient_reduction": "reduce defer_gradient_reduction",
+    "program.batch.cross_document_attention": (
+        "documents reset_attention_mask document_mask eod_mask_loss reset_position_ids"
+    ),
+    "program.optimizer.beta1": "adam_beta1 adam_b1",
+    "program.optimizer.beta2": "adam_beta2 adam_b2",
+    "program.optimizer.epsilon": "adam_epsilon adam_eps eps",
+    "program.optimizer.weight_decay": "adam_weight_decay wd",
+    "program.optimizer.decay_mask": "decay",
+    "program.optimizer.clip_norm": (
+        "max_grad_norm clip_grad gradient_clipping gradient_clipping_threshold max_norm grad_clip "
+        "gradient_clip_val"
+    ),
+    "program.optimizer.offload_to_host": (
+        "offload cpu_offload optimizer_memory_host_offload offload_optimizer"
+    ),
+    "program.optimizer.moment_dtype": "moments mu_dtype exp_avg_dtype",
+    "program.loss.z_loss": "z_loss_multiplier z_loss_weight",
+    "program.loss.beta": "dpo_beta",
+    "program.loss.chunk": "num_vocab_tiling chunked_cross_entropy",
+    "program.pipeline.schedule": "pipeline_parallel_schedule",
+    "program.pipeline.virtual_stages": (
+        "rounds num_pipeline_repeats virtual_pipeline_model_parallel_size "
+        "num_layers_per_virtual_pipeline_stage"
+    ),
+    "program.pipeline.layers_per_stage": (
+        "num_layers_per_pipeline_stage pipeline_parallel_layers_per_stage"
+    ),
+    "program.adapter": "lora peft peft_config lora_config",
+    "program.adapter.rank": "r lora_r lora_rank",
+    "program.adapter.alpha": "lora_alpha",
+    "program.adapter.dropout": "lora_dropout",
+    "program.adapter.target_modules": "targets lora_target_modules",
+    "program.adapter.use_rslora": "root_rank",
+    "program.adapter.modules_to_save": "whole",
+    "program.adapter.base_dtype": "base load_in_4bit load_in_8bit quantization_config",
+    "run.directory": "output_dir base_output_directory dump_folder save_dir log_dir run_name",
+    "run.steps": "max_steps train_iters training_steps num_train_steps total_steps max_iters",
+    "run.seed": "data_seed random_seed",
+    "run.learning_rate": "schedule lr_scheduler",
+    "run.learning_rate.peak": "lr max_lr base_lr init_lr",
+    "run.learning_rate.minimum": "floor min_lr lr_min cosine_learning_rate_final_fraction",
+    "run.learning_rate.warmup_steps": "warmup lr_warmup_iters num_warmup_steps warmup_iters",
+    "run.learning_rate.schedule": (
+        "shape lr_scheduler_type lr_decay_style decay_type learning_rate_schedule"
+    ),
+    "run.init_from": (
+        "initial model_name_or_path load_parameters_path initial_load_path pretrained_checkpoint "
+        "pretrained init_from_checkpoint"
+    ),
+    "run.init_adapter_from": "initial_adapter adapter_name_or_path",
+    "run.report_every": "logging_steps log_interval log_period log_freq log_every_n_steps",
+    "run.save_every": "save_steps save_interval checkpoint_period checkpoint_interval",
+    "run.keep_checkpoints": "save_total_limit keep_latest_k max_to_keep",
+    "run.evaluate_every": "eval_steps eval_interval val_check_interval eval_freq",
+    "run.evaluate_batches": "eval_iters limit_val_batches max_eval_batches",
+    "run.tensorboard": "report_to enable_tensorboard tensorboard_dir",
+    "run.data.train": "dataset dataset_name dataset_path train_file data_path train_data_path",
+    "run.data.validation": "eval_dataset validation_file valid_data_path val_dataset",
+    "run.data.packing": "pack_sequences packing_strategy",
+    "run.data.overlong": "longer truncation",
+}
+
+SETTING_OF = {
+    name: tuple(setting.split("."))
+    for setting, names in _NAMES_OF.items()
+    for name in names.split()
+}
+# Words that are settings here too, where another table is meant by most who write them.
+BY_PATH = {
+    ("program", "optimizer", "learning_rate"): ("run", "learning_rate", "peak"),
+    ("program", "optimizer", "lr"): ("run", "learning_rate", "peak"),
+    ("optimizer", "learning_rate"): ("run", "learning_rate", "peak"),
+    ("run", "schedule", "peak"): ("run", "learning_rate", "peak"),
+    ("run", "schedule", "floor"): ("run", "learning_rate", "minimum"),
+    ("run", "schedule", "warmup"): ("run", "learning_rate", "warmup_steps"),
+    ("run", "schedule", "shape"): ("run", "learning_rate", "schedule"),
+    ("learning_rate",): ("run", "learning_rate", "peak"),
+}
+
+
+def setting_for(path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the setting that an unknown `path` names in another tool's words, or None."""
+    if (known := BY_PATH.get(path)) is not None:
+        return known
+    return SETTING_OF.get(path[-1].lower().replace("-", "_"))
