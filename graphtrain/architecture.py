@@ -171,9 +171,8 @@ def extend(
 def _open(model: Any) -> Any:
     from graphtrain.torch_models.versions import check_versions, installed
 
-    check_versions(
-        installed(), hf=model.hf is not None
-    )  # before an import fails with an obscure error
+    # Before an import fails with an obscure error.
+    check_versions(installed(), hf=model.hf is not None)
     from graphtrain.torch_models.model import open_model
 
     return open_model(model)

@@ -48,8 +48,8 @@ class Balance:
         weight = getattr(config, "router_aux_loss_coef", None)
         if recorder is None or weight is None:
             raise ImportedModelError(
-                f"output_router_logits adds a load-balancing loss to {type(module).__name__}, whose "
-                "router modules are not known; set it to false in program.model.overrides"
+                f"output_router_logits adds a load-balancing loss to {type(module).__name__}, but "
+                "its router modules are unknown; set it to false in program.model.overrides"
             )
         config.output_router_logits = False
         return cls(weight, config.num_experts_per_tok, recorder.target_class, recorder.index)

@@ -372,7 +372,7 @@ def explained(module: torch.nn.Module) -> Iterator[None]:
         ) from error
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: it indexes by a mask, so the shape of the result is unknown, "
+            f"{name} cannot be traced: it indexes by a mask, so the shape of the result is unknown "
             f"at {_place(error)}"
         ) from error
     except Exception as error:

@@ -39,4 +39,4 @@ def describe(model: Imported, store: Path) -> Iterator[str]:
         named = opened.axes[names[0]]
         if named.by == "shape" and len(named.axes) > 1:
             axes = ", ".join(axis or "unsharded" for axis in specs[path].axes)
-            yield f"{path}: axes ({axes}) inferred from its shape; program.model.axes overrides them"
+            yield f"{path}: axes ({axes}) inferred from its shape; override by program.model.axes"

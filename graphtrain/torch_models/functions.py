@@ -35,8 +35,8 @@ class _Context:
     def mark_dirty(self, *tensors: Any) -> None:
         """Refuse changes in place."""
         raise ImportedModelError(
-            "an autograd.Function marks an input as changed in place (mark_dirty), but JAX's arrays "
-            "are immutable; return a new tensor"
+            "an autograd.Function marks an input as changed in place (mark_dirty), but JAX "
+            "arrays are immutable; return a new tensor"
         )
 
 

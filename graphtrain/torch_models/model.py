@@ -328,8 +328,8 @@ class OpenedModel:
         """Refuse programs that would balance experts over fewer tokens than the module does."""
         if len(self.lists) > 1 or not self.stacks:
             raise ImportedModelError(
-                "output_router_logits adds a load-balancing loss, which requires blocks that run as "
-                "one scan; `graphtrain plan` reports how these differ. Or set it to false in "
+                "output_router_logits adds a load-balancing loss, which requires blocks that run "
+                "as one scan; `graphtrain plan` reports how these differ. Or set it to false in "
                 "program.model.overrides"
             )
         if by_hand_now():

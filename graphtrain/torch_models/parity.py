@@ -133,9 +133,8 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     small = replace(small, dtype="float32")
     assert small.vocab is not None
     batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
-    batch[0, 0] = (
-        small.vocab - 1
-    )  # fails in PyTorch if the embedding is too small; JAX would not notice
+    # A too small embedding fails in PyTorch; JAX would not notice.
+    batch[0, 0] = small.vocab - 1
     eager = _eager(real_module(small), batch, hf=small.hf is not None)
     opened = open_anew(small)
     found = _compare(opened, eager)

@@ -234,9 +234,8 @@ class Scan:
 
     def _key(self) -> Any:
         key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
-        return jax.ShapeDtypeStruct(
-            key.shape, key.dtype
-        )  # drops the mesh axes along which it varies
+        # A new struct, without the mesh axes along which the key varies.
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)
 
     def _block(
         self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array

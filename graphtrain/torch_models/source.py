@@ -47,8 +47,8 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except OSError as error:
         raise ImportedModelError(
-            f'program.model.hf = "{hf}": {path} cannot be read ({error.strerror}); set it to a local '
-            "folder that contains config.json, or to such a file; nothing is downloaded"
+            f'program.model.hf = "{hf}": {path} cannot be read ({error.strerror}); set it to a '
+            "local folder that contains config.json, or to such a file; nothing is downloaded"
         ) from None
     except ValueError as error:
         raise ImportedModelError(f"{path} is not valid JSON: {error}") from None

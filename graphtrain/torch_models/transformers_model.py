@@ -29,7 +29,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     kind = config["model_type"]
     if settings.pop("quantization_config", None):
         raise ImportedModelError(
-            "config.json has a quantization_config, which is not supported; use an unquantized model"
+            "config.json has a quantization_config, which is unsupported; use an unquantized model"
         )
     if kind not in CONFIG_MAPPING:
         raise ImportedModelError(

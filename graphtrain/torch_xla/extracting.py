@@ -82,8 +82,8 @@ def check_versions(python: str) -> None:
     torch, torch_xla = done.stdout.split()
     if (torch, torch_xla) != (TESTED, TESTED):
         raise ExtractionError(
-            f"{python} has torch {torch} and torch-xla {torch_xla}; extraction patches internals of "
-            f"torch-xla and needs {TESTED}\n{_INSTALL}"
+            f"{python} has torch {torch} and torch-xla {torch_xla}; extraction patches "
+            f"internals of torch-xla and needs {TESTED}\n{_INSTALL}"
         )
 
 

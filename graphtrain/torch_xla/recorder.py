@@ -67,7 +67,7 @@ class _Enough(BaseException):
 
 
 class Refused(BaseException):
-    """The script does something unsupported; a BaseException, so that it does not catch it."""
+    """The script does something unsupported; a BaseException, which scripts rarely catch."""
 
 
 class Recorder:
@@ -294,8 +294,8 @@ def install(recorder: Recorder) -> None:
         if not is_spmd and _compilations() != before:
             raise Refused(
                 "a step ended with a pending tensor that is not reachable from Python, for example "
-                f"one saved for a later backward pass ({_line_of_script()}); end the step after the "
-                "backward pass"
+                f"one saved for a later backward pass ({_line_of_script()}); end the step after "
+                "the backward pass"
             )
 
     _C._xla_step_marker = mark
@@ -385,8 +385,8 @@ def _has_no_value(tensor: Any) -> bool:
 
 def _refuse_dynamo(*arguments: Any) -> NoReturn:
     raise Refused(
-        f"{_line_of_script()} calls a function compiled by torch.compile, which extraction does not "
-        "support; extract without torch.compile"
+        f"{_line_of_script()} calls a function compiled by torch.compile, which extraction does "
+        "not support; extract without torch.compile"
     )
 
 
@@ -454,9 +454,7 @@ def _write(path: str, data: bytes) -> None:
 def main() -> None:
     """Extract, write the manifest, and exit without waiting for the script's threads."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--steps", type=int, default=10, help="Maximum number of steps. [default: 10]"
-    )
+    parser.add_argument("--steps", type=int, default=10, help="maximum number of steps (10)")
     parser.add_argument("--reads", choices=("refused", "zeros"), default="refused")
     parser.add_argument("directory")
     parser.add_argument("script")
