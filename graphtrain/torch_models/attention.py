@@ -20,7 +20,10 @@ from lowering.constrain import constrain, size_of, split_of
 def only_native() -> str | None:
     """Return the active feature that only the native attention supports, or None."""
     if numbers() is not None:
-        return 'isolating the documents of a row (batch.documents = "apart", context or generate)'
+        return (
+            'isolating the documents of a row (batch.documents = "apart", the rules context, or '
+            "graphtrain generate)"
+        )
     if ring := split_of("attended"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
     return None if begins() is None else "decoding with a KV cache"

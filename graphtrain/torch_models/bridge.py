@@ -254,7 +254,7 @@ class Environment(TorchaxEnvironment):
             )
             return Tensor(mixed, self)
         if what := only_native():
-            how = "dropout" if dropout else "a mask, a bias, or keys of its own"
+            how = "dropout" if dropout else "a mask, a bias, or is_causal = False"
             raise ImportedModelError(
                 f"{what} requires plain causal attention; the attention of this module has {how}"
             )

@@ -27,7 +27,7 @@ def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
     with watch:
         try:
             module(tokens)
-        except Exception:  # only explains a mismatch; its own failure is no news
+        except Exception:  # causes are optional; the mismatch is reported anyway
             return []
     advice = "; write into a copy (.clone()), or make a new tensor"
     return [one + advice for one in watch.through_views] + watch.without_gradients

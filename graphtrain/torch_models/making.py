@@ -84,7 +84,7 @@ def make(factory: Callable[[], torch.nn.Module]) -> Made:
 
 
 class _Recorder(TorchFunctionMode):
-    """Moves uninitialised and random tensors to "meta", and records changes of parameters."""
+    """Mode that moves uninitialised and random tensors to "meta" and records parameter changes."""
 
     def __init__(self) -> None:
         super().__init__()
