@@ -56,7 +56,9 @@ def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
         loaded(of, "train")
     size = Batch(sequences=8, length=8, microbatches=2)
     of = program(target="cpu:8", mesh=Mesh(data=4, stage=2), model=model, batch=size)
-    with pytest.raises(ShardingError, match="output_router_logits balances experts over all blocks"):
+    with pytest.raises(
+        ShardingError, match="output_router_logits balances experts over all blocks"
+    ):
         build_graph(dataclasses.replace(of, pipeline=Pipeline(schedule="gpipe")), "train")
     with pytest.raises(ImportedModelError, match="its router modules are unknown"):
         check_parity(mixture(tmp_path, "llama"))
