@@ -49,11 +49,16 @@ class ExtractionError(GraphtrainError):
 
 
 class ImportedModelError(GraphtrainError):
-    """A model of PyTorch cannot be made, traced, or trusted; the message says why."""
+    """A PyTorch model cannot be built or traced, or its trace is not equivalent."""
 
 
 class NeedsStrict(ImportedModelError):
-    """A trace would be wrong in silence, where the strict front end is right."""
+    """A trace would be silently wrong; the strict front end is needed.
+
+    Args:
+        reason: what a trace would lose, and where.
+        remedy: what to change in the module instead.
+    """
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(

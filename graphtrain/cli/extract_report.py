@@ -1,4 +1,4 @@
-"""What `graphtrain extract` says of the graphs that it has found."""
+"""Report of `graphtrain extract` on the graphs of a script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "
 
 
 def as_dictionary(found: Extraction, target: str | None, result: Report | None) -> dict[str, Any]:
-    """The extraction as JSON, with what became of each graph where they were compiled."""
+    """Return the extraction as JSON, with the outcome of each graph if they were compiled."""
     extracted = extracted_graphs.of(found, target)
     outcomes: dict[str, Any] = {} if result is None else result.as_json()
     by_label = {each["label"]: each for each in outcomes.pop("graphs", ())}
@@ -36,7 +36,7 @@ def as_dictionary(found: Extraction, target: str | None, result: Report | None) 
 
 
 def table(told: dict[str, Any]) -> Iterator[str]:
-    """The lines of a table of the graphs."""
+    """Yield the lines of a table of the graphs."""
     rows = [_COLUMNS, *(_row(graph) for graph in told["graphs"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -57,7 +57,7 @@ def _row(graph: dict[str, Any]) -> tuple[str, ...]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """As in "0, 2-5"; each number once."""
+    """Format numbers as ranges, for example "0, 2-5"."""
     chosen = sorted(set(numbers))
     begins = [chosen[0], *(b for a, b in pairwise(chosen) if b != a + 1)]
     ends = [*(a for a, b in pairwise(chosen) if b != a + 1), chosen[-1]]

@@ -1,4 +1,4 @@
-"""Extracted graphs as tasks for the pool, and the keys by which the store knows them."""
+"""Compilation tasks and cache keys of extracted graphs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowering.hlo.module import HloModule
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
 
-_SOURCES = ("lowering/", "sharding_rules/")  # nothing else of ours is in an extracted program
+_SOURCES = ("lowering/", "sharding_rules/")  # graphtrain sources that affect extracted programs
 
 
 def read_module(file: Path) -> HloModule:
-    """The module of a file.
+    """Read the HLO module of a file.
 
     Raises:
-        ExtractionError: the file holds none.
+        ExtractionError: the file cannot be read, or is not an HLO module.
     """
     try:
         return HloModule.read(file.read_bytes())
@@ -33,28 +33,32 @@ def read_module(file: Path) -> HloModule:
 
 
 def tasks_of(graphs: Iterable[Extracted]) -> list[Task]:
-    """The graphs for the pool; their names are what progress and the store call them."""
+    """Return the compilation tasks of graphs; progress and the cache show their names."""
     return [Task(graph.name, graph, graph.name, request_key(graph)) for graph in graphs]
 
 
 def of(extraction: Extraction, target: str | None) -> dict[str, Extracted]:
-    """The graphs of a script by hash, for a target; by default as many devices of this CPU.
+    """Return the graphs of a script by hash, to compile for a target.
+
+    Args:
+        extraction: of the script.
+        target: name of the machine; None: this CPU with the script's number of devices.
 
     Raises:
-        ExtractionError: the target has another number of devices.
-        LoweringError: no such target.
+        ExtractionError: the target has another number of devices than the script.
+        LoweringError: the target is unknown.
     """
     script, machine = Path(extraction.script).name, target or f"cpu:{extraction.devices}"
     if (has := Target.parse(machine).devices) != extraction.devices:
         raise ExtractionError(
-            f"{script} is a program of {extraction.devices} devices, and {machine} has {has}; "
-            "split its arrays among as many (torch_xla.runtime.use_spmd, CPU_NUM_DEVICES), or "
-            "choose another target"
+            f"{script} was extracted for {extraction.devices} devices, but {machine} has {has}; "
+            "extract it again with as many devices (torch_xla.runtime.use_spmd, CPU_NUM_DEVICES), "
+            "or choose another target"
         )
     found, names = {}, set()
     for graph in extraction.graphs:
         name = f"{script} step {graph.steps[0]}"
-        if name in names:  # as of a value that is read within the step
+        if name in names:  # for example a graph that computes a value read in the step
             name = f"{name} {graph.hash[:8]}"
         names.add(name)
         found[graph.hash] = Extracted(name, graph.hash, graph.file, extraction.meshes, machine)
@@ -62,11 +66,11 @@ def of(extraction: Extraction, target: str | None) -> dict[str, Extracted]:
 
 
 def request_key(extracted: Extracted) -> CacheKey:
-    """What an extracted graph is asked for by; tracing it again changes nothing of this.
+    """Return the request key of an extracted graph, which identifies it without lowering it.
 
     Raises:
-        ExtractionError: the file holds no module.
-        LoweringError: no such target.
+        ExtractionError: the file is not an HLO module.
+        LoweringError: the target is unknown.
     """
     target, module = Target.parse(extracted.target), read_module(extracted.file)
     sources = {
@@ -83,7 +87,7 @@ def request_key(extracted: Extracted) -> CacheKey:
 
 
 def about(graph: Graph, extracted: Extracted) -> dict[str, Any]:
-    """What a report says of a graph beside what became of it."""
+    """Return the facts about a graph that a report shows in addition to its outcome."""
     module = read_module(extracted.file)
     return {
         "hash": graph.hash,

@@ -1,4 +1,4 @@
-"""Bundles into programs, on a machine that has the compiler they lacked."""
+"""Compilation of bundles, on a machine that has neuronx-cc, into executables of the cache."""
 
 import dataclasses
 import hashlib
@@ -15,19 +15,22 @@ from lowering.neuron.compiler import HLO_FILE
 
 
 def finish(directory: Path, cache: Cache) -> str:
-    """Compile a bundle into the store, for the run that asked for it; return the program's digest.
+    """Compile a bundle into the cache; return the digest of its program key.
 
-    Its keys are those of the machine that wrote it, with the compiler of this one: a run here finds
-    the program if all else of its toolchain is the same.
+    The keys are those of the machine that wrote the bundle, with this machine's compiler version
+    and flags. A run on this machine finds the program if the rest of its toolchain is the same.
 
     Raises:
-        CacheError: the directory holds no bundle, or a damaged one, or the store cannot be written.
-        LoweringError: there is no compiler here either, or it refused the program.
+        CacheError: the directory contains no bundle or a damaged one, or the cache cannot be
+            written.
+        LoweringError: neuronx-cc is not installed on this machine, or rejects the program.
     """
     program, request, files = read(directory)
     asked = (program.part("options") or {}).get("hlo")
     if hashlib.sha256(files.get(HLO_FILE, b"")).hexdigest() != asked:
-        raise CacheError(f"{HLO_FILE} is not what the bundle's keys promise; copy it again")
+        raise CacheError(
+            f"{HLO_FILE} does not match the digest in the bundle's keys; copy the bundle again"
+        )
     payload, record, flags, version = bundle.finish(files)
     options = program.part("options") | {"flags": flags, "compiler": version}
     toolchain = _with_compiler(request)
@@ -39,7 +42,7 @@ def finish(directory: Path, cache: Cache) -> str:
 
 
 def _with_compiler(request: CacheKey) -> dict:
-    """The toolchain of a request with the compiler, and its flags, that are here."""
+    """Return a request's toolchain with the compiler version and flags of this machine."""
     here, written = Toolchain.here("neuron"), request.part("toolchain")
     versions = {k: v for k, v in written["versions"].items() if k != "neuronx-cc"}
     environment = {k: v for k, v in written["environment"].items() if k != "NEURON_CC_FLAGS"}

@@ -1,4 +1,4 @@
-"""Every graph of a run into JAX's plugin for Neuron, which leaves them in AWS's cache."""
+"""Extraction of a program's graphs into the Neuron persistent cache, by JAX's Neuron plugin."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,16 @@ from sharding_rules.rules import Rules
 
 
 def extract(program: Program, observe: Callable[[str, str], None]) -> None:
-    """Trace and split every graph for the plugin's devices, and give it to the plugin.
+    """Trace and shard every graph for the plugin's devices, and pass it to the plugin.
+
+    Args:
+        program: settings.
+        observe: called with the name and the status of each graph.
 
     Raises:
-        LoweringError: the plugin is not here, does not extract, or shows other devices.
-        ShardingError: an array cannot be placed.
+        LoweringError: the plugin is not installed, is not in extraction mode, or has other
+            devices than the target.
+        ShardingError: an array cannot be sharded.
     """
     target = Target.parse(program.target)
     placed_on = plugin.devices(target)

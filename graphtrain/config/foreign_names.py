@@ -1,4 +1,4 @@
-"""Names that other tools, and earlier versions, give to settings, and the setting that each is here.
+"""Names of settings in other tools and in earlier versions, and the setting that each is here.
 
 A configuration with one of them is refused with the name to write instead. Read only once a
 configuration has been found wrong.

@@ -9,34 +9,36 @@ from graphtrain.errors import ImportedModelError
 
 
 def config_path(hf: str) -> Path:
-    """The config.json of a folder, or the file itself."""
+    """Return the path of config.json, given its folder or the file itself."""
     path = Path(hf)
     return path / "config.json" if path.is_dir() else path
 
 
 def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration, with the settings that replace some of it.
+    """Read a model's config.json and apply the overrides to it.
 
     Raises:
-        ImportedModelError: there is none, or it is not one of a model.
+        ImportedModelError: it cannot be read, or is not the configuration of a model.
     """
     path = config_path(hf)
     try:
         config = json.loads(path.read_text())
     except OSError as error:
         raise ImportedModelError(
-            f'hf = "{hf}": {path} cannot be read ({error.strerror}); name a folder with a '
-            "config.json, or such a file; nothing is downloaded"
+            f'program.model.hf = "{hf}": {path} cannot be read ({error.strerror}); set it to a '
+            "local folder that contains config.json, or to such a file; nothing is downloaded"
         ) from None
     except ValueError as error:
-        raise ImportedModelError(f"{path} is no JSON: {error}") from None
+        raise ImportedModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ImportedModelError(f"{path} has no model_type, so it is no model of transformers")
+        raise ImportedModelError(
+            f"{path} has no model_type, so it is not the configuration of a transformers model"
+        )
     return config | dict(overrides)
 
 
 def vocabulary(hf: str, overrides: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding as the configuration has them."""
+    """Return the vocabulary size in the configuration, or None."""
     config = read_config(hf, overrides)
     found = config.get("vocab_size")
     return found if isinstance(found, int) else None

@@ -1,6 +1,6 @@
-"""A program's model, native or of PyTorch, as pure functions: the one place that knows which.
+"""Functions of a program's model, dispatched to the native decoder or to an imported model.
 
-PyTorch is imported only for a model that is one of its own.
+PyTorch is imported only for an imported model.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sharding_rules.pipeline import Stages
 
 
 def parameter_specs(model: Model) -> Tree:
-    """The tree of parameters as ArraySpecs; allocates nothing."""
+    """Return the tree of parameters as ArraySpecs; nothing is allocated."""
     if is_imported(model):
         return unflatten(_open(model).specs())
     return decoder.parameter_specs(model)
 
 
 def initialise(model: Model, key: jax.Array) -> Tree:
-    """New float32 parameters, in the tree of parameter_specs."""
+    """Return new float32 parameters, in the tree of parameter_specs."""
     if is_imported(model):
         return _open(model).initialise(key)
     return decoder.initialise(model, key)
 
 
 def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
-    """Parameters, with their layers stored for the stages of a pipeline.
+    """Reorder the layer rows of parameters for the stages of a pipeline.
 
     Raises:
-        ShardingError: the model cannot be a pipeline.
+        ShardingError: the model cannot be split into pipeline stages.
     """
     if is_imported(model):
         from graphtrain.torch_frontend import staged
@@ -45,7 +45,11 @@ def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
 
 
 def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
-    """ArraySpecs of what arrange returns. Raises as it does."""
+    """Return the ArraySpecs of the parameters that arrange returns.
+
+    Raises:
+        ShardingError: the model cannot be split into pipeline stages.
+    """
     if is_imported(model):
         from graphtrain.torch_frontend import staged
 
@@ -61,15 +65,18 @@ def pipeline(
     term_weight: float,
     tokens: jax.Array,
 ) -> Pipeline:
-    """What a model computes of a microbatch, in the parts of a pipeline.
+    """Build the Pipeline of a model: what each part computes of one microbatch.
 
     Args:
-        model: Settings.
-        stages: The division of its layers.
-        score: Of logits.
-        keys: For dropout; without them nothing is dropped.
-        term_weight: Of what the layers of one microbatch add to the loss.
-        tokens: Of all microbatches.
+        model: settings.
+        stages: number of layers in each stage.
+        score: loss function, of logits and a microbatch.
+        keys: dropout key by microbatch; None disables dropout.
+        term_weight: factor of the terms that the layers of one microbatch add to the loss.
+        tokens: token ids of all microbatches, (microbatches, sequences, seq).
+
+    Raises:
+        ShardingError: the model cannot be split into pipeline stages.
     """
     if is_imported(model):
         from graphtrain.torch_frontend import staged
@@ -79,28 +86,35 @@ def pipeline(
 
 
 def divide(model: Model, parameters: Tree) -> Tree:
-    """Parameters as a Pipeline takes them; what is tied is in two places."""
+    """Split parameters into the parts of a Pipeline; a tied weight is in two parts."""
     if is_imported(model):
         return _open(model).parts.divide(parameters)
     return native.divide_parameters(model, parameters)
 
 
 def join(model: Model, gradients: Tree, parameters: Tree) -> Tree:
-    """Gradients of the parameters that divide was given."""
+    """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
     if is_imported(model):
         return _open(model).parts.join(gradients, parameters)
     return native.join_gradients(gradients)
 
 
 def drops(model: Model) -> bool:
-    """Whether training may drop something, so that it takes a key."""
+    """Return true if training may apply dropout, and so needs a key."""
     return is_imported(model) or bool(model.dropout)
 
 
 def forward(
     model: Model, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Scores of every next token, and what the layers add to the loss."""
+    """Return logits (batch, seq, vocab), and the terms that the layers add to the loss, by name.
+
+    Args:
+        model: settings.
+        parameters: weights.
+        tokens: token ids, (batch, seq).
+        dropout_key: None disables dropout.
+    """
     if is_imported(model):
         return _open(model).forward(parameters, tokens, dropout_key)
     return decoder.forward(model, parameters, tokens, dropout_key=dropout_key)
@@ -109,16 +123,24 @@ def forward(
 def before_head(
     model: Model, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """What the head reads, its weights, and what the layers add; of a native model."""
-    assert not is_imported(model), "a module of PyTorch keeps its head to itself"
+    """Return the input of the LM head, its weights, and the layers' terms of the loss, by name.
+
+    Only native models support it.
+    """
+    assert not is_imported(model), "the LM head of an imported model is not accessible"
     return decoder.before_head(model, parameters, tokens, dropout_key=dropout_key)
 
 
 def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
-    """What is kept of so many sequences of so many tokens, to continue them.
+    """Return the specs of the KV cache.
+
+    Args:
+        model: settings.
+        sequences: number of sequences.
+        longest: maximum number of tokens in a sequence.
 
     Raises:
-        ImportedModelError: the model's attention does not continue a sequence.
+        ImportedModelError: the model's attention does not support a KV cache.
     """
     if is_imported(model):
         from graphtrain.torch_frontend import continuing as imported
@@ -130,14 +152,14 @@ def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
 def extend(
     model: Model, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """Scores of every next token, and what is kept then.
+    """Run one decode step; return logits (batch, seq, vocab) and the updated KV cache.
 
     Args:
-        model: Settings.
-        parameters: Weights.
-        kept: As kept_specs has it.
-        tokens: (batch, seq), those that follow.
-        begin: The position of the first.
+        model: settings.
+        parameters: weights.
+        kept: KV cache of the previous tokens, as described by kept_specs.
+        tokens: the next token ids, (batch, seq).
+        begin: cache offset, the position of the first of these tokens.
     """
     if is_imported(model):
         from graphtrain.torch_frontend import continuing as imported
@@ -149,7 +171,8 @@ def extend(
 def _open(model: Any) -> Any:
     from graphtrain.torch_frontend.versions import check_versions, installed
 
-    check_versions(installed(), hf=model.hf is not None)  # before an import fails in other words
+    # Before an import fails with an obscure error.
+    check_versions(installed(), hf=model.hf is not None)
     from graphtrain.torch_frontend.model import open_model
 
     return open_model(model)

@@ -1,5 +1,5 @@
-"""PyTorch and Hugging Face models as they are: traced abstractly into JAX, sharded by name.
+"""Unmodified PyTorch and Hugging Face models, traced into JAX and sharded by parameter name.
 
-torchax says what each of PyTorch's operations is in JAX; everything around that is here. Imports
-PyTorch only when a model is asked for: a run, which traces nothing, imports none of it.
+torchax translates each PyTorch operation to JAX; this package adds the rest. PyTorch is imported
+only when a model is built. `graphtrain run` loads compiled programs and does not import it.
 """

@@ -1,7 +1,7 @@
-"""Whether positions of an imported model meet nowhere but in attention, as its programs may ask.
+"""Check that an imported model mixes positions only in attention.
 
-Documents kept apart and sequences split in a ring rest on that. A convolution over positions or a
-state space does not know of them and would mix what is to stay apart, without a word.
+Isolated documents and context parallelism depend on it. A convolution over positions or a state
+space model would silently mix documents.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lowering.trees import unflatten
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-_SIZES = (5, 11)  # tokens of two documents
-_MOST = 1e-4  # that logits may differ, over the largest of them; float32
+_SIZES = (5, 11)  # lengths of two documents, in tokens
+_MOST = 1e-4  # tolerance of logits in float32, relative to the largest
 
 
 def ensure_apart(model: Imported, store: Path) -> None:
-    """Check a model, unless the store holds that it has been.
+    """Run check_apart, unless the store has a record of it for this model.
 
     Raises:
         ImportedModelError: as check_apart.
@@ -45,10 +45,13 @@ def ensure_apart(model: Imported, store: Path) -> None:
 
 
 def check_apart(model: Imported) -> float:
-    """How far logits of two documents in one row are from those of each alone, relative.
+    """Compare logits of two documents packed in one row with those of each document alone.
+
+    Returns:
+        The largest difference, relative to the largest logit.
 
     Raises:
-        ImportedModelError: too far, or the module's attention is none that knows documents.
+        ImportedModelError: they differ, or the module's attention cannot isolate documents.
     """
     small, _ = shrunk(model)
     small = replace(small, dtype="float32")
@@ -61,7 +64,7 @@ def check_apart(model: Imported) -> float:
     def both(arrays: dict[str, jax.Array], row: jax.Array) -> Any:
         with apart(jnp.asarray(documents)):
             packed, _ = opened.forward(unflatten(arrays), row, None)
-        # What follows a document in its row is ahead of all its positions.
+        # Tokens after a document do not affect it: attention is causal.
         each = jnp.concatenate([row, jnp.roll(row, -_SIZES[0], 1)])
         (first, second), _ = opened.forward(unflatten(arrays), each, None)
         return packed[0], jnp.concatenate([first[: _SIZES[0]], second[: _SIZES[1]]])
@@ -71,8 +74,8 @@ def check_apart(model: Imported) -> float:
     off = float(np.abs(together - alone).max() / np.abs(alone).max())
     if not off <= _MOST:
         raise ImportedModelError(
-            f"{type(module).__name__} lets documents of one row see each other elsewhere than in "
-            f"attention, as by a convolution over positions (logits are off by {off:.1e}): leave "
-            'out batch.documents = "apart" and the rules context'
+            f"{type(module).__name__} mixes positions outside of attention, for example by a "
+            "convolution, so documents of one row affect each other (logits differ by "
+            f'{off:.1e}): remove batch.documents = "apart" and the rules context'
         )
     return off

@@ -1,4 +1,4 @@
-"""Attention in place of PyTorch's: the native decoder's, or of whole scores under any mask."""
+"""Attention of imported models: the native decoder's, or dense attention under any mask."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from lowering.tracing.constrain import constrain, size_of, split_of
 
 
 def only_native() -> str | None:
-    """What is asked of attention here that only the native one can do; None: nothing."""
+    """Return the active feature that only the native attention supports, or None."""
     if numbers() is not None:
-        return 'to tell documents of a row apart (batch.documents = "apart", context or generate)'
+        return (
+            'isolating the documents of a row (batch.documents = "apart", the rules context, or '
+            "graphtrain generate)"
+        )
     if ring := split_of("attended"):
-        return f"to split the keys of a sequence over {' x '.join(ring)} (the rules context)"
-    return None if begins() is None else "to continue a sequence"
+        return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
+    return None if begins() is None else "decoding with a KV cache"
 
 
 def attend_causally(
@@ -36,17 +39,22 @@ def attend_causally(
     unroll: int = 1,
     how: HowAttended = "auto",
 ) -> jax.Array:
-    """By the native decoder's attention, which makes no mask: in a ring, say, or by documents.
+    """Compute causal attention as the native decoder does, without materialising a mask.
+
+    It supports context parallelism, isolated documents and the KV cache.
 
     Args:
         query: (batch, heads, seq, head_dim).
         key: (batch, kv_heads, seq, head_dim).
         value: (batch, kv_heads, seq, value_dim).
-        scoring: What becomes of products.
-        window: The distance at which a query sees a key no more.
-        remat: Of the model.
-        unroll: How many blocks are written out in a turn.
-        how: Whether by a kernel of the target.
+        scoring: scale and soft cap of attention scores.
+        window: sliding window in tokens; None: unlimited.
+        remat: activation checkpointing of the model.
+        unroll: number of blocks per iteration of the scan over blocks.
+        how: attention implementation: "auto", "flash" or "scores".
+
+    Returns:
+        (batch, heads, seq, value_dim).
     """
     value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
@@ -54,14 +62,14 @@ def attend_causally(
         key, value = before.add(key, value)
     elif window is not None and window >= query.shape[1]:
         window = None
-    if key.shape[2] == 1:  # one head for all: each device has it
+    if key.shape[2] == 1:  # the only KV head is replicated over the mesh
         key, value = (jnp.repeat(x, size_of("kv_heads"), 2) for x in (key, value))
     mixed = native.attend(query, key, value, scoring, window, remat, unroll, how)
     return mixed[..., :value_dim].transpose(0, 2, 1, 3)
 
 
 def _wide(x: jax.Array, width: int) -> jax.Array:
-    """Zeros at the end of each head, as those of values beside wider queries and keys."""
+    """Pad heads with zeros to a width, as values may be narrower than queries and keys."""
     missing = width - x.shape[-1]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
@@ -77,19 +85,24 @@ def attend(
     dropout_key: jax.Array | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """Values mixed by a float32 softmax of scores; zeros where a query sees no key at all.
+    """Compute dense attention; the softmax is in float32.
+
+    The output is zero for a query that attends to no key.
 
     Args:
-        query: (batch, heads, queries, head_dim); a group of heads may share one of the keys'.
+        query: (batch, heads, queries, head_dim); heads must be a multiple of kv_heads.
         key: (batch, kv_heads, keys, head_dim).
         value: (batch, kv_heads, keys, value_dim).
-        seen: bool, true where a key is seen, or numbers added to scores; of a shape that broadcasts
-            to (batch, heads, queries, keys).
-        dropout: the part of the softmax that is zeroed.
-        causal: whether query i sees key j only for j <= i, as PyTorch counts them.
-        scale: of products; the root of head_dim divides them by default.
-        dropout_key: for dropout.
-        cap: that scores are bent to stay below.
+        seen: mask, broadcastable to (batch, heads, queries, keys): bool, true where a query
+            attends to a key, or floats to add to the attention scores.
+        dropout: probability of dropping an attention weight.
+        causal: whether query i attends to key j only for j <= i, counted from 0 as in PyTorch.
+        scale: of the products; None: 1 / sqrt(head_dim).
+        dropout_key: for dropout; None disables it.
+        cap: soft cap of attention scores.
+
+    Raises:
+        ValueError: kv_heads does not divide heads.
 
     Source: the definition at https://docs.pytorch.org/docs/stable/generated/
     torch.nn.functional.scaled_dot_product_attention.html
@@ -97,9 +110,11 @@ def attend(
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1:3]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+        raise ValueError(
+            f"the number of query heads, {heads}, is not a multiple of {kv_heads} key heads"
+        )
     query = constrain(query, "batch", "heads", None, None)
-    by_head = "kv_heads" if kv_heads > 1 else None  # one head for all is whole on every device
+    by_head = "kv_heads" if kv_heads > 1 else None  # the only KV head is replicated
     key, value = (constrain(x, "batch", by_head, None, None) for x in (key, value))
     groups = kv_heads, heads // kv_heads
     # h: key head, g: query head of its group, q and k: positions.
@@ -114,7 +129,7 @@ def attend(
             mask = given if mask is None else mask & given
         else:
             scores = scores + given
-            # Rows of minus infinity alone, as some masks are written, see nothing either.
+            # In an additive mask, a row of only minus infinity also means: attends to no key.
             mask = _and(mask, scores > -jnp.inf)
     shares = _softmax(scores, mask)
     if dropout and dropout_key is not None:
@@ -130,7 +145,7 @@ def _and(one: jax.Array | None, other: jax.Array) -> jax.Array:
 
 
 def _grouped(seen: jax.Array, groups: tuple[int, int]) -> jax.Array:
-    """A mask over (batch, heads, queries, keys) with its heads in groups."""
+    """Reshape a mask to (batch, kv_heads, group, queries, keys)."""
     whole = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
     if whole.shape[1] == 1:
         return whole[:, :, None]
@@ -138,7 +153,7 @@ def _grouped(seen: jax.Array, groups: tuple[int, int]) -> jax.Array:
 
 
 def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Over keys; no part of it is not a number, in the gradient neither."""
+    """Compute a masked softmax over keys; fully masked rows give zeros, and no NaN gradients."""
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     low = jnp.finfo(scores.dtype).min

@@ -1,4 +1,4 @@
-"""The logical axes of a module's parameters: by name, and by shape where no name is known."""
+"""Array axes of a module's parameters, from their names, or from shapes for unknown names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 Axes = tuple[str | None, ...]
 
-# Words in names of projections back to the residual stream.
+# Name components of projections that write to the residual stream.
 _BACK = re.compile(r"(^|[._])(o|out|wo|back|down|dense|c_proj|output|proj_out|out_proj|o_proj)$")
 
 
 @dataclass(frozen=True)
 class Named:
-    """The axes of a parameter, and what said so."""
+    """The axes of a parameter, and the source of that information."""
 
     axes: Axes
     by: Literal["settings", "name", "shape"]
@@ -29,7 +29,7 @@ class Named:
 
 @cache
 def known_names() -> dict[str, tuple[str | None, ...]]:
-    """Axes by pattern, from names.toml."""
+    """Return axes by name pattern, from names.toml."""
     table = tomllib.loads(Path(__file__).with_name("names.toml").read_text())["weights"]
     return {pattern: tuple(axes) for pattern, axes in table.items()}
 
@@ -37,12 +37,12 @@ def known_names() -> dict[str, tuple[str | None, ...]]:
 def name_axes(
     module: torch.nn.Module, vocab: int, given: Mapping[str, Sequence[str]]
 ) -> dict[str, Named]:
-    """The axes of every parameter by name.
+    """Determine the axes of every parameter, by name.
 
     Args:
         module: on any device.
-        vocab: rows of its embedding.
-        given: axes by pattern, from the settings; before any other.
+        vocab: vocabulary size, the rows of its embedding.
+        given: axes by name pattern from program.model.axes, which take precedence.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     embed = _width(shapes, vocab)
@@ -64,7 +64,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 def _by_name(module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> Named | None:
     owner, _, last = name.rpartition(".")
-    # Experts in one array are parameters themselves; elsewhere a module holds weight and bias.
+    # Stacked experts are bare parameters; other modules have a weight and a bias.
     stem = owner if last in ("weight", "bias") else name
     for pattern, axes in known_names().items():
         if not _fits(stem, pattern):
@@ -85,7 +85,7 @@ def _by_shape(
     vocab: int,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Named:
-    """Column-wise into a block and row-wise out of it, as Megatron does.
+    """Determine axes by shape: column-parallel into a block, row-parallel out of it.
 
     Source: Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
     """
@@ -102,7 +102,7 @@ def _by_shape(
         axes = ("mlp", "embed")
     elif out == embed:
         axes = ("embed", "mlp")
-    else:  # no part of the residual stream: at rest it is split by its longer side
+    else:  # not connected to the residual stream: the longer side is sharded at rest
         axes = ("embed", None) if out >= into else (None, "embed")
     axes = tuple(None if size == 1 else axis for axis, size in zip(axes, (out, into), strict=True))
     return Named((*experts, *axes), "shape")
@@ -111,7 +111,7 @@ def _by_shape(
 def _of_vector(
     name: str, size: int, embed: int, vocab: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> str | None:
-    """A bias follows its weight's outputs; other vectors of the width are norms."""
+    """Return a vector's axis: a bias has its weight's output axis, a norm has "embed"."""
     weight = name.removesuffix(".bias") + ".weight"
     if name.endswith(".bias") and len(shapes.get(weight, ())) == 2:
         return _by_shape(weight, shapes[weight], embed, vocab, shapes).axes[0]
@@ -119,7 +119,7 @@ def _of_vector(
 
 
 def _width(shapes: Mapping[str, tuple[int, ...]], vocab: int) -> int:
-    """Of the residual stream: what the table of tokens has beside its rows."""
+    """Return the width of the residual stream, from the token embedding; 0 if there is none."""
     tables = [shape for shape in shapes.values() if len(shape) == 2 and vocab in shape]
     if not tables:
         return 0

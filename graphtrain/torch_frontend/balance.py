@@ -1,7 +1,7 @@
-"""What transformers' mixtures add to the loss, so that every expert is used (router_aux_loss_coef).
+"""Load-balancing loss of transformers' mixtures of experts (router_aux_loss_coef).
 
-A module collects the scores of its routers by hooks, which a scan over its blocks does not reach;
-here each turn of the scan returns their sums.
+transformers collects router logits by hooks, which do not work inside a scan over blocks. Here each
+iteration of the scan returns the sums that the loss needs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import torch
 
 from graphtrain.errors import ImportedModelError
 
-Sums = tuple[jax.Array, jax.Array]  # of a block, by expert
+# Per expert: share of tokens routed to it, and mean router probability.
+Sums = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The balance loss that a config asks for."""
+    """The load-balancing loss that a configuration requests."""
 
-    weight: float
-    per_token: int
-    router: type[torch.nn.Module]
-    index: int  # of the scores in what a router returns
+    weight: float  # router_aux_loss_coef
+    per_token: int  # experts per token
+    router: type[torch.nn.Module]  # class of router modules
+    index: int  # index of the logits in a router's output
 
     @classmethod
     def taken_from(cls, module: torch.nn.Module) -> Balance | None:
-        """What output_router_logits asks for; the module itself no longer does it.
+        """Return the loss if config.output_router_logits is set, and clear that setting.
 
         Raises:
-            ImportedModelError: it is not known which modules route.
+            ImportedModelError: the router modules are unknown.
         """
         config: Any = getattr(module, "config", None)
         if not getattr(config, "output_router_logits", False):
@@ -47,15 +48,15 @@ class Balance:
         weight = getattr(config, "router_aux_loss_coef", None)
         if recorder is None or weight is None:
             raise ImportedModelError(
-                f"output_router_logits asks {type(module).__name__} for a balance loss, and which "
-                "modules route is not known; set it to false in overrides"
+                f"output_router_logits adds a load-balancing loss to {type(module).__name__}, but "
+                "its router modules are unknown; set it to false in program.model.overrides"
             )
         config.output_router_logits = False
         return cls(weight, config.num_experts_per_tok, recorder.target_class, recorder.index)
 
     @contextmanager
     def recorded(self, block: torch.nn.Module) -> Iterator[list[Sums]]:
-        """The sums of each router of a block that is called inside."""
+        """Record the sums of each router of a block that is called inside."""
         sums: list[Sums] = []
         with ExitStack() as stack:
             for inner in block.modules():
@@ -67,17 +68,17 @@ class Balance:
             yield sums
 
     def _sums(self, scores: Any) -> Sums:
-        """Parts of all tokens that chose each expert, and means of what each is likely to get."""
+        """Return each expert's share of tokens, and its mean router probability."""
         likely = jax.nn.softmax(scores.jax(), axis=-1)
         _, chosen = jax.lax.top_k(likely, self.per_token)
         counts = jax.nn.one_hot(chosen, likely.shape[-1], dtype=jnp.float32).sum(1)
         return counts.mean(0), likely.astype(jnp.float32).mean(0)
 
     def loss(self, sums: list[Sums]) -> jax.Array:
-        """Of the sums of all blocks, which a scan stacks.
+        """Compute the loss from the sums of all blocks, which a scan stacks.
 
-        Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961, with
-        means over the tokens of all layers, as transformers has it
+        Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961; as in
+        transformers, means are over the tokens of all layers.
         """
         chosen, likely = (
             jnp.concatenate([each[part].reshape(-1, each[part].shape[-1]) for each in sums]).mean(0)

@@ -1,7 +1,8 @@
-"""Which blocks of a module are alike, so that one scan runs them all.
+"""Search for identical blocks of a module, which one scan can run.
 
-Blocks are found in a ModuleList: of one class, with parameters, buffers and settings alike but for
-a number that says which block it is. What holds such a number is told apart by tracing.
+Blocks are the members of a ModuleList. They are identical if their classes, shapes of parameters,
+buffers and attributes agree, except for a layer index. Whether a block computes something else
+because of its layer index is checked later, by tracing.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks of a ModuleList that repeat after `period`; their parameters are kept as one."""
+    """Blocks of a ModuleList that repeat after `period` blocks and run as one scan.
+
+    Each parameter is stored as one array with a leading layer axis.
+    """
 
     name: str  # of the ModuleList
-    count: int  # of blocks
-    period: int
-    parameters: tuple[tuple[str, ...], ...]  # names inside a block, for each of the period
+    count: int  # number of blocks
+    period: int  # number of blocks after which they repeat
+    parameters: tuple[tuple[str, ...], ...]  # names in a block, per position of the period
 
     @property
     def rows(self) -> int:
-        """How often the period repeats."""
+        """Number of repetitions of the period."""
         return self.count // self.period
 
     def path(self, position: int, name: str) -> str:
-        """Where a parameter is kept, for all blocks at this position of the period."""
+        """Return the path of a stacked parameter, at a position of the period."""
         middle = f"{position}." if self.period > 1 else ""
         return f"{self.name}.{middle}{name}".replace(".", "/")
 
     def names(self, position: int, name: str) -> list[str]:
-        """Of that parameter in the module, by row."""
+        """Return that parameter's names in the module, one per row."""
         return [f"{self.name}.{i}.{name}" for i in range(position, self.count, self.period)]
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Blocks that are traced one by one, and why."""
+    """Blocks of a ModuleList that are traced one by one, and why."""
 
     name: str
     count: int
@@ -51,8 +55,8 @@ class Unrolled:
 
 
 def find_stacks(module: torch.nn.Module) -> list[Stack | Unrolled]:
-    """The lists of blocks of a module that are not inside another block."""
-    own = set(dict(module.named_parameters()))  # those tied to an earlier one are left out
+    """Return the lists of blocks of a module, without lists nested in other blocks."""
+    own = set(dict(module.named_parameters()))  # without those tied to an earlier one
     found: list[Stack | Unrolled] = []
     for name, inner in module.named_modules():
         inside = any(name.startswith(f"{one.name}.") for one in found)
@@ -68,7 +72,7 @@ def _stack(name: str, blocks: torch.nn.ModuleList, own: set[str]) -> Stack | Unr
     local = [tuple(dict(block.named_parameters())) for block in blocks]
     for number, names in enumerate(local):
         if missing := [one for one in names if f"{name}.{number}.{one}" not in own]:
-            return unrolled(f"block {number} shares {missing[0]} with another")
+            return unrolled(f"block {number} shares its parameter {missing[0]} with another module")
     if not local[0]:
         return unrolled("its blocks have no parameters")
     signatures = [dict(_signature(block)) for block in blocks]
@@ -79,7 +83,10 @@ def _stack(name: str, blocks: torch.nn.ModuleList, own: set[str]) -> Stack | Unr
 
 
 def _period(signatures: list[dict[str, Any]]) -> int | None:
-    """After how many blocks they repeat, at least once and without a remainder."""
+    """Return the number of blocks after which they repeat; None if they do not.
+
+    A period must divide the number of blocks and occur at least twice.
+    """
     count = len(signatures)
     for period in range(1, count // 2 + 1):
         if count % period == 0 and all(
@@ -90,7 +97,7 @@ def _period(signatures: list[dict[str, Any]]) -> int | None:
 
 
 def _difference(signatures: list[dict[str, Any]]) -> str:
-    """What the first block that is not like block 0 has otherwise."""
+    """Describe the first difference between block 0 and another block."""
     first = signatures[0]
     for number, other in enumerate(signatures):
         for path in first | other:
@@ -108,7 +115,7 @@ def _short(value: Any) -> str:
 
 
 def _signature(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that decides what a block computes, by name."""
+    """Yield, by name, everything that determines what a block computes."""
     for path, inner in block.named_modules():
         prefix = f"{path}." if path else ""
         yield f"{prefix}class", type(inner)
@@ -122,7 +129,7 @@ def _signature(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _setting(value: Any) -> Any:
-    """A value that can be compared; another object counts as the same only if it is."""
+    """Convert an attribute to a comparable value; other objects compare by identity."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list):

@@ -1,4 +1,7 @@
-"""torchax's operations, with what it gets wrong in silence put right or refused."""
+"""The torchax environment in which modules are traced.
+
+Operations that torchax would silently compute wrongly are corrected or refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from graphtrain.torch_frontend.functions import apply_function
 from graphtrain.torch_frontend.joint import changes_buffer
 from lowering.tracing.constrain import by_hand_now, constrain
 
-# Operations of several tensors, each of which may have no dimensions.
+# Operations of several tensors, some of which may be scalars (0-dimensional).
 _PROMOTING = (
     *("add", "sub", "rsub", "mul", "div", "truediv", "true_divide", "pow", "maximum", "minimum"),
     *("where", "masked_fill"),
@@ -41,12 +44,12 @@ _PROMOTING = (
 
 
 def _name(func: Any) -> str:
-    """Of torch.mul, Tensor.__rmul__ and aten.mul.Tensor the same."""
+    """Return the operation's name: "mul" of torch.mul, "rsub" of Tensor.__rsub__."""
     return getattr(func, "__name__", "").partition(".")[0].strip("_")
 
 
 class Environment(TorchaxEnvironment):
-    """torchax's, in which a region without gradients has none, and attention is our own."""
+    """torchax's environment, with PyTorch's no_grad and dtype promotion and own attention."""
 
     def __init__(
         self,
@@ -56,18 +59,20 @@ class Environment(TorchaxEnvironment):
         unroll: int = 1,
         how: HowAttended = "auto",
     ) -> None:
-        """Args:
-        dtype: of the computation; the table of tokens may be float32 all the same.
-        vocab: rows of that table.
-        remat: what the backward pass computes again.
-        unroll: how many blocks are written out in a turn.
-        how: whether attention is by a kernel of the target.
+        """Register the operations.
+
+        Args:
+            dtype: of the computation; the token embedding may still be float32.
+            vocab: rows of the token embedding.
+            remat: activation checkpointing of the model.
+            unroll: number of blocks per iteration of the scan over blocks.
+            how: attention implementation: "auto", "flash" or "scores".
         """
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
         self._how: HowAttended = how
-        self.attended = 0  # times that the native attention was called
+        self.attended = 0  # number of calls of the native attention
         self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
         for operation in (
@@ -80,7 +85,7 @@ class Environment(TorchaxEnvironment):
         self.override_op_definition(torch.Tensor.normal_, self._normal)  # torchax has none
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """One operation. torchax does not look at PyTorch's grad mode."""
+        """Run one operation; stop gradients under no_grad, which torchax ignores."""
         result = super().dispatch(func, types, args, kwargs)
         if _name(func) in _PROMOTING:
             result = self._promoted(args, result)
@@ -90,7 +95,7 @@ class Environment(TorchaxEnvironment):
 
         def without_gradient(tensor: Tensor) -> Tensor:
             array = tensor.jax()
-            # What was given comes back as it was, as from PyTorch's .float() of a float32.
+            # An operation may return its input, as .float() of a float32 tensor does.
             if id(tensor) in given or not jnp.issubdtype(array.dtype, jnp.floating):
                 return tensor
             return Tensor(jax.lax.stop_gradient(array), self)
@@ -98,9 +103,9 @@ class Environment(TorchaxEnvironment):
         return pytree.tree_map_only(Tensor, without_gradient, result)
 
     def _promoted(self, args: Any, result: Any) -> Any:
-        """In the dtype of what has dimensions, as PyTorch has it.
+        """Cast a result to the dtype of the operands that have dimensions, as PyTorch does.
 
-        JAX makes float32 of bfloat16 times a float32 without dimensions, and of all after it.
+        JAX promotes bfloat16 times a 0-dimensional float32 to float32, and all results after it.
         """
         given = [one.jax() for one in args if isinstance(one, Tensor)]
         floats = [array.dtype for array in given if jnp.issubdtype(array.dtype, jnp.floating)]
@@ -113,7 +118,7 @@ class Environment(TorchaxEnvironment):
 
     @contextmanager
     def by_scores(self) -> Iterator[None]:
-        """While inside, no kernel is asked for: of what is traced only shapes are wanted."""
+        """Disable attention kernels inside, where a trace needs only shapes."""
         how, self._how = self._how, "scores"
         try:
             yield
@@ -121,18 +126,18 @@ class Environment(TorchaxEnvironment):
             self._how = how
 
     def wrap(self, tree: Any) -> Any:
-        """JAX arrays as PyTorch's tensors."""
+        """Wrap a tree of JAX arrays as torch tensors."""
         return jax.tree.map(lambda array: Tensor(array, self), tree)
 
     def read(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """An array, or zeros in place of one that is only a shape."""
+        """Return the array, or zeros if only its shape is given."""
         if isinstance(array, jax.ShapeDtypeStruct):
             array = jnp.zeros(array.shape, array.dtype)
             self._unread.append(array)
         return array
 
     def real(self, tensor: torch.Tensor) -> Tensor:
-        """The values of a tensor of PyTorch, as a constant of what is traced."""
+        """Return the values of a PyTorch tensor as a constant of the traced program."""
         return Tensor(jnp.asarray(to_numpy(tensor)), self)
 
     def _normal(self, tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
@@ -148,19 +153,22 @@ class Environment(TorchaxEnvironment):
         max_norm: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Rows of a table; the one for padding gets no gradient, however the table is split."""
+        """Look up rows of an embedding; the row of padding_idx gets no gradient."""
         if max_norm is not None:
-            raise ImportedModelError("an Embedding with max_norm changes its weights when called")
+            raise ImportedModelError(
+                "torch.nn.Embedding with max_norm changes its weights in the forward pass, which "
+                "cannot be traced; remove max_norm"
+            )
         table = weight.jax()
         if any(table is one for one in self._unread):
-            # XLA's partitioner dies of a lookup inside a shard_map, needed or not (jax 0.11.2).
+            # XLA's partitioner crashes on a lookup inside a shard_map, even unused (jax 0.11.2).
             return Tensor(jnp.zeros((*input.shape, table.shape[1]), self.computes_in), self)
         if padding_idx is not None:
             row = jnp.arange(table.shape[0])[:, None] == padding_idx % table.shape[0]
             table = jnp.where(row, jax.lax.stop_gradient(table), table)
         tokens = input.jax()
-        if table.shape[0] != self._vocab or tokens.ndim != 2:  # positions, say
-            # Tokens that fill up a prompt may be past the end of a table.
+        if table.shape[0] != self._vocab or tokens.ndim != 2:  # for example positions
+            # While decoding, positions of prompt padding may be past the end of the table.
             mode = None if begins() is None else "clip"
             return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
         rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
@@ -176,7 +184,7 @@ class Environment(TorchaxEnvironment):
         return Tensor(beta * input.jax() + alpha * product, self)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> Tensor:
-        """A product with a matrix, marked so that remat = "dots" can keep it."""
+        """Multiply by a weight matrix; the name lets remat = "dots" save the product."""
         leading = "abcdefgh"[: x.ndim - 1]
         product = dot(f"{leading}i,{order}->{leading}o", x.jax(), weight.jax())
         product = checkpoint_name(product, PROJECTION)
@@ -195,12 +203,13 @@ class Environment(TorchaxEnvironment):
     ) -> Tensor:
         if query.ndim != 4:
             raise ImportedModelError(
-                "scaled_dot_product_attention takes (batch, heads, seq, head_dim) here, not "
+                "scaled_dot_product_attention supports (batch, heads, seq, head_dim), not "
                 f"{tuple(query.shape)}"
             )
         if key.shape[1] not in (query.shape[1], 1) and not enable_gqa:
             raise ImportedModelError(
-                f"{query.shape[1]} query heads meet {key.shape[1]} key heads without enable_gqa"
+                f"scaled_dot_product_attention got {query.shape[1]} query heads and {key.shape[1]} "
+                "key heads; set enable_gqa = True for grouped-query attention"
             )
         return self.attend(
             *(query, key, value, scale), causal=is_causal, mask=attn_mask, dropout=dropout_p
@@ -219,10 +228,21 @@ class Environment(TorchaxEnvironment):
         cap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """The native attention where it is plainly causal, else one of whole scores.
+        """Compute plain causal attention as the native decoder does, any other with dense scores.
+
+        Args:
+            query: (batch, heads, queries, head_dim).
+            key: (batch, kv_heads, keys, head_dim).
+            value: (batch, kv_heads, keys, value_dim).
+            scale: of the products; None: 1 / sqrt(head_dim).
+            causal: whether to apply a causal mask.
+            mask: bool or additive, broadcastable to (batch, heads, queries, keys).
+            window: sliding window in tokens; None: unlimited.
+            cap: soft cap of attention scores.
+            dropout: probability of dropping an attention weight.
 
         Raises:
-            ImportedModelError: it is not, and what is asked of it takes the native one.
+            ImportedModelError: the attention is not plain causal, and the program requires it.
         """
         arrays = query.jax(), key.jax(), value.jax()
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
@@ -234,9 +254,9 @@ class Environment(TorchaxEnvironment):
             )
             return Tensor(mixed, self)
         if what := only_native():
-            how = "dropout" if dropout else "a mask, a bias or keys"
+            how = "dropout" if dropout else "a mask, a bias, or is_causal = False"
             raise ImportedModelError(
-                f"{what} takes attention that is plainly causal; the module's has {how} of its own"
+                f"{what} requires plain causal attention; the attention of this module has {how}"
             )
         seen = None if mask is None else mask.jax()
         if window is not None:
@@ -247,7 +267,7 @@ class Environment(TorchaxEnvironment):
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor on the host; NumPy has no bfloat16 of its own."""
+    """Return the values of a tensor as a NumPy array; bfloat16 stays bfloat16 (ml_dtypes)."""
     if tensor.dtype == torch.bfloat16:
         return np.asarray(tensor.detach().float().numpy(), jnp.bfloat16)
     return tensor.detach().numpy()
@@ -255,7 +275,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def integers_of_32_bits() -> Iterator[None]:
-    """While inside, JAX does not warn that PyTorch's int64 is its int32."""
+    """Silence JAX's warnings that PyTorch's int64 becomes int32."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype")
         yield
@@ -269,13 +289,18 @@ def call(
     key: jax.Array | None,
     function: Callable[[], Any],
 ) -> Any:
-    """What a function returns that calls the module, with these arrays as its parameters.
+    """Run a function that calls the module, with these arrays as the module's parameters.
 
     Args:
-        key: for dropout; without it there is none of the random operations.
+        module: whose parameters and buffers are replaced meanwhile.
+        environment: in which its operations run.
+        arrays: parameters by name.
+        buffers: real values of its buffers, by name.
+        key: for dropout; None if the module is in eval mode.
+        function: calls the module.
 
     Raises:
-        ImportedModelError: it does what would be wrong in silence, or cannot be traced.
+        ImportedModelError: the module cannot be traced, or a trace would be silently wrong.
     """
     constants = {name: environment.real(buffer) for name, buffer in buffers.items()}
     before = {name: constant.jax() for name, constant in constants.items()}
@@ -300,7 +325,7 @@ def call(
 
 @contextmanager
 def _put_right(environment: Environment) -> Iterator[None]:
-    """Do, or refuse, what torchax would leave out without a word."""
+    """Patch what torchax would silently ignore: autograd.Function, checkpoint and autocast."""
 
     def function(cls: Any, *args: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -309,7 +334,7 @@ def _put_right(environment: Environment) -> Iterator[None]:
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         raise NeedsStrict(
-            f"torch.utils.checkpoint at {here()} is lost in a trace",
+            f"torch.utils.checkpoint at {here()} is ignored by a trace",
             "turn it off (gradient_checkpointing) and set program.model.remat",
         )
 
@@ -318,7 +343,7 @@ def _put_right(environment: Environment) -> Iterator[None]:
     def autocast(self: torch.autocast) -> Any:
         if getattr(self, "_enabled", False):
             raise NeedsStrict(
-                f"torch.autocast at {here()} is lost in a trace",
+                f"torch.autocast at {here()} is ignored by a trace",
                 "remove it and set program.model.dtype",
             )
         return entering(self)
@@ -327,7 +352,7 @@ def _put_right(environment: Environment) -> Iterator[None]:
         for owner, name, stand_in in (
             (torch.autograd.Function, "apply", classmethod(function)),
             (torch.autocast, "__enter__", autocast),
-            # Not checkpoint itself, which modules import by name.
+            # Not torch.utils.checkpoint.checkpoint, of which modules hold references by import.
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
@@ -336,19 +361,19 @@ def _put_right(environment: Environment) -> Iterator[None]:
 
 @contextmanager
 def explained(module: torch.nn.Module) -> Iterator[None]:
-    """JAX's and torchax's complaints in the words of who wrote the module."""
+    """Turn errors of JAX and torchax into ones that name the line of the module."""
     name = type(module).__name__
     try:
         yield
     except jax.errors.ConcretizationTypeError as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: what it does depends on the values of a tensor (.item(), an "
-            f"if, or an index by a mask) at {_place(error)}"
+            f"{name} cannot be traced: it depends on the values of a tensor (.item(), an if, or "
+            f"indexing by a mask) at {_place(error)}"
         ) from error
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: it selects by a mask, of which the values are not known, at "
-            f"{_place(error)}"
+            f"{name} cannot be traced: it indexes by a mask, so the shape of the result is unknown "
+            f"at {_place(error)}"
         ) from error
     except Exception as error:
         if not isinstance(error, AssertionError) or "mixed math" not in str(error):
@@ -360,7 +385,7 @@ def explained(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the module's author."""
+    """Return the innermost line of the module's own code."""
     return innermost(traceback.extract_tb(error.__traceback__))
 
 

@@ -1,4 +1,4 @@
-"""What in a module's forward pass a trace is known to lose."""
+"""Detection of operations in a module's forward pass that a trace silently loses."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ import lowering
 from graphtrain.errors import ImportedModelError
 
 _OURS = ("graphtrain.", "lowering.", "sharding_rules.")
-_FOLLOWED = ("__getitem__",)  # views that torchax writes through
+_FOLLOWED = ("__getitem__",)  # views whose writes torchax propagates
 
 
 def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
-    """Writes through views and writes without gradients, in an eager forward pass, by line."""
+    """Return writes through views or under no_grad in an eager forward pass, with their lines."""
     watch = Watch()
     with watch:
         try:
             module(tokens)
-        except Exception:  # what a module does with its arguments is not ours to judge here
+        except Exception:  # causes are optional; the mismatch is reported anyway
             return []
     advice = "; write into a copy (.clone()), or make a new tensor"
     return [one + advice for one in watch.through_views] + watch.without_gradients
 
 
 class Watch(TorchFunctionMode):
-    """Notes operations that change a tensor others look at."""
+    """Mode that records in-place writes to tensors that share storage, or under no_grad."""
 
     def __init__(self) -> None:
         super().__init__()
         self.through_views: list[str] = []
         self.without_gradients: list[str] = []
-        self._shared: set[int] = set()  # storages that a view looks at
-        self._kept: list[torch.Tensor] = []  # so that no storage's address is used again
+        self._shared: set[int] = set()  # ids of storages that have views
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -66,7 +66,7 @@ class Watch(TorchFunctionMode):
             found, what = self.through_views, f"{name} at {here()} writes through a view"
         elif not torch.is_grad_enabled():
             found = self.without_gradients
-            what = f"{name} at {here()} writes in place without gradients"
+            what = f"{name} at {here()} writes in place under no_grad"
         else:
             return
         if what not in found:
@@ -82,18 +82,21 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def here() -> str:
-    """The line of the module's author that is being executed."""
+    """Return the line of the module's own code that is being executed."""
     return innermost(traceback.extract_stack())
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last line that is neither ours nor of what traces, as "model.py:12"."""
+    """Return the last line outside graphtrain, JAX and PyTorch, for example "model.py:12"."""
     last = (_of_author(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}"
 
 
 def raised(who: str, error: Exception) -> Exception:
-    """What an author's code raised, with its line; an error of our own as it is."""
+    """Return an error that says what the module's code raised, and in which line.
+
+    An error of graphtrain itself is returned unchanged.
+    """
     if type(error).__module__.startswith(_OURS):
         return error
     frames = _of_author(traceback.extract_tb(error.__traceback__))
@@ -103,6 +106,7 @@ def raised(who: str, error: Exception) -> Exception:
 
 
 def _of_author(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames outside graphtrain, JAX and PyTorch."""
     packages = (jax, torch, torchax, lowering)
     foreign = [str(Path(one.__file__ or "").parent) + os.sep for one in packages]
     foreign.append(str(Path(__file__).parents[1]) + os.sep)

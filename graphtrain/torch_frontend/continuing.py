@@ -1,4 +1,4 @@
-"""An imported model where it continues a sequence: keys and values of its blocks are kept."""
+"""Decoding with an imported model: a KV cache for its blocks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ from graphtrain.torch_frontend.scanning import Scan, Through
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 
-_TOKENS = (1, 4)  # of the trace that finds out what is kept
+_TOKENS = (1, 4)  # (batch, seq) of the trace that finds the shapes of the KV cache
 
 
 def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
-    """Keys and values of every block, of so many sequences of so many tokens.
+    """Return the specs of the model's KV cache, by block.
 
-    Blocks of a stack have a leading axis, and each position of its period has its own arrays.
+    Blocks of a stack share arrays with a leading layer axis, one pair for each position of its
+    period.
+
+    Args:
+        opened: the model.
+        sequences: number of sequences.
+        longest: maximum number of tokens in a sequence.
 
     Raises:
-        ImportedModelError: not all that is to be kept is of one attention in each block.
+        ImportedModelError: a block does not call graphtrain's attention exactly once, or attention
+            is called outside of the blocks.
     """
     specs = {}
     for name, (kv_heads, head_dim) in _heads(opened).items():
@@ -44,14 +51,14 @@ def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
 def extend(
     opened: OpenedModel, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """Scores of every next token, and what is kept then.
+    """Run one decode step; return float32 logits (batch, seq, vocab) and the updated KV cache.
 
     Args:
-        opened: The model.
-        parameters: Weights.
-        kept: Keys and values of the tokens before, as kept_specs has them.
-        tokens: (batch, seq), those that follow.
-        begin: The position of the first.
+        opened: the model.
+        parameters: its weights.
+        kept: KV cache of the previous tokens, as described by kept_specs.
+        tokens: the next token ids, (batch, seq).
+        begin: cache offset, the position of the first of these tokens.
     """
     before, after = flatten(kept), {}
 
@@ -94,7 +101,7 @@ def extend(
 
 
 def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
-    """Key heads and their width, by block, or by position of a stack's period."""
+    """Return the number of KV heads and head_dim by block, or by position of a stack's period."""
     found: dict[str, list[tuple[int, int]]] = {}
 
     @contextmanager
@@ -127,24 +134,25 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
     described = sum(len(found[name]) for one in opened.stacks for name in _positions(one))
     if len(outside[0].heads) > described:
         raise ImportedModelError(
-            "to continue a sequence takes attention that is all in blocks of a ModuleList"
+            "decoding with a KV cache requires all attention to be in blocks of a ModuleList, but "
+            "this model calls attention outside of them"
         )
     for name, heads in found.items():
         if len(heads) != 1:
             raise ImportedModelError(
-                f"to continue a sequence takes one attention of graphtrain in each block; {name} "
-                f"has {len(heads)}"
+                "decoding with a KV cache requires one attention in each block that graphtrain "
+                f"computes; {name} has {len(heads)}"
             )
     return {name: heads[0] for name, heads in found.items()}
 
 
 def _positions(stack: Stack) -> list[str]:
-    """Names of what is kept of a stack, one for each position of its period."""
+    """Return the names of a stack's KV cache arrays, one for each position of its period."""
     return [f"{stack.name}.{position}" for position in range(stack.period)]
 
 
 def _rows(opened: OpenedModel, name: str) -> int | None:
-    """How many blocks an array of that name is of; None for a block that is by itself."""
+    """Return the number of rows of a stack's arrays; None for a block outside of stacks."""
     by_name = {one: stack.rows for stack in opened.stacks for one in _positions(stack)}
     return by_name.get(name)
 
@@ -154,5 +162,5 @@ def _path(name: str) -> str:
 
 
 def _without_remat(opened: OpenedModel) -> OpenedModel:
-    """There is no backward pass to compute anything again."""
+    """Return the model without activation checkpointing, as decoding has no backward pass."""
     return replace(opened, settings=replace(opened.settings, remat="none"))

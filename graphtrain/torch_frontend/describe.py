@@ -1,4 +1,4 @@
-"""What was made of an imported model, in lines for a plan."""
+"""Summary of an imported model for a plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def describe(model: Imported, store: Path) -> Iterator[str]:
-    """Which front end, which blocks are scanned, and whose axes were told by shape.
+    """Yield lines on the front end, the scanned blocks, and axes that were inferred from shapes.
 
     Args:
-        store: that may hold what a comparison with PyTorch found.
+        model: settings.
+        store: directory of the cache, which may have the model's parity record.
     """
     known = known_parity(model, store)
     if known is not None and known.strict and model.front_end == "auto":
@@ -32,10 +33,10 @@ def describe(model: Imported, store: Path) -> Iterator[str]:
             every = f", {one.period} at a time" if one.period > 1 else ""
             yield f"{one.name}: {one.count} blocks in one scan{every}"
         else:
-            yield f"{one.name}: {one.count} blocks one by one, since {one.reason}"
+            yield f"{one.name}: {one.count} blocks traced one by one, because {one.reason}"
     specs = opened.specs()
     for path, names in opened.stored().items():
         named = opened.axes[names[0]]
         if named.by == "shape" and len(named.axes) > 1:
-            axes = ", ".join(axis or "whole" for axis in specs[path].axes)
-            yield f"{path}: ({axes}) by its shape; program.model.axes can say otherwise"
+            axes = ", ".join(axis or "unsharded" for axis in specs[path].axes)
+            yield f"{path}: axes ({axes}) inferred from its shape; override by program.model.axes"

@@ -1,6 +1,6 @@
-"""Experts of transformers' mixtures, to which tokens are sent as the native mixture sends them.
+"""Experts implementation for mixtures of transformers, with the native mixture's dispatch.
 
-transformers sends tokens by loops over values, which cannot be traced; it lets others say how.
+The eager implementation of transformers loops over tensor values, which cannot be traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "graphtrain"
 
 
 def register() -> str:
-    """Make the experts known to transformers; the name by which it finds them."""
+    """Register the implementation with transformers; return its name."""
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
     return NAME
 
@@ -29,7 +29,14 @@ def register() -> str:
 def _experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """As transformers calls it: tokens (tokens, embed), and the experts and shares of each."""
+    """Compute the experts' output, (tokens, embed), with the signature of transformers.
+
+    Args:
+        self: the experts module.
+        hidden_states: (tokens, embed).
+        top_k_index: experts of each token, (tokens, k).
+        top_k_weights: their router weights, (tokens, k).
+    """
     if not (by_runs() and _plain(self) and isinstance(hidden_states, Tensor)):
         return _every_expert(self, hidden_states, top_k_index, top_k_weights)
     environment = hidden_states._env  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,7 +50,7 @@ def _experts(
         *gate, up = (Tensor(one, environment) for one in products)
         return (self.act_fn(gate[0]) * up if gate else self.act_fn(up)).jax()
 
-    # Sequences are no longer apart here: every token is one of its own.
+    # The batch and sequence axes are flattened here: each token is passed as a sequence of 1.
     x, shares, experts = (
         one.jax()[:, None]  # pyright: ignore[reportAttributeAccessIssue]
         for one in (hidden_states, top_k_weights, top_k_index)
@@ -53,17 +60,17 @@ def _experts(
 
 
 def by_runs() -> bool:
-    """Whether the machine multiplies each run of rows by its expert's weights alone.
+    """Return true on TPUs, where a grouped matmul multiplies rows by only their expert's weights.
 
-    XLA for GPUs and CPUs makes a product of all rows with every expert of it (jaxlib 0.10.2: 16
-    experts are 3.7 times the operations of 4), and a row is there once for each choice of a token.
+    XLA for GPUs and CPUs multiplies all rows by every expert (jaxlib 0.10.2: 16 experts take 3.7
+    times the operations of 4), and each token is k rows.
     """
     found = placement()
     return found is not None and found.mesh.devices.flat[0].platform == "tpu"
 
 
 def _plain(experts: Any) -> bool:
-    """Whether they are products with a gate as transformers has it by default, and nothing more."""
+    """Return true for experts with the default gate, concatenated with up, no bias, no norm."""
     own_gate = type(experts)._apply_gate is not moe._default_apply_gate
     more = experts.has_bias or experts.has_post_expert_norm or not experts.is_concatenated
     return not (own_gate or more)
@@ -72,12 +79,14 @@ def _plain(experts: Any) -> bool:
 def _every_expert(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """All tokens by all experts, of which each token keeps those it was sent to.
+    """Compute all experts for all tokens, weighted by the router (zero for unselected experts).
 
-    The products are as many times too many as there are experts for each that a token is sent to.
+    This takes experts / k times the operations of a dispatch.
     """
     if self.has_post_expert_norm:
-        raise ImportedModelError("experts with a norm of their own are not known")
+        raise ImportedModelError(
+            "experts with a norm after each expert (has_post_expert_norm) are not supported"
+        )
     tokens = hidden_states.size(0)
     shares = torch.zeros(
         tokens, self.num_experts, dtype=top_k_weights.dtype, device=top_k_weights.device

@@ -1,4 +1,4 @@
-"""torch.autograd.Function: a forward and a backward pass, as JAX's custom_vjp."""
+"""torch.autograd.Function as JAX's custom_vjp."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from torchax.tensor import Environment, Tensor
 
 from graphtrain.errors import ImportedModelError
 
-_TENSOR = object()  # in place of one that is kept beside
+_TENSOR = object()  # placeholder for a saved tensor
 
 
 class _Context:
-    """What a forward pass leaves for its backward pass."""
+    """The ctx argument: what a forward pass saves for its backward pass."""
 
     def __init__(self, inputs: int) -> None:
         self.saved_tensors: tuple[Any, ...] = ()
         self.needs_input_grad = (True,) * inputs
 
     def save_for_backward(self, *tensors: Any) -> None:
+        """Save tensors for the backward pass."""
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """JAX's gradients are always there."""
+        """Do nothing: JAX always materialises gradients."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """A backward pass that returns none for them says as much."""
+        """Do nothing: the backward pass returns None for them anyway."""
 
     def mark_dirty(self, *tensors: Any) -> None:
+        """Refuse changes in place."""
         raise ImportedModelError(
-            "an autograd.Function marks an input as changed in place (mark_dirty), which JAX's "
-            "arrays cannot be; return a new tensor"
+            "an autograd.Function marks an input as changed in place (mark_dirty), but JAX "
+            "arrays are immutable; return a new tensor"
         )
 
 
 def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) -> Any:
-    """What cls.apply(*args) returns, with the gradient that cls.backward says.
+    """Compute cls.apply(*args); JAX differentiates it by cls.backward.
 
     Args:
         cls: a subclass of torch.autograd.Function.
-        args: as it was called.
-        environment: entered; the backward pass, which JAX traces later, enters it again.
+        args: of the call.
+        environment: already entered; the backward pass, which JAX traces later, enters it again.
     """
     places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
-    contexts: list[tuple[Any, Any]] = []  # of the last forward pass: context, its structure
+    contexts: list[tuple[Any, Any]] = []  # of the last forward pass: values, structure
     results: list[Any] = []
 
     def forward(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -86,7 +88,7 @@ def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) ->
 
     def forward_saving(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         out, saved = forward(*arrays)
-        return out, [*saved, *arrays]  # the inputs only for their shapes
+        return out, [*saved, *arrays]  # the backward pass needs the inputs' shapes
 
     function.defvjp(forward_saving, backward)
     out = function(*(args[place].jax() for place in places))
@@ -94,7 +96,7 @@ def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) ->
 
 
 def _forward(cls: Any, context: _Context, given: list[Any]) -> Any:
-    """Both ways to write one: a context in the forward pass, or filled in afterwards."""
+    """Call cls.forward, with ctx as its first argument or with a separate setup_context."""
     if cls.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
         return cls.forward(context, *given)
     out = cls.forward(*given)

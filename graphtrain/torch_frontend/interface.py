@@ -1,7 +1,8 @@
-"""Attention of transformers' models, of which their masks say what a query sees.
+"""Attention implementation that models of transformers call (attn_implementation).
 
-transformers asks the chosen implementation for a mask and for attention. Asked for a mask that is
-causal, with or without a window, this says so in place of making one.
+transformers calls the implementation for the mask and for attention. For a causal mask, with or
+without a sliding window, this one returns a marker instead of an array, so that no mask is
+materialised.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ OWN = "graphtrain"
 
 @dataclass(frozen=True)
 class Causal:
-    """In place of a mask: a query sees its own position and those before."""
+    """Marker in place of a causal mask."""
 
-    window: int | None = None  # the distance at which it sees a key no more
+    window: int | None = None  # sliding window in tokens; None: unlimited
 
 
 def register() -> None:
-    """Let transformers know the implementation."""
+    """Register the implementation with transformers under the name OWN."""
     AttentionInterface.register(OWN, _attention)
     AttentionMaskInterface.register(OWN, _mask)
 
 
 def asks(kind: Any, config: Any) -> bool:
-    """Whether a class of models asks for attention and leaves nothing of it to itself."""
+    """Return true if a model class calls the implementation for all of its attention."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return kind._can_set_attn_implementation() and (kind._supports_sdpa or capped)
 
@@ -56,8 +57,8 @@ def _mask(
     plain = causal_mask_function
     if local_size is not None:
         plain = sliding_window_causal_mask_function(local_size)
-    # Positions that do not count up look to transformers like several sequences in one. Who gives
-    # such positions tells the native attention which they are.
+    # transformers takes position_ids that do not count up for packed sequences, and adds a mask. It
+    # is not needed: such position_ids come from graphtrain, whose attention knows the segments.
     packed = packed_sequence_compatibility_function(plain, *_ANYTHING)
     if attention_mask is None and (_alike(mask_function, plain) or _alike(mask_function, packed)):
         return Causal(local_size)
@@ -70,11 +71,11 @@ def _mask(
     )
 
 
-_ANYTHING: Any = (..., ...)
+_ANYTHING: Any = (..., ...)  # matches any value in _alike
 
 
 def _alike(found: Any, wanted: Any) -> bool:
-    """Whether two functions are of the same code, around values alike."""
+    """Return true if two functions have the same code and equal closure values."""
     if wanted is ...:
         return True
     if isinstance(wanted, tuple):
@@ -101,7 +102,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     for name in ("s_aux", "position_bias"):
         if others.get(name) is not None:
-            raise ImportedModelError(f"{type(module).__name__} adds {name} to its scores")
+            raise ImportedModelError(
+                f"{type(module).__name__} passes {name} to attention, which is not supported"
+            )
     plain = isinstance(attention_mask, Causal)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not isinstance(query, Tensor):
@@ -129,7 +132,7 @@ def _in_pytorch(
     scale: float | None,
     cap: float | None,
 ) -> torch.Tensor:
-    """The same for the strict front end, which has PyTorch's own backward pass of it."""
+    """Compute the same attention by PyTorch operations, for the strict front end."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -148,6 +151,6 @@ def _in_pytorch(
     if seen is not None:
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     shares = torch.softmax(scores, -1, dtype=torch.float32)
-    if seen is not None:  # a query that sees nothing mixes nothing
+    if seen is not None:  # zeros for a query that attends to no key
         shares = shares.masked_fill(~seen, 0)
     return torch.nn.functional.dropout(shares.to(value.dtype), dropout) @ value

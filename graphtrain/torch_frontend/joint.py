@@ -1,8 +1,8 @@
-"""PyTorch's own forward and backward pass of a module, traced by PyTorch into one graph.
+"""Joint forward and backward graph of a module, traced by PyTorch (AOTAutograd).
 
-Its autograd is what decides here: regions under no_grad, backward passes of one's own, autocast,
-writes through views and tied weights come out as PyTorch computes them. Tensors are fake, so
-nothing is allocated, and sizes are those of the batch.
+PyTorch's autograd decides what is differentiated, so no_grad regions, custom backward passes,
+autocast, writes through views and tied weights keep PyTorch's semantics. Tensors are fake: nothing
+is allocated. Shapes are fixed to those of the batch.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from graphtrain.torch_frontend.causes import Watch, innermost, raised
 from graphtrain.torch_frontend.making import Made
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-# Kept whole: JAX computes these better than the simpler operations they would be written in.
+# Not decomposed: JAX computes these better than their decompositions.
 _WHOLE = ("aten::embedding_dense_backward", "aten::_softmax", "aten::_log_softmax")
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A graph of parameters, buffers, tokens and the gradient of logits."""
+    """Graph of parameters, buffers, tokens and the gradient of logits to logits and gradients."""
 
     module: torch.fx.GraphModule
     parameters: tuple[str, ...]  # in the order of the graph's inputs, and of its gradients
-    buffers: tuple[str, ...]  # after the parameters; then the tokens, then the gradient
+    buffers: tuple[str, ...]  # inputs after the parameters; then tokens, gradient of logits
 
     @property
     def inputs(self) -> list[torch.fx.Node]:
+        """Placeholders of the graph, in order."""
         return self.module.graph.find_nodes(op="placeholder")
 
     @property
     def outputs(self) -> list[torch.fx.Node | None]:
-        """Logits, then the gradient of every parameter; none for one that nothing depends on."""
+        """Logits, then the gradient of every parameter; None if nothing depends on it."""
         (last,) = self.module.graph.find_nodes(op="output")
         flat: Any = last.args[0]
         return list(flat[: 1 + len(self.parameters)])
@@ -54,17 +55,17 @@ class Joint:
 def trace_joint(
     made: Made, dtype: str, tokens: tuple[int, ...], call: Call, *, training: bool
 ) -> Joint:
-    """The graph of a module for tokens of one shape.
+    """Trace the joint graph of a module for tokens of one shape.
 
     Args:
         made: the module, without weights.
         dtype: of its parameters.
         tokens: shape (batch, seq).
-        call: the module's logits of tokens.
-        training: whether it drops, and may not change its buffers.
+        call: returns the module's logits of tokens.
+        training: whether dropout is active; the module must not change its buffers then.
 
     Raises:
-        ImportedModelError: it cannot be traced.
+        ImportedModelError: the module cannot be traced, or changes a buffer in training.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -72,7 +73,7 @@ def trace_joint(
     names = [*parameters, *buffers]
 
     def function(*flat: torch.Tensor) -> tuple[torch.Tensor]:
-        # Copies, since what is given may not be written to, nor returned.
+        # Clones, because AOTAutograd's inputs may neither be written to nor returned.
         state = dict(zip(names, flat[:-1], strict=True))
         state |= {name: state[name].clone() for name in buffers}
         with stateless._reparametrize_module(made.module, state, tie_weights=True, strict=False):
@@ -95,9 +96,10 @@ def trace_joint(
 
 
 def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> list[str]:
-    """Writes in place that a trace would lose, each with its line; of fake tensors.
+    """Return descriptions, with lines, of in-place writes through views that a trace would lose.
 
-    Where the module cannot be called so, none: a trace says why.
+    The module is called on fake tensors. If that fails the list is empty, as the trace will report
+    the error.
     """
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
     with fake:
@@ -110,7 +112,7 @@ def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> li
                 watch,
             ):
                 call(given)
-        except Exception:  # what cannot be called at all is not for this to tell
+        except Exception:  # the trace reports it
             return []
     return watch.through_views
 
@@ -118,7 +120,7 @@ def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> li
 def _fakes(
     made: Made, dtype: str, tokens: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """Parameters, buffers and tokens on the host that hold nothing."""
+    """Return empty parameters, buffers and tokens, on the CPU, for a FakeTensorMode."""
     parameters = {
         name: torch.empty(one.shape, dtype=getattr(torch, dtype)).requires_grad_()
         for name, one in made.parameters().items()
@@ -128,16 +130,16 @@ def _fakes(
 
 
 def changes_buffer(module: torch.nn.Module, name: str) -> ImportedModelError:
-    """The refusal of a module that keeps state beside its parameters."""
+    """Return the error for a module that changes a buffer in its forward pass."""
     return ImportedModelError(
-        f"{type(module).__name__} changes its buffer {name} when it is called, as BatchNorm does "
-        "its running statistics; no state but parameters is kept from step to step, so such a "
-        "layer has to be replaced or set to eval()"
+        f"{type(module).__name__} changes its buffer {name} in its forward pass, as BatchNorm does "
+        "with running statistics, but a step updates only parameters; replace the layer or set it "
+        "to eval()"
     )
 
 
 def _decompositions() -> dict[Any, Any]:
-    """How rare operations are written in common ones."""
+    """Return the decompositions of uncommon operations into core ATen operations."""
     table = torch.export.default_decompositions()
     return {
         operation: rule
@@ -148,18 +150,19 @@ def _decompositions() -> dict[Any, Any]:
 
 @contextmanager
 def _traced(module: torch.nn.Module) -> Iterator[None]:
+    """Turn errors of a trace into ones that name the line of the module."""
     name = type(module).__name__
     try:
         with _on_host():
             yield
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: what it does depends on the values of a tensor (.item(), an "
-            f"if, or an index by a mask) at {_place(error)}"
+            f"{name} cannot be traced: it depends on the values of a tensor (.item(), an if, or "
+            f"indexing by a mask) at {_place(error)}"
         ) from error
     except RuntimeError as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: at {_place(error)} PyTorch says: {error}"
+            f"{name} cannot be traced: at {_place(error)} PyTorch reports: {error}"
         ) from error
     except Exception as error:
         raise raised(f"{name} cannot be traced: it", error) from error
@@ -171,24 +174,21 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def _on_host() -> Iterator[None]:
-    """Conditions under which a module's own backward pass can be traced without its weights."""
+    """Set up PyTorch to trace a module's backward pass without weights, as if on the CPU."""
     with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # of others there is no backward
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no backward pass here
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(autocast_on_host())
-        # transformers asks, before it looks at values.
+        # transformers skips checks of tensor values when it believes it is being compiled.
         stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: True))
         yield
 
 
 @contextmanager
 def autocast_on_host() -> Iterator[list[torch.dtype]]:
-    """While inside, torch.autocast of any device is that of the host, where all tensors are here.
-
-    Yields the dtypes it was asked for.
-    """
+    """Redirect torch.autocast of any device to the CPU; yield the dtypes it was enabled with."""
     begin, asked = torch.autocast.__init__, []
 
     def begin_on_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""A module with its structure and its buffers, but without its weights.
+"""Construction of a module without allocating its weights.
 
-Random and empty tensors are made on PyTorch's device "meta", which holds nothing; what is computed
-from known numbers, such as rotary frequencies, is real. What the constructor does to parameters in
-place is written down, so that the init graph can do it again to arrays that exist.
+Random and empty tensors are created on PyTorch's device "meta", which allocates nothing. Values
+computed from constants, such as rotary frequencies, are real. The in-place operations by which the
+constructor initialises parameters are recorded, and the init graph repeats them on real arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from graphtrain.errors import ImportedModelError
 
 _UNKNOWN = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
-# After these nothing of what was there is left; those of torch.nn.init among them.
+# Methods of tensors and functions of torch.nn.init that overwrite all previous values.
 _OVERWRITING = (
     *("normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_"),
     *("constant_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
@@ -28,15 +28,15 @@ _OVERWRITING = (
 
 @dataclass(frozen=True)
 class Change:
-    """One in-place operation on a parameter, and what it was given."""
+    """One in-place operation on a parameter, with its arguments."""
 
-    method: str  # of tensors, or a function of torch.nn.init
+    method: str  # method of torch.Tensor, or function of torch.nn.init
     arguments: tuple[Any, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
-    of_init: bool = False  # which of the two
+    of_init: bool = False  # true if it is a function of torch.nn.init
 
     def apply(self, tensor: torch.Tensor) -> None:
-        """Do it again, to another tensor."""
+        """Repeat the operation on another tensor."""
         settings = dict(self.settings)
         if self.of_init:
             getattr(torch.nn.init, self.method)(tensor, *self.arguments, **settings)
@@ -46,29 +46,29 @@ class Change:
 
 @dataclass
 class Made:
-    """A module on "meta", and how each of its parameters begins."""
+    """A module on the device "meta", and how each of its parameters is initialised."""
 
     module: torch.nn.Module
-    beginnings: dict[str, tuple[Change, ...]]  # by name; empty where it is not known
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # real
+    beginnings: dict[str, tuple[Change, ...]]  # initialisation by name; empty: unknown
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # with real values
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """By name; weights that are tied count once, under their first name."""
+        """Return parameters by name; a tied weight is listed once, under its first name."""
         return dict(self.module.named_parameters())
 
 
 def make(factory: Callable[[], torch.nn.Module]) -> Made:
-    """The module of a factory, with nothing allocated but its buffers.
+    """Build a module by its factory, and allocate nothing but its buffers.
 
     Raises:
-        ImportedModelError: the factory makes no module, or a buffer of random numbers.
+        ImportedModelError: the factory returns no module, or a buffer is random.
     """
     recorder = _Recorder()
     with recorder:
         module = factory()
     if not isinstance(module, torch.nn.Module):
         raise ImportedModelError(
-            f"the factory returned {type(module).__name__}, no torch.nn.Module"
+            f"the factory returned a {type(module).__name__}, not a torch.nn.Module"
         )
     beginnings = {
         name: recorder.beginning(parameter) for name, parameter in module.named_parameters()
@@ -77,19 +77,19 @@ def make(factory: Callable[[], torch.nn.Module]) -> Made:
     for name, buffer in buffers.items():
         if buffer.is_meta:
             raise ImportedModelError(
-                f"buffer {name} has no value: it is made by torch.empty or at random; compute it "
-                "from known numbers, or make it a parameter"
+                f"buffer {name} has no value: it is uninitialised (torch.empty) or random; compute "
+                "it from constants, or make it a parameter"
             )
     return Made(module, beginnings, buffers)
 
 
 class _Recorder(TorchFunctionMode):
-    """Sends unknown numbers to "meta" and writes down what becomes of parameters."""
+    """Mode that moves uninitialised and random tensors to "meta" and records parameter changes."""
 
     def __init__(self) -> None:
         super().__init__()
         self._changes: dict[int, list[Change]] = {}
-        self._seen: list[torch.Tensor] = []  # kept, so that no other takes its id
+        self._seen: list[torch.Tensor] = []  # referenced, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -98,7 +98,7 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in _UNKNOWN and _on_host(kwargs.get("device")):
             kwargs["device"] = "meta"
-        first = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
+        first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
         if isinstance(first, torch.nn.Parameter) and name[-1:] == "_" and name[-2:] != "__":
             of_init = getattr(func, "__module__", "") == "torch.nn.init"
             self._write_down(first, name, args[1:], kwargs, of_init)
@@ -120,7 +120,7 @@ class _Recorder(TorchFunctionMode):
         self._changes[id(parameter)].append(Change(name, given, settings, of_init))
 
     def beginning(self, parameter: torch.Tensor) -> tuple[Change, ...]:
-        """How a parameter begins; a real one as it is."""
+        """Return the operations that initialise a parameter; empty if unknown."""
         changes = self._changes.get(id(parameter), [])
         if not parameter.is_meta:
             values = parameter.detach().float()
@@ -135,12 +135,12 @@ def _on_host(device: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers instead of tensors, which may not outlive the module."""
+    """Convert tensors to Python scalars or NumPy arrays."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else np.array(value.detach().float())
     return value
 
 
 def parameter_count(made: Made) -> int:
-    """Numbers in all parameters; nothing need be allocated."""
+    """Return the number of weights in all parameters."""
     return sum(math.prod(parameter.shape) for parameter in made.parameters().values())

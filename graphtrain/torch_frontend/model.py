@@ -1,4 +1,7 @@
-"""An imported model as pure functions on nested dictionaries of arrays, as the native ones are."""
+"""Imported PyTorch models as pure functions on nested dictionaries of arrays.
+
+The functions have the signatures of the native decoder's.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,16 @@ if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
     from graphtrain.torch_frontend.staged import Parts
 
-_TOKENS = (2, 4)  # of the trace that finds out which blocks are alike
+_TOKENS = (2, 4)  # (batch, seq) of the trace that checks which blocks are identical
 
 _opened: dict[str, OpenedModel] = {}
 
 
 def open_model(model: Imported) -> OpenedModel:
-    """The module of the settings, made once in a process.
+    """Return the opened model of these settings; each is built once per process.
 
     Raises:
-        ImportedModelError: it cannot be made or traced.
+        ImportedModelError: the module cannot be built or traced.
     """
     key = json.dumps(asdict(model), sort_keys=True)
     if key not in _opened:
@@ -58,14 +61,18 @@ def open_model(model: Imported) -> OpenedModel:
 
 
 def open_anew(model: Imported) -> OpenedModel:
-    """As open_model, with a module of its own, which may be changed."""
+    """Build and open the model without the cache of open_model, so that the caller may change it.
+
+    Raises:
+        ImportedModelError: the module cannot be built or traced.
+    """
     made = make(factory(model))
     _check_parameters(made)
     assert model.vocab is not None
     axes, balance = name_axes(made.module, model.vocab, model.axes), Balance.taken_from(made.module)
     opened = OpenedModel(model, made, (), axes, balance)
     if model.front_end == "strict":
-        return _strict(opened, "program.model.front_end says so")
+        return _strict(opened, 'program.model.front_end = "strict"')
     if model.front_end == "auto" and (writes := written_through_views(made, _TOKENS, opened.call)):
         return _strict(opened, writes[0])
     try:
@@ -77,14 +84,14 @@ def open_anew(model: Imported) -> OpenedModel:
 
 
 def _strict(opened: OpenedModel, because: str) -> OpenedModel:
-    """Of one graph, in which no block is told from another."""
+    """Return the model for the strict front end, which traces the module as one graph."""
     if opened.balance is not None:
         raise ImportedModelError(
-            "output_router_logits asks for a balance loss, which the strict front end (because "
-            f"{because}) does not add; set it to false in overrides"
+            "output_router_logits adds a load-balancing loss, which the strict front end (used "
+            f"because {because}) does not support; set it to false in program.model.overrides"
         )
     lists = tuple(
-        Unrolled(one.name, one.count, "the strict front end takes a module as one graph")
+        Unrolled(one.name, one.count, "the strict front end traces a module as one graph")
         for one in find_stacks(opened.made.module)
     )
     opened = replace(opened, lists=lists, strict=because)
@@ -93,6 +100,7 @@ def _strict(opened: OpenedModel, because: str) -> OpenedModel:
 
 
 def _traced(opened: OpenedModel) -> OpenedModel:
+    """Return the model for the trace front end; stacks whose blocks differ are unrolled."""
     lists = find_stacks(opened.made.module)
     while True:
         opened = replace(opened, lists=tuple(lists))
@@ -106,7 +114,11 @@ def _traced(opened: OpenedModel) -> OpenedModel:
 
 
 def factory(model: Imported) -> Callable[[], torch.nn.Module]:
-    """What makes the module, with real weights where no device is set."""
+    """Return a function that builds the module, with real weights unless a device is set.
+
+    Raises:
+        ImportedModelError: the config or the factory cannot be read or imported.
+    """
     if model.hf is not None:
         from graphtrain.torch_frontend.transformers_model import from_config
 
@@ -118,7 +130,7 @@ def factory(model: Imported) -> Callable[[], torch.nn.Module]:
     try:
         made = getattr(_module(name), function, None)
     except Exception as error:
-        raise raised(f"{who}{name}, imported,", error) from error
+        raise raised(f"{who}importing {name}", error) from error
     if not callable(made):
         raise ImportedModelError(f"{who}{name} has no function {function}")
 
@@ -158,30 +170,32 @@ def _check_parameters(made: Made) -> None:
     for name, parameter in made.parameters().items():
         if not parameter.requires_grad or not parameter.is_floating_point():
             raise ImportedModelError(
-                f"parameter {name} takes no gradient; only whole models are trained: make it a "
-                "buffer, or let it require one"
+                f"parameter {name} does not require a gradient or is not floating point, but all "
+                "parameters of an imported model are trained: register it as a buffer, or set "
+                "requires_grad = True"
             )
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A module without weights, and how its parameters are kept."""
+    """An imported module without weights, and the layout of its parameters as arrays."""
 
     settings: Imported
     made: Made
-    lists: tuple[Stack | Unrolled, ...]  # of blocks
-    axes: dict[str, Named]  # of every parameter, by name
-    balance: Balance | None = None  # that a mixture adds to the loss
-    strict: str = ""  # why the strict front end; empty: it is traced by JAX
+    lists: tuple[Stack | Unrolled, ...]  # the ModuleLists of blocks
+    axes: dict[str, Named]  # array axes of every parameter, by name
+    balance: Balance | None = None  # load-balancing loss of a mixture of experts
+    strict: str = ""  # why the strict front end is used; empty: the module is traced by JAX
 
     @property
     def stacks(self) -> list[Stack]:
+        """Lists of blocks that run as one scan."""
         return [one for one in self.lists if isinstance(one, Stack)]
 
     def stored(self) -> dict[str, list[str]]:
-        """Names of parameters in the module by the path under which they are kept.
+        """Return the module's parameter names by the path of the array that stores them.
 
-        Several names are the rows of one array.
+        An array of several names is stacked: each name is one row.
         """
         places = {
             stack.path(position, name): stack.names(position, name)
@@ -194,17 +208,25 @@ class OpenedModel:
         return {name.replace(".", "/"): [name] for name in rest} | places
 
     def is_stacked(self, path: str) -> bool:
+        """Return true if the array at this path stacks the parameters of several blocks."""
         return any(path.startswith(stack.name.replace(".", "/") + "/") for stack in self.stacks)
 
     def specs(self) -> dict[str, ArraySpec]:
-        """Every parameter by path; weights are float32 whatever the model computes in."""
+        """Return the spec of every parameter by path.
+
+        Parameters are float32 whatever the dtype of the computation.
+
+        Raises:
+            ImportedModelError: program.model.axes names too many or too few axes for a parameter.
+        """
         parameters = self.made.parameters()
         specs = {}
         for path, names in self.stored().items():
             shape, axes = tuple(parameters[names[0]].shape), self.axes[names[0]].axes
             if len(axes) != len(shape):
                 raise ImportedModelError(
-                    f"program.model.axes gives {names[0]} of shape {shape} the axes {axes}"
+                    f"program.model.axes assigns axes {axes} to {names[0]} of shape {shape}; "
+                    "name one axis for each dimension"
                 )
             if self.is_stacked(path):
                 shape, axes = (len(names), *shape), ("layers", *axes)
@@ -213,21 +235,21 @@ class OpenedModel:
 
     @cached_property
     def parts(self) -> Parts:
-        """What is before its blocks, in them and after them.
+        """Paths of the parameters before, inside and after the blocks.
 
         Raises:
-            ShardingError: it cannot be a pipeline; says why.
+            ShardingError: the model cannot be split into pipeline stages; the message says why.
         """
         from graphtrain.torch_frontend.staged import find_parts
 
         return find_parts(self)
 
     def check(self) -> None:
-        """Trace the module once, to know that blocks are alike and that it can be traced.
+        """Trace the module once, to check that it can be traced and that stacked blocks agree.
 
         Raises:
-            NotAlike: with the stack that is none.
-            ImportedModelError: it cannot be traced.
+            NotAlike: blocks of a stack differ.
+            ImportedModelError: the module cannot be traced.
         """
         arrays = {
             path: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
@@ -245,7 +267,11 @@ class OpenedModel:
         )
 
     def initialise(self, key: jax.Array) -> Tree:
-        """New parameters: what the module's constructor did to its own is done again to these."""
+        """Return new parameters, initialised as the module's constructor initialises its own.
+
+        Raises:
+            ImportedModelError: the initial values of a parameter are unknown.
+        """
         stored = self.stored()
         keys = jax.random.split(key, len(stored))
         parameters = self.made.parameters()
@@ -270,14 +296,21 @@ class OpenedModel:
         if changes := self.made.beginnings[name]:
             return changes
         raise ImportedModelError(
-            f"how {name} begins is not known: its constructor does not fill it by torch.nn.init or "
-            "a method of tensors; do that (torch.nn.init.normal_), so that the init graph can"
+            f"the initial values of {name} are unknown: its constructor does not fill it by "
+            "torch.nn.init or an in-place method of tensors; fill it so (for example by "
+            "torch.nn.init.normal_), and the init graph can repeat it"
         )
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Scores of every next token, float32; without a key nothing is dropped."""
+        """Return float32 logits, and the terms that the layers add to the loss, by name.
+
+        Args:
+            parameters: as from initialise.
+            tokens: token ids, (batch, seq).
+            dropout_key: None disables dropout.
+        """
         arrays, terms = self.computed_in(flatten(parameters)), {}
         if self.balance is None:
             return self._logits(arrays, tokens, dropout_key), terms
@@ -293,23 +326,25 @@ class OpenedModel:
         return self.logits_of(self.run(arrays, tokens, dropout_key, through), tokens), terms
 
     def _check_balanced(self) -> None:
-        """Refuse what would balance experts over other tokens than the module does."""
+        """Refuse programs that would balance experts over fewer tokens than the module does."""
         if len(self.lists) > 1 or not self.stacks:
             raise ImportedModelError(
-                "output_router_logits asks for a balance loss, which takes blocks that are one "
-                "scan; graphtrain plan says what differs; or set it to false in overrides"
+                "output_router_logits adds a load-balancing loss, which requires blocks that run "
+                "as one scan; `graphtrain plan` reports how these differ. Or set it to false in "
+                "program.model.overrides"
             )
         if by_hand_now():
             raise ShardingError(
-                'batch.reduce = "last" sees the tokens of one copy of the model at a time, and '
-                'output_router_logits balances experts over all; use reduce = "each"'
+                'batch.reduce = "last" computes the loss of one replica\'s tokens at a time, but '
+                "output_router_logits balances experts over the tokens of all replicas; use "
+                'batch.reduce = "each"'
             )
 
     def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """In the dtype of the computation, but for the tables of tokens.
+        """Cast parameters to the dtype of the computation, except token embeddings and LM heads.
 
-        The gradients of a table's rows are summed in its own dtype. Blocks whose gradients are
-        pending are left for the loop over them.
+        Gradients of embedding rows are summed in the dtype of the table, so it stays float32.
+        Stacked parameters with deferred gradients are cast inside the scan over the blocks.
         """
         specs, dtype = self.specs(), self.settings.dtype
 
@@ -340,14 +375,20 @@ class OpenedModel:
         through: Through | None = None,
         verify: bool = False,
     ) -> torch.Tensor:
-        """What the module returns as scores.
+        """Call the module and return its logits, in the dtype of the computation.
 
         Args:
-            arrays: every parameter, in the dtype of the computation; one of which nothing that is
-                wanted depends may be a shape.
-            key: for dropout; without it nothing is dropped.
-            through: what is done where the module goes through its blocks; a scan by default.
-            verify: whether to compare what blocks of a stack compute.
+            arrays: every parameter by path, as from computed_in; a ShapeDtypeStruct may replace
+                one that does not affect the result.
+            tokens: token ids, (batch, seq).
+            key: for dropout; None disables dropout.
+            through: what runs in place of the blocks; by default a scan over them.
+            verify: whether to check that blocks of a stack compute the same.
+
+        Raises:
+            NotAlike: blocks of a stack differ.
+            ImportedModelError: the module cannot be traced, or the program requires graphtrain's
+                attention and the module does not call it.
         """
         module, settings = self.made.module, self.settings
         unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
@@ -373,15 +414,19 @@ class OpenedModel:
         if not environment.attended and (what := self._takes_native()):
             instead = "call scaled_dot_product_attention with is_causal = True"
             if settings.hf is not None:
-                instead = "take the native decoder (graphtrain convert hf-to-graphtrain)"
+                instead = "use the native decoder (graphtrain convert hf-to-graphtrain)"
             raise ImportedModelError(
-                f"{what} takes attention of graphtrain, and {type(module).__name__} computes its "
-                f"own, or drops some of it; {instead}"
+                f"{what} requires graphtrain's attention, but {type(module).__name__} computes its "
+                f"own or applies dropout to it; {instead}"
             )
         return out
 
     def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
-        """Float32 logits of what the module returned for these tokens."""
+        """Return the module's output for these tokens as float32 logits, placed by the rules.
+
+        Raises:
+            ImportedModelError: they are not (batch, seq, vocab).
+        """
         self._check_scores(out, tokens.shape)
         return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
 
@@ -390,8 +435,8 @@ class OpenedModel:
     ) -> jax.Array:
         if what := self._takes_native():
             raise ImportedModelError(
-                f"{what} takes attention of graphtrain, and the strict front end (because "
-                f"{self.strict}) has PyTorch's; leave one of them out"
+                f"{what} requires graphtrain's attention, but the strict front end (used because "
+                f"{self.strict}) computes PyTorch's own; turn one of them off"
             )
         self._check_length(tokens.shape[1])
         settings, training = self.settings, key is not None
@@ -405,12 +450,12 @@ class OpenedModel:
         return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
 
     def _takes_native(self) -> str | None:
-        """What only the native attention can do, if something asks for it."""
+        """Return the requested feature that only graphtrain's attention supports, or None."""
         forced = self.settings.attention == "flash"
         return only_native() or ('program.model.attention = "flash"' if forced else None)
 
     def call(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The module's logits.
+        """Return the module's logits of token ids (batch, seq).
 
         Raises:
             ImportedModelError: they are not (batch, seq, vocab).
@@ -420,7 +465,7 @@ class OpenedModel:
         return found
 
     def _scores(self, tokens: torch.Tensor, places: dict[str, Any]) -> torch.Tensor:
-        """What the module returns as scores of tokens at these places."""
+        """Return the module's logits of tokens; `places` holds position_ids, or is empty."""
         if self.settings.hf is not None:
             places = {"use_cache": False} | places
             return scores(self.made.module(input_ids=tokens, **places))
@@ -430,13 +475,13 @@ class OpenedModel:
         want = (*tokens, self.settings.vocab)
         if tuple(found.shape) != want:
             raise ImportedModelError(
-                f"the module returns {tuple(found.shape)} for tokens {tuple(tokens)}; with "
-                f"program.model.vocab = {want[-1]} it should be {want}"
+                f"the module returns logits of shape {tuple(found.shape)} for tokens of shape "
+                f"{tuple(tokens)}; with program.model.vocab = {want[-1]} they should be {want}"
             )
 
     @property
     def embed(self) -> int:
-        """The width of the residual stream; 0 where no table of tokens tells it."""
+        """Width of the residual stream; 0 if the module has no token embedding."""
         for name, parameter in self.made.parameters().items():
             axes = self.axes[name].axes
             if set(axes) == {"vocab", "embed"}:
@@ -444,36 +489,40 @@ class OpenedModel:
         return 0
 
     def _positions(self, length: int) -> dict[str, jax.Array]:
-        """What says where each token is, if that is not simply its place in the row.
+        """Return position_ids if tokens are not at positions 0, 1, 2, ...; else nothing.
 
         Raises:
-            ImportedModelError: the module takes no positions.
+            ImportedModelError: the module does not accept position_ids.
         """
         what = only_native()
         if what is None:
             return {}
         if "position_ids" not in inspect.signature(self.made.module.forward).parameters:
             raise ImportedModelError(
-                f"{what} takes a module with an argument position_ids of its forward pass, which "
-                f"{type(self.made.module).__name__} has not"
+                f"{what} requires a module whose forward accepts position_ids, but that of "
+                f"{type(self.made.module).__name__} does not"
             )
         found = positions(length)
         return {"position_ids": found if found.ndim == 2 else found[None]}
 
     def _check_length(self, length: int) -> None:
-        """JAX looks up a row past the end of a table without a word."""
+        """Refuse sequences longer than a table of positions, which JAX would read out of bounds."""
         for name, parameter in self.made.parameters().items():
             if "positions" in self.axes[name].axes:
                 rows = parameter.shape[self.axes[name].axes.index("positions")]
                 if length > rows:
                     raise ImportedModelError(
-                        f"sequences of {length} are longer than {name}, which has {rows} rows; "
-                        "lower program.batch.length"
+                        f"sequences of {length} tokens are longer than {name}, which has {rows} "
+                        "rows; lower program.batch.length"
                     )
 
 
 def scores(returned: Any) -> torch.Tensor:
-    """The logits in what a module returned: a tensor, the first of several, or .logits."""
+    """Return the logits in a module's output: the tensor, .logits, or the first of a tuple.
+
+    Raises:
+        ImportedModelError: the output contains none.
+    """
     if isinstance(returned, torch.Tensor):
         return returned
     found = getattr(returned, "logits", None)
@@ -482,12 +531,13 @@ def scores(returned: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         raise ImportedModelError(
             f"the module returns {type(returned).__name__}; it should return logits (batch, seq, "
-            "vocab), a tuple that begins with them, or something with .logits"
+            "vocab), a tuple that begins with them, or an object with .logits"
         )
     return found
 
 
 def _begin(changes: tuple[Change, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Return a float32 array that the changes initialise."""
     environment = Environment()
     tensor = Tensor(jnp.zeros(shape, jnp.float32), environment)
     with (

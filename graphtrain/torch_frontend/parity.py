@@ -1,7 +1,7 @@
-"""The loss and every gradient of an imported model, beside those of PyTorch itself.
+"""Parity check: loss and gradients of an imported model against eager PyTorch.
 
-Compared once for a model, before its first compilation: some of what PyTorch does is lost in a
-trace without a word, as a write through a view, and would only show as a worse loss after days.
+It runs once per model, before its first compilation. A trace silently loses some of PyTorch's
+semantics, such as writes through views, which would otherwise only show as a worse loss.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from lowering.trees import unflatten
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-LOSS, GRADIENT = 1e-5, 1e-4  # most that they may differ, relative; float32
-ROUGH_LOSS, ROUGH_GRADIENT = 1e-3, 3e-2  # where the module itself computes in half precision
-_TOKENS = (2, 16)
-_SHOWN = 3  # parameters that an error names
-QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}
+LOSS, GRADIENT = 1e-5, 1e-4  # relative tolerances in float32
+ROUGH_LOSS, ROUGH_GRADIENT = 1e-3, 3e-2  # tolerances if the module uses torch.autocast
+_TOKENS = (2, 16)  # (batch, seq)
+_SHOWN = 3  # parameters listed in an error
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}  # compiler options
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a model and PyTorch's are apart."""
+    """Differences between an imported model and eager PyTorch."""
 
-    loss: float  # relative
-    gradient: float  # of the largest number in a parameter's gradient, the worst parameter
-    parameter: str  # which that is
-    compared: dict[str, Any]  # the overrides that made the model small; empty: as it is
-    strict: str = ""  # why the strict front end; empty: it is traced by JAX
+    loss: float  # relative difference
+    gradient: float  # worst parameter's difference, relative to its largest gradient element
+    parameter: str  # name of the worst parameter
+    compared: dict[str, Any]  # overrides that made the model small; empty: compared at full size
+    strict: str = ""  # why the strict front end is used; empty: the module is traced by JAX
 
 
 _PARITY = frozenset(field.name for field in fields(Parity))
 
 
 def ensure_parity(model: Imported, store: Path) -> Parity:
-    """Compare a model with PyTorch, unless the store holds that it has been.
+    """Compare a model with eager PyTorch, unless the store has a record of its comparison.
 
     Raises:
         ImportedModelError: they differ, or the model cannot be compared.
@@ -73,18 +73,18 @@ def once(
     check: Callable[[], dict[str, Any]],
     names: Set[str],
 ) -> dict[str, Any]:
-    """What was found when a model was checked, which it is here unless the store holds that.
+    """Return the stored result of a check of a model; run the check if there is none.
 
     Args:
-        model: of which the record is.
-        store: that has it.
-        suffix: of its name.
-        check: finds it.
-        names: of what it finds. A record of others, or that cannot be read, is made anew.
+        model: settings of the checked model, which key the record.
+        store: directory of the cache.
+        suffix: of the record's file name; distinguishes checks.
+        check: returns the result.
+        names: keys of the result. A record with other keys, or that cannot be read, is replaced.
     """
     key = _key(model)
     path = _record(key, store, suffix)
-    with Cache(store).lock(key):  # the other graphs wait for the first
+    with Cache(store).lock(key):  # compilations of the model's other graphs wait here
         if (known := _read(path, names)) is not None:
             return known
         found = check()
@@ -95,13 +95,13 @@ def once(
 
 
 def known_parity(model: Imported, store: Path) -> Parity | None:
-    """What was found, if the model has been compared."""
+    """Return the stored comparison of a model, or None."""
     found = _read(_record(_key(model), store), _PARITY)
     return None if found is None else Parity(**found)
 
 
 def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
-    """A record; None where there is none, or none of these names, as another version's."""
+    """Read a record; None if it is missing, unreadable, or has other keys than these."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -118,18 +118,23 @@ def _key(model: Imported) -> CacheKey:
 
 
 def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
-    """Compare loss and gradients, in float32 and on one batch of random tokens.
+    """Compare loss and gradients with eager PyTorch, in float32 on one batch of random tokens.
 
-    Where a trace differs, the strict front end is tried, unless the settings say which it is.
+    If a trace differs and front_end is "auto", the strict front end is compared too.
+
+    Args:
+        model: settings; a large model is shrunk first.
+        tokens: (batch, seq).
 
     Raises:
-        ImportedModelError: they differ; with the worst parameters and the likely causes.
+        ImportedModelError: they differ; names the worst parameters and the likely causes.
     """
     small, overrides = shrunk(model)
     small = replace(small, dtype="float32")
     assert small.vocab is not None
     batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
-    batch[0, 0] = small.vocab - 1  # JAX looks up a row past the end of a table without a word
+    # A too small embedding fails in PyTorch; JAX would not notice.
+    batch[0, 0] = small.vocab - 1
     eager = _eager(real_module(small), batch, hf=small.hf is not None)
     opened = open_anew(small)
     found = _compare(opened, eager)
@@ -141,34 +146,35 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     try:
         second = _compare(open_anew(replace(small, front_end="strict")), eager)
     except ImportedModelError as error:
-        raise ImportedModelError(f"{why}; the strict front end: {error}") from error
+        raise ImportedModelError(f"{why}; the strict front end fails too: {error}") from error
     if not second.close:
-        raise ImportedModelError(f"{why}; nor is it by the strict front end")
+        raise ImportedModelError(f"{why}; the strict front end does not match either")
     return Parity(*second.worst, overrides, why)
 
 
 @dataclass(frozen=True)
 class _Eager:
-    """What PyTorch itself computes."""
+    """Loss and gradients of eager PyTorch."""
 
     module: torch.nn.Module
     batch: np.ndarray  # (batch, seq + 1)
     loss: float
     gradients: dict[str, np.ndarray]
-    rough: bool  # some of it in half precision, by torch.autocast
+    rough: bool  # torch.autocast computes some of it in half precision
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """How far loss and gradients are from PyTorch's."""
+    """Differences of loss and gradients from eager PyTorch."""
 
     value: float  # the loss
-    loss: float  # relative
-    gradients: dict[str, float]  # relative, by parameter
-    rough: bool
+    loss: float  # relative difference of the loss
+    gradients: dict[str, float]  # relative difference by parameter
+    rough: bool  # compare with the tolerances for half precision
 
     @property
     def worst(self) -> tuple[float, float, str]:
+        """Difference of the loss, and the largest of a gradient with its parameter's name."""
         name = max(self.gradients, key=lambda name: self.gradients[name])
         return self.loss, self.gradients[name], name
 
@@ -186,7 +192,7 @@ def _compare(opened: OpenedModel, eager: _Eager) -> _Apart:
 
 
 def real_module(model: Imported) -> torch.nn.Module:
-    """The module with weights, none of which is zero or one as constructors leave them."""
+    """Build the module with real weights, plus noise so that none is exactly zero or one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = factory(model)()
@@ -200,7 +206,7 @@ def real_module(model: Imported) -> torch.nn.Module:
 
 
 def without_dropout(module: torch.nn.Module) -> None:
-    """Let a module drop nothing, in training neither; its random numbers are not JAX's."""
+    """Set all dropout rates of a module to 0, as PyTorch's random numbers are not JAX's."""
     for inner in module.modules():
         for name, value in vars(inner).items():
             if "drop" in name and isinstance(value, float):
@@ -210,13 +216,14 @@ def without_dropout(module: torch.nn.Module) -> None:
 
 
 def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the values of all parameters by name."""
     return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
 
 
 def _traced(
     opened: OpenedModel, weights: Mapping[str, np.ndarray], batch: np.ndarray
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients by name in the module."""
+    """Compute the traced model's loss, and its gradients by parameter name."""
 
     def objective(arrays: dict[str, jax.Array]) -> jax.Array:
         given = jnp.asarray(batch[:, :-1])
@@ -232,7 +239,7 @@ def _traced(
 
 
 def stacked(opened: OpenedModel, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays by the path they are kept under, of those by name in the module."""
+    """Convert weights by parameter name to the stacked arrays by path that the model uses."""
     return {
         path: np.stack([weights[name] for name in names])
         if opened.is_stacked(path)
@@ -242,7 +249,7 @@ def stacked(opened: OpenedModel, weights: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def unstacked(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The weights that stacked was given."""
+    """Convert arrays by path to weights by parameter name; the inverse of stacked."""
     by_name: dict[str, np.ndarray] = {}
     for path, names in opened.stored().items():
         rows = (
@@ -259,8 +266,8 @@ def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
             loss = _eager_loss(module, tokens, hf=hf)
             loss.backward()
         except Exception as error:
-            # An index error, say, of tokens that the module's table has no row for.
-            who = f"{type(module).__name__}, given tokens up to {int(tokens.max())} by PyTorch,"
+            # For example an IndexError if a token id is past the end of the embedding.
+            who = f"{type(module).__name__}, run by PyTorch on token ids up to {int(tokens.max())},"
             raise raised(who, error) from error
     gradients = {
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -284,10 +291,10 @@ def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> t
 def _apart(
     gradients: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """By parameter, the largest difference over the largest number.
+    """Return, by parameter, the largest difference relative to its largest gradient element.
 
-    A gradient that is zero but for rounding, as of the bias of keys, counts beside the others; one
-    that is no number, on either side, is infinitely far, since NaN would lose every comparison.
+    A gradient that is zero up to rounding (that of a key bias, for example) is compared relative to
+    the other parameters. NaN or infinity on either side counts as an infinite difference.
     """
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
     apart = {}
@@ -299,12 +306,14 @@ def _apart(
 
 
 def _mismatch(found: _Apart, eager: _Eager) -> str:
+    """Describe the mismatch: losses, worst parameters and likely causes."""
     apart, module = found.gradients, eager.module
     worst = sorted(apart, key=lambda name: -apart[name])[:_SHOWN]
-    listed = ", ".join(f"{name} by {apart[name]:.1e}" for name in worst)
+    listed = ", ".join(f"{name} ({apart[name]:.1e})" for name in worst)
     causes = likely_causes(module, torch.tensor(eager.batch[:, :-1], dtype=torch.long))
     said = f"likely cause: {'; or '.join(causes)}" if causes else "no known cause was found"
     return (
-        f"traced, {type(module).__name__} is not what PyTorch computes: loss {found.value:.6f} "
-        f"instead of {eager.loss:.6f}; gradients differ most of {listed} (of {len(apart)}); {said}"
+        f"the traced {type(module).__name__} does not match eager PyTorch: loss {found.value:.6f} "
+        f"instead of {eager.loss:.6f}; largest relative differences of gradients: {listed} (of "
+        f"{len(apart)} parameters); {said}"
     )

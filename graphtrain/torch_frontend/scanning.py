@@ -1,8 +1,9 @@
-"""A module's own forward pass, with one scan where it goes through blocks that are alike.
+"""A module's own forward pass, in which one scan replaces the loop over identical blocks.
 
-While the module is called, its blocks are stood in for. The first calls only note what a block is
-given; the last runs the scan. In between, what a block returned may only be handed to the next: a
-stand-in that is looked at says so, and the blocks are traced one by one instead.
+While the module is called, the forward of each of its blocks is replaced. The first calls only
+record the arguments of a block; the last call runs the scan. In between, the output of a block is a
+placeholder that may only be passed to the next block: reading it raises NotAlike, and the blocks
+are then traced one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Arrays = Mapping[str, jax.Array]
 
 
 class NotAlike(Exception):
-    """Blocks that look alike are not used alike, or compute something else."""
+    """Blocks of a stack that compute different things, or that the module uses differently."""
 
     def __init__(self, stack: Stack, reason: str) -> None:
         super().__init__(reason)
@@ -38,29 +39,30 @@ class NotAlike(Exception):
 
 
 class Taken(Exception):
-    """What was wanted of the module is there; the rest of its forward pass is not run."""
+    """Signal that stops a module's forward pass once the wanted value is known."""
 
     def __init__(self, wanted: Any) -> None:
-        super().__init__("the module's forward pass was left")
+        super().__init__("the module's forward pass was stopped")
         self.wanted = wanted
 
 
 @dataclass(frozen=True)
 class Through:
-    """What is done where the module goes through a stack: the scan over it, or a part."""
+    """Hooks on a module's blocks; by default a stack is one scan."""
 
-    entering: Callable[[Scan], None] = lambda scan: None  # before the first block
-    # The hidden state after the last block.
+    entering: Callable[[Scan], None] = lambda scan: None  # called before the first block
+    # Returns the hidden state after the last block of a stack.
     leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
-    # While a block runs that is in no stack, by name.
+    # Context in which a block outside of all stacks runs, by the name of the block.
     around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    balance: Balance | None = None  # what routers add to the loss; None: nothing
+    balance: Balance | None = None  # load-balancing loss of routers; None: not recorded
 
 
 class _Awaited(Tensor):
-    """What a block would have returned; only its shape and dtype are known."""
+    """Placeholder for the output of a block; only its shape and dtype are known."""
 
     def jax(self) -> jax.Array:
+        """Raise NotAlike: code other than the next block reads this output."""
         raise self._why  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -80,19 +82,19 @@ def blocks_scanned(
     verify: bool = False,
     through: Through | None = None,
 ) -> Iterator[None]:
-    """While inside, calling the module runs a scan over every stack.
+    """Replace the blocks of a module, so that calling it inside runs a scan over every stack.
 
     Args:
-        module: with parameters in place, but for those in stacks.
-        environment: entered.
-        lists: of blocks.
+        module: with its parameters set, except those of stacks.
+        environment: of torchax, already entered.
+        lists: the module's lists of blocks.
         arrays: the stacked parameters, by path.
-        remat: what the backward pass computes again.
-        verify: whether to compare what blocks of a stack compute.
-        through: what is done instead of a scan over a stack.
+        remat: activation checkpointing: "none", "attention", "dots" or "full".
+        verify: whether to check that blocks of a stack compute the same.
+        through: hooks that replace the scan over a stack.
 
     Raises:
-        NotAlike: while the module is called; blocks of a stack are not alike.
+        NotAlike: while the module is called, if blocks of a stack differ.
     """
     changed, through = [], through or Through()
     try:
@@ -124,33 +126,33 @@ def blocks_scanned(
 
 @dataclass
 class _Call:
-    """What one block was given beside the hidden state, and what it returns."""
+    """Arguments of one block other than the hidden state, and the structure of its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     structure: Any = None
-    shapes: list[Any] = field(default_factory=list)  # of the leaves; None for what is no tensor
+    shapes: list[Any] = field(default_factory=list)  # of the output's leaves; None: not a tensor
 
 
 @dataclass
 class Scan:
-    """A stack while the module is called."""
+    """One stack of blocks during one call of the module."""
 
     stack: Stack
     blocks: list[torch.nn.Module]
-    rows: list[dict[str, jax.Array]]  # for each position of the period, by name inside a block
+    rows: list[dict[str, jax.Array]]  # stacked parameters, per position of the period, by name
     environment: Environment
     remat: str
     verify: bool
     through: Through
-    hidden: jax.Array | None = None
-    calls: list[_Call] = field(default_factory=list)  # one for each position
-    handed: _Awaited | None = None
-    programs: list[str] = field(default_factory=list)
-    routed: list[Sums] = field(default_factory=list)  # of each router of a block, stacked
+    hidden: jax.Array | None = None  # input of the first block
+    calls: list[_Call] = field(default_factory=list)  # one for each position of the period
+    handed: _Awaited | None = None  # placeholder output of the previous block
+    programs: list[str] = field(default_factory=list)  # jaxprs of the first period, to compare
+    routed: list[Sums] = field(default_factory=list)  # one per router of a period, rows stacked
 
     def stand_in(self, number: int) -> Callable[..., Any]:
-        """In place of the forward pass of a block."""
+        """Return the function that replaces the forward of one block."""
         return lambda *args, **kwargs: self._called(number, args, kwargs)
 
     def _different(self, reason: str) -> NotAlike:
@@ -158,12 +160,14 @@ class Scan:
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor):
-            raise self._different("its blocks are not given the hidden state first")
+            raise self._different("the hidden state is not the first argument of its blocks")
         position = number % self.stack.period
         if number == 0:
             self.hidden, self.calls = args[0].jax(), []  # pyright: ignore[reportAttributeAccessIssue]
         elif args[0] is not self.handed:
-            raise self._different(f"block {number} is not given what block {number - 1} returned")
+            raise self._different(
+                f"the input of block {number} is not the output of block {number - 1}"
+            )
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
             self.describe(position)
@@ -172,7 +176,7 @@ class Scan:
         elif not _same(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
-            raise self._different(f"block {number} is not given what block {position} is")
+            raise self._different(f"block {number} and block {position} get different arguments")
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
@@ -182,7 +186,7 @@ class Scan:
         return range(self.stack.count - self.stack.period, self.stack.count)
 
     def describe(self, position: int) -> None:
-        """Trace a block for what it returns."""
+        """Trace a block, to record the structure and shapes of its output."""
         call, block = self.calls[position], self.blocks[position]
 
         def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
@@ -190,12 +194,12 @@ class Scan:
             leaves, call.structure = pytree.tree_flatten(out)
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-        # A pipeline scores a part of the positions at a time, too few for a kernel.
+        # Only shapes are needed; 1F1B calls the head on fewer positions than a kernel supports.
         with self.environment.by_scores():
             call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
-        """Refuse a block that computes something else, as by its number."""
+        """Raise NotAlike if a block computes something else, for example by its layer index."""
         call, block = self.calls[position], self.blocks[number]
 
         def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
@@ -209,7 +213,7 @@ class Scan:
             raise self._different(f"block {number} computes something else than block {position}")
 
     def _shapes(self, position: int) -> tuple[Any, Any, Any]:
-        """Of the hidden state, of a block's arrays and of its key."""
+        """Return shapes of the hidden state, of one block's parameters and of its dropout key."""
         assert self.hidden is not None
         hidden = jax.ShapeDtypeStruct(self.hidden.shape, self.hidden.dtype)
         return hidden, self._row(position), self._key()
@@ -223,19 +227,20 @@ class Scan:
         }
 
     def _here(self, array: Any) -> jax.Array:
-        """A block's array in the loop, where a gradient that is pending is reduced."""
+        """Return a parameter inside the loop; there a deferred gradient is reduced."""
         if isinstance(array, Pending):
             return complete(array).astype(self.environment.computes_in)
         return array
 
     def _key(self) -> Any:
         key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
-        return jax.ShapeDtypeStruct(key.shape, key.dtype)  # without the mesh axes it differs along
+        # A new struct, without the mesh axes along which the key varies.
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)
 
     def _block(
         self, block: torch.nn.Module, call: _Call, hidden: jax.Array, arrays: Arrays, key: jax.Array
     ) -> Any:
-        """What the block's own forward pass returns with these parameters."""
+        """Call the block's own forward with these parameters."""
         state = self.environment.wrap(dict(arrays))
         with (
             self.environment.override_property(prng=key),
@@ -245,36 +250,36 @@ class Scan:
             return type(block).forward(block, given, *call.args, **call.kwargs)
 
     def run(self) -> jax.Array:
-        """The hidden state after all blocks."""
+        """Return the hidden state after all blocks."""
         assert self.hidden is not None
         return self.through_rows(self.hidden, self.rows, self.keys())
 
     def keys(self) -> jax.Array:
-        """Of every block, by row and position."""
+        """Draw dropout keys of every block, (rows, period)."""
         key = self.environment.get_and_rotate_prng_key()
         return jax.random.split(key, (self.stack.rows, self.stack.period))
 
     def given(self) -> list[jax.Array]:
-        """The arrays that the first block is given beside the hidden state."""
+        """Return the arrays that the first block gets in addition to the hidden state."""
         call = self.calls[0]
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
 
     def by_name(self, arrays: Arrays) -> Arrays:
-        """Arrays of the only position of a period, by name inside a block instead of by path."""
+        """Return stacked arrays by name inside a block instead of by path, for a period of 1."""
         (names,) = self.stack.parameters
         return {name: arrays[self.stack.path(0, name)] for name in names}
 
     def through_rows(
         self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None
     ) -> jax.Array:
-        """The hidden state after some rows of blocks.
+        """Scan over rows of blocks and return the hidden state after them.
 
         Args:
-            hidden: before them.
-            rows: their arrays, for each position of the period by name inside a block.
-            keys: theirs, by row and position.
-            real: whether each row is one; the others leave the hidden state as it is.
+            hidden: the hidden state before them.
+            rows: stacked parameters, for each position of the period, by name inside a block.
+            keys: dropout keys, (rows, period).
+            real: bool per row, false for padding rows, which pass the hidden state through.
         """
 
         def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[Sums]]:
@@ -295,7 +300,7 @@ class Scan:
     def through_block(
         self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
     ) -> jax.Array:
-        """The hidden state after one block, of a position of the period."""
+        """Return the hidden state after one block, at a position of the period."""
         call = self.calls[position]
         out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
         return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
@@ -305,18 +310,20 @@ class Scan:
         return nullcontext([]) if balance is None else balance.recorded(block)
 
     def _hidden_leaf(self, call: _Call) -> int:
-        """Which of the leaves that a block returns is the hidden state: the first alike."""
+        """Return the index of the hidden state in the leaves that a block returns."""
         assert self.hidden is not None
         for number, shape in enumerate(call.shapes):
             if shape is not None:
                 if (shape.shape, shape.dtype) == (self.hidden.shape, self.hidden.dtype):
                     return number
                 break
-        raise self._different("its blocks return something of another shape than they are given")
+        raise self._different(
+            "the output of its blocks has another shape or dtype than the hidden state"
+        )
 
     def _return(self, call: _Call, hidden: jax.Array | None) -> Any:
-        """As the block does: the hidden state, or a stand-in for it, and for all else stand-ins."""
-        why = self._different("something other than the next block looks at what a block returns")
+        """Return a block's output: the hidden state if known, and placeholders for the rest."""
+        why = self._different("code other than the next block reads the output of a block")
         leaves: list[Any] = [
             None if shape is None else _awaited(shape, self.environment, why)
             for shape in call.shapes
@@ -334,7 +341,7 @@ def _is_pending(leaf: Any) -> bool:
 
 
 def residual(hidden: jax.Array) -> jax.Array:
-    """The hidden state between blocks, where the rules want it."""
+    """Constrain the hidden state between blocks to the sharding of the residual stream."""
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
 
 
@@ -351,7 +358,7 @@ def _within(
 def _checkpointed(
     block: torch.nn.Module, environment: Environment, remat: str
 ) -> Callable[..., Any]:
-    """The forward pass of a block by itself, computed again in the backward pass."""
+    """Return the forward of a block that is in no stack, under activation checkpointing."""
     forward = type(block).forward
     if remat in ("none", "attention"):
         return lambda *args, **kwargs: forward(block, *args, **kwargs)
@@ -388,7 +395,7 @@ def _checkpointed(
 
 
 def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    if remat in ("none", "attention"):  # attention computes its own part again
+    if remat in ("none", "attention"):  # attention recomputes its scores by itself
         return function
     policies = jax.checkpoint_policies
     policy = {
@@ -399,7 +406,7 @@ def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two calls are given the very same tensors and equal settings."""
+    """Return true if two calls get the identical tensors and equal other values."""
     mine, structure = pytree.tree_flatten(one)
     theirs, their_structure = pytree.tree_flatten(other)
     return structure == their_structure and all(

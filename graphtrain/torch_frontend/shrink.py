@@ -1,4 +1,4 @@
-"""A small model of the same architecture, to compare with PyTorch what would be too large."""
+"""Small models of the same architecture, for the parity check of large ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graphtrain.torch_frontend.model import factory
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-AS_IT_IS = 20_000_000  # parameters; up to so many a model is compared whole
-_MOST = 200_000_000
+AS_IT_IS = 20_000_000  # weights up to which a model is compared at full size
+_MOST = 200_000_000  # weights up to which a model is compared at all
 _HEAD = 16  # head_dim
 
 
 def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
-    """The model to compare, and the overrides that make it smaller than it is.
+    """Return the model to compare, and the overrides that make it smaller.
 
     Raises:
-        ImportedModelError: it stays too large.
+        ImportedModelError: the model is still too large.
     """
     given = dict(model.parity)
     small = replace(model, overrides={**model.overrides, **given}, parity={})
@@ -36,13 +36,13 @@ def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
     if count > _MOST:
         raise ImportedModelError(
             f"the model has {count:,} parameters, too many to compare with PyTorch on this host; "
-            "set [program.model.parity] to what makes a small one of it, as parity = {layers = 2}"
+            "set [program.model.parity] to overrides that make it small, for example {layers = 2}"
         )
     return small, given
 
 
 def _narrow(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of few layers and narrow heads; ratios and kinds of layers stay."""
+    """Return overrides for few layers and narrow heads; ratios and layer types are unchanged."""
     from transformers import AutoConfig
 
     settings = {name: value for name, value in config.items() if name != "model_type"}
@@ -76,7 +76,7 @@ def _narrow(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_layers(made: Any) -> int:
-    """Two, or as many as it takes to see every kind of layer twice over."""
+    """Return 2, or twice the number of first layers that contain every layer type."""
     kinds = getattr(made, "layer_types", None)
     if not kinds:
         return min(2, made.num_hidden_layers)

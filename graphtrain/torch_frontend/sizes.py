@@ -1,4 +1,4 @@
-"""The native model that is nearest to an imported one, for estimates of time and memory."""
+"""Native models of about the size of an imported one, for estimates of time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from graphtrain.config.schema import HowAttended, Mixture, Model
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-_ATTENDING_THEMSELVES = ("bloom", "falcon", "gptj", "gpt_neo")  # docs/torch.md, Attention
+# Families that do not call graphtrain's attention; docs/torch.md, Attention.
+_ATTENDING_THEMSELVES = ("bloom", "falcon", "gptj", "gpt_neo")
+# Families whose MLP has no gate.
 _WITHOUT_GATE = (
     "bloom",
     "falcon",
@@ -26,9 +28,9 @@ _WITHOUT_GATE = (
 
 
 def look_alike(model: Imported) -> Model | None:
-    """A native model of about the same sizes; None where a configuration does not say them.
+    """Return a native model of about the same sizes; None if they are unknown.
 
-    A module of one's own is made to know its sizes, which imports PyTorch.
+    A module of the user is built to find its sizes, which imports PyTorch.
     """
     if model.hf is None:
         return _of_module(model)
@@ -57,13 +59,13 @@ def look_alike(model: Imported) -> Model | None:
 
 
 def _attention(model: Imported, kind: str) -> HowAttended:
-    """Scores, where attention stays that of the module."""
+    """Return the attention implementation; "scores" if the module computes its own."""
     own = kind in _ATTENDING_THEMSELVES or model.front_end == "strict"
     return "scores" if own else model.attention
 
 
 def _of_module(model: Imported) -> Model | None:
-    """With as many numbers in matrices, and queries as wide, so that 6 N is that of the module."""
+    """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
     from graphtrain.torch_frontend.model import open_model
 
     opened = open_model(model)
@@ -103,7 +105,7 @@ def _of_module(model: Imported) -> Model | None:
 
 
 def _heads(width: int) -> tuple[int, int]:
-    """How many heads of which size; a module does not say, and only estimates of scores ask."""
+    """Guess the number of heads and head_dim, which only estimates of attention scores use."""
     for head_dim in (128, 64, 32, 16, 8, 4, 2):
         if width % head_dim == 0 and width // head_dim >= 4:
             return width // head_dim, head_dim

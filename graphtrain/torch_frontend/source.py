@@ -1,4 +1,7 @@
-"""Where an imported model comes from, and all that decides what it is; imports no PyTorch."""
+"""Configuration and sources of an imported model, and the ingredients of its cache key.
+
+Imports no PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from graphtrain.torch_frontend.versions import installed
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
 
-# What tracing executes; estimates, conversions and comparisons are not in a program.
+# Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
     *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "causes.py"),
     *("continuing.py", "experts.py", "functions.py", "interface.py", "joint.py", "making.py"),
@@ -28,10 +31,12 @@ _SOURCES = (
 
 
 def ingredients(model: Imported) -> dict[str, Any]:
-    """All that can change what is traced: contents instead of names, and versions.
+    """Return all that can change the traced model, for its cache key.
+
+    Files are represented by their contents, not by their names.
 
     Raises:
-        ImportedModelError: the configuration or the module is not there.
+        ImportedModelError: the configuration or the module cannot be found.
     """
     settings = asdict(model)
     if model.hf is not None:
@@ -45,22 +50,24 @@ def ingredients(model: Imported) -> dict[str, Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """A module, or the path of a .py file, and the function in it that makes the model.
+    """Split "module:factory" into a module, or the path of a .py file, and a function name.
 
     Raises:
-        ImportedModelError: it is not of the form module:factory.
+        ImportedModelError: the name is not of that form.
     """
     module, colon, function = name.rpartition(":")
     if not colon or not module or not function.isidentifier():
-        raise ImportedModelError(f'torch = "{name}" is not of the form "module:factory"')
+        raise ImportedModelError(
+            f'program.model.torch = "{name}" is not of the form "module:factory"'
+        )
     return module, function
 
 
 def find(name: str) -> Path:
-    """The file of a module, looked for in the working directory first.
+    """Return the file of a module; the working directory is searched first.
 
     Raises:
-        ImportedModelError: there is no such module.
+        ImportedModelError: the module does not exist.
     """
     if name.endswith(".py"):
         path = Path(name).resolve()
@@ -73,23 +80,23 @@ def find(name: str) -> Path:
         path = Path(spec.origin) if spec and spec.origin else Path(name)
     if not path.is_file():
         raise ImportedModelError(
-            f'torch = "{name}:...": there is no such module; it is looked for in the working '
-            "directory and where Python looks; a path that ends in .py will do too"
+            f'program.model.torch = "{name}:...": module not found in the working directory or on '
+            "sys.path; set it to an importable module, or to a path that ends in .py"
         )
     return path
 
 
 def with_here() -> None:
-    """Let Python find modules in the working directory, as when it runs a script there."""
+    """Add the working directory to sys.path, as for a script that runs there."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
 
 
 def _sources_of(name: str) -> Iterator[tuple[str, str]]:
-    """Digests of a module's file and of what it imports that is not installed.
+    """Yield names and digests of a module's file and of local files that it imports.
 
-    Of one name there may be several, as of __init__.py.
+    Names may repeat (__init__.py). Installed packages are not included.
     """
     waiting, seen = [find(name)], set()
     while waiting:
@@ -102,7 +109,7 @@ def _sources_of(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _imported_by(path: Path) -> Iterator[Path]:
-    """Files that a file imports from beside it, by name or from a package around it."""
+    """Yield the local files that a file imports, absolutely or relatively."""
     try:
         tree = ast.parse(path.read_text())
     except (OSError, SyntaxError, ValueError):
@@ -121,7 +128,7 @@ def _imported_by(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path, level: int, name: str) -> Iterator[Path]:
-    """The file of a module, relative to a file or to the working directory."""
+    """Yield the files of a module, relative to `path` or to the working directory."""
     parts = name.split(".") if name else []
     roots = [path.parents[level - 1]] if level else [path.parent, Path.cwd()]
     for root in roots:

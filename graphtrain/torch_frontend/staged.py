@@ -1,9 +1,10 @@
-"""An imported model as a pipeline: its blocks in stages, and what it computes before and after.
+"""An imported model split into pipeline stages.
 
-The module's own forward pass is called for each part, and left when the part is there. So a stage
-finds out what its blocks are given beside the hidden state (masks, rotary tables) as the module
-does, from the tokens; what comes before the blocks is called for it once more, and the compiler
-drops all of it that no block is given. Weights have no gradient on that way, and may not be on it.
+The three parts (before the blocks, a stage of blocks, after the blocks) each call the module's own
+forward pass and stop it where the part ends. A stage therefore computes the other arguments of its
+blocks (masks, rotary tables) as the module does, from the tokens; the layers before the blocks are
+traced again for that, and the compiler removes what no block uses. Those arguments must not depend
+on weights, because a stage computes no gradient for them.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
 
-_TOKENS = (2, 4)  # of the traces that find out what depends on what
+_TOKENS = (2, 4)  # (batch, seq) of the traces that find dependencies
 
 Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Paths of the weights before the blocks, in them, and after them; a tied one is twice there.
+    """Paths of the parameters that each part of a pipeline reads.
 
-    Those that are in no part have no gradient.
+    A tied weight is in two parts. The gradient of a weight in no part is zero.
     """
 
     first: frozenset[str]
     stages: frozenset[str]
     last: frozenset[str]
-    by_tokens: bool  # what blocks are given beside the hidden state depends on the tokens
+    by_tokens: bool  # arguments of blocks other than the hidden state depend on the tokens
 
     def divide(self, parameters: Tree) -> Tree:
-        """Parameters as a Pipeline takes them."""
+        """Split parameters into the parts "first", "stages" and "last" of a Pipeline."""
         arrays = flatten(parameters)
         paths = {"first": self.first, "stages": self.stages, "last": self.last}
         return {part: {path: arrays[path] for path in paths[part]} for part in paths}
 
     def join(self, gradients: Tree, parameters: Tree) -> Tree:
-        """Gradients of the parameters that divide was given."""
+        """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
 
         def total(path: str, array: jax.Array) -> jax.Array:
             parts = [part[path] for part in gradients.values() if path in part]
@@ -63,12 +64,16 @@ class Parts:
 
 
 def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
-    """Parameters, or their specs, with the blocks stored for stages."""
+    """Reorder the layer rows of parameters, or of their specs, for pipeline stages.
+
+    Raises:
+        ShardingError: the model cannot be split into these stages.
+    """
     parts, (stack,) = opened.parts, opened.stacks
     if stack.count != sum(stages.layers):
         raise ShardingError(
-            f"{stack.name} has {stack.count} blocks, and stages are to hold {sum(stages.layers)}; "
-            "set pipeline.layers to what each stage holds"
+            f"{stack.name} has {stack.count} blocks, but the stages hold {sum(stages.layers)}; set "
+            "program.pipeline.layers to the number of blocks in each stage"
         )
 
     def store(path: str, one: Any) -> Any:
@@ -82,14 +87,14 @@ def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
 
 
 def find_parts(opened: OpenedModel) -> Parts:
-    """Trace a model for what is on either side of its blocks.
+    """Trace a model to find the parameters used before, in and after its blocks.
 
     Raises:
-        ShardingError: it cannot be a pipeline; says why.
+        ShardingError: the model cannot be split into stages; the message says why.
     """
     stack = _only_stack(opened)
     if opened.balance is not None:
-        raise _refused("output_router_logits balances experts over all blocks at once")
+        raise _refused("the loss of output_router_logits balances experts over all blocks")
     arrays = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
@@ -104,27 +109,27 @@ def find_parts(opened: OpenedModel) -> Parts:
     before, beside = at_blocks(lambda scan: scan.hidden), at_blocks(lambda scan: scan.given())
     x = before.results[0]
     if len(x.shape) != 3:
-        raise _refused(f"its blocks are given a hidden state of shape {x.shape}, not (2, 4, width)")
+        raise _refused(f"its blocks get a hidden state of shape {x.shape}, not (2, 4, width)")
     if beside.weights or beside.key:
-        what = ", ".join(sorted(beside.weights)) or "what dropout draws"
-        raise _refused(f"every block of {stack.name} is given something that depends on {what}")
+        what = ", ".join(sorted(beside.weights)) or "dropout"
+        raise _refused(f"the blocks of {stack.name} get an argument that depends on {what}")
 
     def after(arrays: Arrays, tokens: jax.Array, key: jax.Array) -> jax.Array:
         return _leave(opened, arrays, jnp.zeros(x.shape, x.dtype), tokens, key)
 
     last = _depends(after, *of_module)
     if last.tokens or last.key:
-        what = "the tokens" if last.tokens else "what dropout draws"
-        raise _refused(f"what follows {stack.name} depends on {what}")
+        what = "the tokens" if last.tokens else "dropout"
+        raise _refused(f"the computation after {stack.name} depends on {what}")
     _check_by_position(opened, sorted(last.weights), x)
     stages = frozenset(path for path in arrays if opened.is_stacked(path))
     return Parts(before.weights, stages, last.weights, beside.tokens)
 
 
 def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
-    """Refuse what 1F1B would score wrongly: each stage scores some of the positions.
+    """Refuse heads that mix positions; in 1F1B each stage computes the loss of some positions.
 
-    A causal language model of transformers has a norm and a head after its blocks.
+    Models of transformers are not checked: after their blocks is only a norm and an LM head.
     """
     if opened.settings.hf is not None:
         return
@@ -134,47 +139,50 @@ def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
     whole = _leave(opened, weights, x, tokens)
     pieces = [_leave(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
     if not all(jnp.allclose(whole[:, at::2], pieces[at], 1e-2, 1e-2) for at in (0, 1)):
-        raise _refused("what follows its blocks mixes positions")
+        raise _refused("the computation after its blocks mixes positions")
 
 
 def _only_stack(opened: OpenedModel) -> Stack:
-    """The stack of blocks that stages divide."""
+    """Return the only stack of the model, which the stages divide."""
     if not opened.lists:
-        raise _refused("no torch.nn.ModuleList holds its blocks")
+        raise _refused("its blocks are not in a torch.nn.ModuleList")
     for one in opened.lists:
         if isinstance(one, Unrolled):
-            raise _refused(f"{one.name} is traced block by block, since {one.reason}")
+            raise _refused(f"{one.name} is traced block by block, because {one.reason}")
     if len(opened.lists) > 1:
         names = " and ".join(one.name for one in opened.lists)
-        raise _refused(f"its blocks are in several lists, {names}, and a stage passes through one")
+        raise _refused(f"its blocks are in several lists ({names}), and stages can divide only one")
     (stack,) = opened.stacks
     if stack.period > 1:
         raise _refused(
-            f"blocks of {stack.name} are alike only every {stack.period}, and the rows of a stage "
-            "are one block each"
+            f"the blocks of {stack.name} repeat only every {stack.period} blocks, but stages need "
+            "identical blocks"
         )
     return stack
 
 
 def _refused(reason: str) -> ShardingError:
     return ShardingError(
-        f"this model cannot be a pipeline: {reason}; set mesh.stage = 1 and split it over fsdp or "
-        "tensor"
+        f"this model cannot be split into pipeline stages: {reason}; set program.mesh.stage = 1 "
+        "and split it over fsdp or tensor"
     )
 
 
 @dataclass(frozen=True)
 class _Depends:
-    """What results of a function depend on."""
+    """Inputs that the results of a function depend on."""
 
     weights: frozenset[str]
     tokens: bool
     key: bool
-    results: list[Any]  # their shapes and dtypes
+    results: list[Any]  # shapes and dtypes of the results
 
 
 def _depends(function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any) -> _Depends:
-    """Trace a function of all weights, of tokens and of a key; an equation is taken whole."""
+    """Trace a function of weights, tokens and a key, and find the inputs its results depend on.
+
+    Every result of an equation is taken to depend on all of its inputs.
+    """
     program, results = jax.make_jaxpr(function, return_shape=True)(arrays, tokens, key)
     needed = {id(variable) for variable in program.jaxpr.outvars}
     for equation in reversed(program.jaxpr.eqns):
@@ -192,7 +200,7 @@ def _enter(
     key: jax.Array | None,
     wanted: Callable[[Scan], Any],
 ) -> Any:
-    """Call the module up to its first block, and return what is wanted there."""
+    """Call the module up to its first block, and return `wanted` of the scan there."""
 
     def entering(scan: Scan) -> None:
         raise Taken(wanted(scan))
@@ -211,13 +219,13 @@ def _leave(
     tokens: jax.Array,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The logits of x, which the last block is taken to have returned."""
+    """Compute logits from x, the hidden state after the last block."""
     through = Through(leaving=lambda scan: x)
     return opened.logits_of(opened.run(_whole(opened, arrays), tokens, key, through), tokens)
 
 
 def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
-    """All weights in the dtype of the computation; those that a part does not read are a shape."""
+    """Return all weights in the dtype of the computation; those not given are only shapes."""
     specs = opened.specs()
     shapes = {
         path: jax.ShapeDtypeStruct(
@@ -231,14 +239,19 @@ def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
 def imported_pipeline(
     opened: OpenedModel, stages: Stages, score: Score, keys: Keys | None, tokens: jax.Array
 ) -> Pipeline:
-    """The model's parts on one microbatch; without data, each block drops what it does elsewhere.
+    """Build the Pipeline of a model: what each part computes of one microbatch.
+
+    On one replica, each block applies the same dropout masks as without stages.
 
     Args:
-        opened: Which can be a pipeline.
-        stages: The division of its blocks.
-        score: Of logits.
-        keys: For dropout; without them nothing is dropped.
-        tokens: Of all microbatches, (microbatches, sequences, positions).
+        opened: a model that can be split into stages.
+        stages: number of blocks in each stage.
+        score: loss function, of logits and a microbatch.
+        keys: dropout key by microbatch; None disables dropout.
+        tokens: token ids of all microbatches, (microbatches, sequences, seq).
+
+    Raises:
+        ShardingError: the model cannot be split into stages.
     """
     parts = opened.parts
 
@@ -274,7 +287,7 @@ def imported_pipeline(
 
 
 def _own_key(key: jax.Array) -> jax.Array:
-    """A key of its own for each copy of the model that works by hand on its sequences."""
+    """Fold the replica's index into a dropout key, where replicas are split manually."""
     found = placement()
     if found is None or found.by_hand is None:
         return key

@@ -1,7 +1,7 @@
-"""The strict front end: a module's forward and backward pass as PyTorch has them, run by JAX.
+"""The strict front end: PyTorch's own forward and backward graph of a module, run by JAX.
 
-What does not depend on the gradient of logits is the forward pass; the rest is the backward pass of
-a custom_vjp. So losses, masks and optimizers are the same as for every other model.
+Nodes that do not depend on the gradient of the logits are the forward pass of a custom_vjp, the
+others are its backward pass. Loss functions, loss masks and optimizers are those of every model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Values = dict[Node, Any]
 
 
 class StrictEnvironment(Environment):
-    """The operations that PyTorch's graphs are made of."""
+    """Environment for the ATen operations that PyTorch's graphs consist of."""
 
     def __init__(self, dtype: str, vocab: int | None) -> None:
+        """Register the operations; the arguments are those of Environment."""
         super().__init__(dtype, vocab)
         aten = torch.ops.aten
         for operation, own in (
@@ -63,7 +64,7 @@ class StrictEnvironment(Environment):
     def _gradient_of_rows(
         self, gradient: Tensor, index: Tensor, rows: int, padding: int, _: bool
     ) -> Tensor:
-        """Summed in float32, whatever the table is in."""
+        """Compute the gradient of an embedding, summed in float32 for every dtype of the table."""
         numbers, at = gradient.jax(), index.jax()
         if padding >= 0:
             numbers = jnp.where((at == padding)[..., None], 0, numbers)
@@ -77,10 +78,10 @@ class StrictGraph:
     """A traced module as a function of JAX arrays."""
 
     joint: Joint
-    constants: Mapping[str, torch.Tensor]  # the buffers, by name
+    constants: Mapping[str, torch.Tensor]  # buffers by name
     environment: StrictEnvironment
-    embed: int  # width of the residual stream; 0 where it is not known
-    remat: str
+    embed: int  # width of the residual stream; 0 if unknown
+    remat: str  # activation checkpointing
     _batch: tuple[int, ...] = field(init=False)  # (batch, seq)
 
     def __post_init__(self) -> None:
@@ -89,12 +90,15 @@ class StrictGraph:
     def logits(
         self, arrays: Mapping[str, jax.Array], tokens: jax.Array, key: jax.Array
     ) -> jax.Array:
-        """(batch, seq, vocab); their gradient is that which PyTorch's backward pass has.
+        """Compute logits (batch, seq, vocab), whose gradient is PyTorch's backward pass.
 
         Args:
-            arrays: the parameters, by name.
-            tokens: (batch, seq).
-            key: of the random operations, if there are any.
+            arrays: parameters by name.
+            tokens: token ids, (batch, seq).
+            key: for random operations such as dropout.
+
+        Raises:
+            ImportedModelError: JAX has no equivalent of an operation.
         """
 
         def forward(weights: list[jax.Array], tokens: jax.Array, key: jax.Array) -> Any:
@@ -134,7 +138,7 @@ class StrictGraph:
 
     @cached_property
     def _after(self) -> set[Node]:
-        """What depends on the gradient of logits."""
+        """Nodes that depend on the gradient of the logits."""
         found = {self.joint.inputs[-1]}
         for node in self.joint.module.graph.nodes:
             if found.intersection(node.all_input_nodes):
@@ -143,19 +147,20 @@ class StrictGraph:
 
     @cached_property
     def _forward(self) -> list[Node]:
-        """What logits and the kept values take."""
+        """Nodes that compute the logits and the saved values."""
         (logits, *_) = self.joint.outputs
         assert logits is not None
         return self._needed([logits, *self._kept])
 
     @cached_property
     def _backward(self) -> list[Node]:
+        """Nodes of the backward pass."""
         ends = [node for node in self.joint.outputs[1:] if node is not None]
         return [node for node in self._needed(ends) if node in self._after]
 
     @cached_property
     def _used(self) -> list[Node]:
-        """Results of the forward pass that the backward pass uses."""
+        """Nodes of the forward pass whose results the backward pass uses."""
         ends = [node for node in self.joint.outputs[1:] if node is not None]
         used = [node for late in self._backward for node in late.all_input_nodes]
         own = {node: None for node in (*used, *ends) if node not in self._after}
@@ -163,13 +168,13 @@ class StrictGraph:
 
     @cached_property
     def _kept(self) -> list[Node]:
-        """Those that are not computed again, nor need be."""
+        """Nodes whose values are saved for the backward pass, instead of recomputed."""
         if self.remat == "none":
             return self._used
         ends: dict[Node, None] = {}
         seen: set[Node] = set()
         waiting = list(self._used)
-        while waiting:  # back to what is kept anyway
+        while waiting:  # walk back to nodes that are saved by the policy
             node = waiting.pop()
             if node in seen or node.op != "call_function":
                 continue
@@ -185,15 +190,16 @@ class StrictGraph:
         return {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
 
     def _is_kept(self, node: Node) -> bool:
+        """Return true if the remat policy saves the value of this node."""
         source = node.args[0] if node.target is operator.getitem else node
-        if _is_random(source):  # another draw would be another mask
+        if _is_random(source):  # drawn again, the dropout mask would differ
             return isinstance(node.meta["val"], torch.Tensor)
         if self.remat == "dots":
             return node.target in _PRODUCTS
         return self._is_residual(node)
 
     def _needed(self, ends: Iterable[Node], there: Container[Node] = ()) -> list[Node]:
-        """What these take to compute, in order, from what is given and there."""
+        """Return the nodes needed to compute `ends`, in order, except those that are `there`."""
         waiting, found = list(ends), set()
         while waiting:
             node = waiting.pop()
@@ -203,10 +209,11 @@ class StrictGraph:
         return sorted(found, key=self._order.__getitem__)
 
     def _evaluate_backward(self, values: Values, gradient: jax.Array, key: jax.Array) -> None:
-        """Fill in the values of the backward pass, with what is computed again as late as can be.
+        """Compute the values of the backward pass, and recompute forward values just before use.
 
-        What that begins from waits for the gradient of the residual stream; the compiler would
-        otherwise find that it has it already, or compute all of it at once.
+        An optimization barrier makes the saved values depend on the gradient of the residual
+        stream. Without it the compiler would merge the recomputation with the forward pass, or run
+        all of it at once.
         """
         renewed: set[Node] = set()
         for node in self._backward:
@@ -221,7 +228,7 @@ class StrictGraph:
                 gradient, renewed = values[node].jax(), set()
 
     def _evaluate(self, nodes: Iterable[Node], values: Values, key: jax.Array) -> None:
-        """Fill in the values of nodes, which are in order."""
+        """Compute the values of nodes, given in topological order."""
         environment = self.environment
         with (
             environment.override_property(prng=key),
@@ -246,17 +253,19 @@ class StrictGraph:
         try:
             return node.target(*args, **kwargs)
         except NotImplementedError as error:
-            raise ImportedModelError(f"JAX has no {node.target}: {error}") from error
+            raise ImportedModelError(
+                f"torchax has no JAX equivalent of {node.target}: {error}"
+            ) from error
 
     def _placed(self, node: Node, value: Any) -> Any:
-        """The residual stream, and its gradient, where the rules want it."""
+        """Constrain the sharding of the residual stream and of its gradient."""
         if not self._is_residual(node):
             return value
         array = constrain(value.jax(), "batch", "residual", "embed")
         return Tensor(array, self.environment)
 
     def _is_residual(self, node: Node) -> bool:
-        """Whether it adds to the stream between blocks, as the embedding and every block do."""
+        """Return true for an addition to the residual stream, as each block ends with."""
         if node.target is not torch.ops.aten.add.Tensor:
             return False
         shape = (*self._batch, self.embed)
@@ -266,6 +275,7 @@ class StrictGraph:
         )
 
 
+# Arguments that describe memory, which has no meaning for JAX.
 _OF_MEMORY = ("pin_memory", "memory_format", "layout", "non_blocking")
 
 

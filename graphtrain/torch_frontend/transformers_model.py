@@ -1,4 +1,4 @@
-"""A causal language model of transformers from its configuration; nothing is downloaded."""
+"""Construction of transformers' causal language models from a configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from graphtrain.errors import ImportedModelError
 
 
 def from_config(config: dict[str, Any]) -> torch.nn.Module:
-    """The model of a config.json, with weights as its constructor makes them, in float32.
+    """Build the model of a config.json with newly initialised float32 weights.
+
+    Nothing is downloaded.
 
     Raises:
-        ImportedModelError: transformers has no such causal language model, or refuses the config.
+        ImportedModelError: transformers has no such causal language model, or rejects the config.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     from transformers.utils import logging
@@ -27,12 +29,12 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     kind = config["model_type"]
     if settings.pop("quantization_config", None):
         raise ImportedModelError(
-            "config.json has a quantization_config; train from a folder that is not quantized"
+            "config.json has a quantization_config, which is unsupported; use an unquantized model"
         )
     if kind not in CONFIG_MAPPING:
         raise ImportedModelError(
-            f"transformers {__version__} knows no model_type {kind!r}; a model whose code comes "
-            'with its folder can be given by torch = "module:factory"'
+            f"transformers {__version__} has no model_type {kind!r}; for a model whose code is in "
+            'its folder, set program.model.torch = "module:factory" instead of hf'
         )
     with _refusals(kind):
         made = AutoConfig.for_model(kind, **settings)
@@ -55,18 +57,18 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
 
 @contextmanager
 def _refusals(kind: str) -> Iterator[None]:
-    """What transformers says of a config, of which many kinds of errors tell."""
+    """Turn any error about a configuration into an ImportedModelError."""
     try:
         yield
     except Exception as error:
         said = " ".join(str(error).split())
         raise ImportedModelError(
-            f"transformers refuses the config of a {kind}: {type(error).__name__}: {said}"
+            f"transformers rejects the configuration of a {kind}: {type(error).__name__}: {said}"
         ) from error
 
 
 def use_own_parts(module: Any) -> None:
-    """Let it attend, and a mixture send tokens, as transformers does, to compare with."""
+    """Switch a model to transformers' own attention and experts, as the reference for parity."""
     module.set_attn_implementation(module.get_correct_attn_implementation(None))
     if hasattr(module.config, "num_experts_per_tok"):
         module.set_experts_implementation("eager")

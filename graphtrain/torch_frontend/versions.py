@@ -1,4 +1,4 @@
-"""Which versions of PyTorch, torchax and transformers go together."""
+"""Supported combinations of PyTorch, torchax and transformers versions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _INSTALL = (
 
 
 def installed() -> dict[str, str | None]:
-    """Of all that traces an imported model."""
+    """Return the versions of the packages that trace an imported model; None if missing."""
     return {name: version(name) for name in ("torch", "torchax", "transformers")}
 
 
 def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
-    """Refuse versions that are known not to work together, before they fail in their own words.
+    """Refuse versions that do not work together, before they fail with an obscure error.
 
     Args:
-        found: as from installed().
+        found: versions by package, as from installed().
         hf: whether the model is one of transformers.
 
     Raises:
-        ImportedModelError: with what to install.
+        ImportedModelError: a version is missing or unsupported; says what to install.
     """
     needed = ["torch", "torchax", *(["transformers"] if hf else [])]
     if missing := [name for name in needed if found[name] is None]:
         raise ImportedModelError(
-            f"{' and '.join(missing)} not installed, which this model needs; {_INSTALL}"
+            f"{' and '.join(missing)} not installed, but required by this model; {_INSTALL}"
         )
     torch, torchax = found["torch"] or "", found["torchax"] or ""
     if _numbers(torchax) < (0, 0, 14) and _numbers(torch) >= (2, 13):
@@ -51,7 +51,7 @@ def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
+    """Parse the leading numbers of a version: "2.13.0+cpu" becomes (2, 13, 0)."""
     numbers = []
     for part in text.partition("+")[0].split("."):
         if not part.isdigit():

@@ -1,1 +1,1 @@
-"""Training scripts for PyTorch/XLA: what they trace, compiled by graphtrain without a run."""
+"""Graphs of PyTorch/XLA training scripts, extracted and compiled ahead of time."""

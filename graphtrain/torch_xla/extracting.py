@@ -1,4 +1,4 @@
-"""Runs a script under the recorder, in the environment of torch-xla."""
+"""Extraction of a script's graphs, by the recorder in an environment with torch-xla."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ from pathlib import Path
 from graphtrain.errors import ExtractionError
 from graphtrain.torch_xla.graphs import MANIFEST, Extraction, read
 
-TESTED = "2.9.0"  # of torch and torch-xla; there is no later torch-xla
+TESTED = "2.9.0"  # version of torch and torch-xla; the last release of torch-xla
 _RECORDER = Path(__file__).with_name("recorder.py")
 _STACK = "stack.txt"
 _PROBE = (
     "from importlib.metadata import version as v;print(v('torch').partition('+')[0],v('torch-xla'))"
 )
 _INSTALL = f"""\
-torch-xla needs an environment of its own, as its PyTorch is older than graphtrain's:
+torch-xla needs a separate environment, because it requires an older PyTorch than graphtrain:
   python3.11 -m venv torch-xla
   torch-xla/bin/pip install torch=={TESTED} torch-xla=={TESTED} numpy
   graphtrain extract --python torch-xla/bin/python SCRIPT
-graphtrain is not installed there: what runs in it is one file, {_RECORDER}"""
+graphtrain need not be installed there; only the file {_RECORDER} runs in it"""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def extract(
     script: Path, arguments: Sequence[str], directory: Path, python: str, *, steps: int, reads: str
 ) -> Extraction:
-    """Run a script until it has taken some steps; its graphs are then in the directory.
+    """Run a script for a number of steps, and write its graphs to a directory.
 
     Args:
+        script: path of the script.
+        arguments: of the script.
+        directory: to write to.
         python: the interpreter that has torch-xla.
-        reads: of values that are not computed: "refused", or "zeros".
+        steps: number of steps after which the script is stopped.
+        reads: what happens if the script reads a device value: "refused" or "zeros".
 
     Raises:
-        ExtractionError: the script failed, or gave no graph, or torch-xla is not there.
+        ExtractionError: the script failed or has no graphs, or torch-xla is not installed.
     """
     if not script.is_file():
-        raise ExtractionError(f"no script {script}")
+        raise ExtractionError(f"the script {script} does not exist")
     check_versions(python)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
@@ -56,18 +60,18 @@ def extract(
         raise ExtractionError(f"{script} stopped: {found.problem}{_left(found, directory)}")
     if not found.graphs:
         raise ExtractionError(
-            f"{script} ended and gave no graph: it computed nothing on an XLA device, or never "
-            "ended a step (torch_xla.sync, torch_xla.step, xm.mark_step, xm.optimizer_step with "
-            "barrier=True, a loader of torch-xla)"
+            f"{script} ended without a graph: it computed nothing on an XLA device, or never ended "
+            "a step (by torch_xla.sync, torch_xla.step, xm.mark_step, xm.optimizer_step with "
+            "barrier=True, or a data loader of torch-xla)"
         )
     return found
 
 
 def check_versions(python: str) -> None:
-    """Refuse an interpreter without torch-xla, or with another than was tested.
+    """Check that an interpreter has the tested versions of torch and torch-xla.
 
     Raises:
-        ExtractionError: with what to install.
+        ExtractionError: it does not; says what to install.
     """
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True)
@@ -78,15 +82,15 @@ def check_versions(python: str) -> None:
     torch, torch_xla = done.stdout.split()
     if (torch, torch_xla) != (TESTED, TESTED):
         raise ExtractionError(
-            f"{python} has torch {torch} and torch-xla {torch_xla}; extraction replaces parts of "
-            f"torch-xla {TESTED}\n{_INSTALL}"
+            f"{python} has torch {torch} and torch-xla {torch_xla}; extraction patches "
+            f"internals of torch-xla and needs {TESTED}\n{_INSTALL}"
         )
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run to the end, and end what is left of it if this is interrupted; its exit status.
+    """Run a command, kill its process group at the end, and return its exit status.
 
-    What the script prints goes to standard error: standard output is for the report.
+    The script's output goes to stderr, as stdout is for the report.
     """
     with tempfile.TemporaryDirectory(prefix="graphtrain-extract-") as scratch:
         process = subprocess.Popen(
@@ -104,22 +108,23 @@ def _run(command: Sequence[str]) -> int:
 
 
 def _left(found: Extraction, directory: Path) -> str:
+    """Return a remark on the graphs that were extracted before the script failed."""
     if not found.graphs:
         return ""
     return (
-        f"\n{len(found.graphs)} graphs from before are in {directory}: "
-        f"graphtrain extract --from {directory} compiles them"
+        f"\n{len(found.graphs)} graphs extracted until then are in {directory}; compile them with: "
+        f"graphtrain extract --from {directory}"
     )
 
 
 def _died(status: int, directory: Path) -> str:
-    """Why there is no manifest: torch-xla ended the process, or it never began."""
+    """Describe why there is no manifest: how the script's process ended, and where."""
     if status >= 0:
-        return f"the script's process ended with status {status}; its messages are above"
+        return f"the script's process exited with status {status}; see its output above"
     name = signal.Signals(-status).name
     with suppress(OSError):
         for found in _FRAME.finditer((directory / _STACK).read_text()):  # innermost first
             file = found["file"]
             if "site-packages" not in file and file != str(_RECORDER):
-                return f"torch-xla ended the script by {name} at {file}:{found['line']}"
-    return f"the script's process was ended by {name}"
+                return f"torch-xla killed the script with {name} at {file}:{found['line']}"
+    return f"the script's process was killed by {name}"

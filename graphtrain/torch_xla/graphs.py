@@ -1,4 +1,4 @@
-"""What an extraction leaves in a directory: a manifest, and the HLO of each graph by its hash."""
+"""Directory of an extraction: a manifest, and the HLO of each graph in a file by its hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphtrain.errors import ExtractionError
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 
-# As in recorder.py, which imports nothing of ours, and cannot be imported where torch-xla is not.
+# Repeated in recorder.py, which cannot import graphtrain, nor be imported without torch-xla.
 FORMAT, MANIFEST, SUFFIX = 1, "graphs.json", ".hlo.pb"
 
 
@@ -20,9 +20,9 @@ FORMAT, MANIFEST, SUFFIX = 1, "graphs.json", ".hlo.pb"
 class Graph:
     """One graph that a script traced."""
 
-    hash: str  # as torch-xla has it, in its messages too
-    steps: tuple[int, ...]  # that need it, from 0
-    file: Path  # an HloProto
+    hash: str  # torch-xla's hash of the graph, as in its debug output
+    steps: tuple[int, ...]  # steps that run it, from 0
+    file: Path  # serialised HloProto
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Extraction:
 
     script: str
     versions: Mapping[str, str]  # of torch and torch_xla
-    devices: int  # among which its arrays are split
-    meshes: tuple[MeshShape, ...]  # that the script made, by our names of axes
-    axes: tuple[Mapping[str, str], ...]  # of each, our name of an axis to the script's
-    steps: int  # that it took
+    devices: int  # number of devices that its arrays are sharded over
+    meshes: tuple[MeshShape, ...]  # meshes of the script, with graphtrain's names of mesh axes
+    axes: tuple[Mapping[str, str], ...]  # for each mesh, graphtrain's axis name to the script's
+    steps: int  # number of steps that ran
     warnings: tuple[str, ...]
-    problem: str  # why it did not go on; empty if it did
-    graphs: tuple[Graph, ...]  # in the order in which it first needed each
+    problem: str  # why the script stopped early; empty if it did not
+    graphs: tuple[Graph, ...]  # in the order of their first use
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """One graph and the machine to compile it for: what a Program is to graphs of our own."""
+    """One extracted graph and the target to compile it for."""
 
-    name: str  # as in "train.py step 1": the script, and the first step that needs it
+    name: str  # for example "train.py step 1": the script and the first step that runs it
     hash: str
     file: Path
     meshes: tuple[MeshShape, ...]
@@ -52,22 +52,22 @@ class Extracted:
 
 
 def read(directory: Path) -> Extraction:
-    """What was extracted into a directory.
+    """Read the extraction in a directory.
 
     Raises:
-        ExtractionError: nothing was, or by another version, or a file is missing.
+        ExtractionError: there is none, it is of another version, or a file is missing.
     """
     file = directory / MANIFEST
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ExtractionError(
-            f"no graphs of a torch-xla script in {directory}: {MANIFEST}: {error.strerror}"
+            f"no extracted graphs in {directory}: {MANIFEST}: {error.strerror}"
         ) from None
     except ValueError as error:
         raise ExtractionError(f"{file} is damaged ({error}); extract again") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ExtractionError(f"{file} is of another version of graphtrain; extract again")
+        raise ExtractionError(f"{file} was written by another version of graphtrain; extract again")
     try:
         return _extraction(directory, found)
     except (KeyError, TypeError, AttributeError) as error:
@@ -80,7 +80,9 @@ def _extraction(directory: Path, found: Mapping[str, Any]) -> Extraction:
         for each in found["graphs"]
     )
     if missing := [graph.file.name for graph in graphs if not graph.file.is_file()]:
-        raise ExtractionError(f"{directory} lacks {', '.join(missing)}; copy it again")
+        raise ExtractionError(
+            f"{', '.join(missing)} missing in {directory}; copy the directory again"
+        )
     made = [_mesh(each) for each in found["meshes"]]
     meshes = [*made, (MeshShape({"data": found["devices"]}), {})]
     return Extraction(
@@ -97,22 +99,31 @@ def _extraction(directory: Path, found: Mapping[str, Any]) -> Extraction:
 
 
 def _mesh(about: Mapping[str, Any]) -> tuple[MeshShape, Mapping[str, str]]:
-    """A mesh of the script in our vocabulary, in which the order of axes is fixed."""
+    """Return a mesh of the script with graphtrain's axis names, and those names' originals.
+
+    Raises:
+        ExtractionError: its devices are not in order, or it has too many axes.
+    """
     sizes, devices = about["axes"], about["devices"]
     if devices != sorted(devices):
         raise ExtractionError(
-            f"the script's mesh has its devices in the order {devices}; number them in order, "
-            "graphtrain places neighbours by itself"
+            f"the script's mesh has its devices in the order {devices}; use ascending device ids, "
+            "as graphtrain maps the mesh to the hardware by itself"
         )
     if len(sizes) > len(MESH_AXES):
-        raise ExtractionError(f"the script's mesh has {len(sizes)} axes, graphtrain's 6 at most")
+        raise ExtractionError(
+            f"the script's mesh has {len(sizes)} axes, but graphtrain supports at most 6"
+        )
     names = _our_names(list(sizes))
     shape = MeshShape(dict(zip(names, sizes.values(), strict=True)))
     return shape, dict(zip(names, sizes, strict=True))
 
 
 def _our_names(theirs: list[str]) -> list[str]:
-    """Their names if they are ours and in our order; else data, and tensor last."""
+    """Return the script's axis names if graphtrain has them in this order, else graphtrain's.
+
+    Then the first axis is "data" and the last "tensor".
+    """
     ours = list(MESH_AXES)
     if theirs == [name for name in ours if name in theirs]:
         return theirs

@@ -1,16 +1,16 @@
-"""Runs a torch-xla script that computes nothing, and writes down the graphs that it traces.
+"""Run a torch-xla script without executing its graphs, and write each graph that it traces.
 
-This file imports torch-xla and the standard library alone: it runs in the environment of the
-script, in which graphtrain is not installed, as `python recorder.py DIRECTORY SCRIPT [ARGS...]`.
+This file imports only torch-xla and the standard library: it runs in the environment of the script,
+in which graphtrain is not installed, as `python recorder.py DIRECTORY SCRIPT [ARGS...]`.
 
-Where the script would have a graph compiled and run, a copy of the process (os.fork) begins to, and
-is ended as soon as XLA has written down what it is given: so hash and HLO are those of a real run.
-In the script's own process tensors without data take the place of all results. Only a script that
-splits arrays (SPMD) computes its steps, on virtual devices of the CPU: how a result is split is
-decided by the compiler, and part of the next graph. Tested with torch-xla 2.9.0.
+Where the script would compile and run a graph, a fork of the process starts to do so, and is killed
+as soon as XLA has dumped its input. Hash and HLO are therefore those of a real run. In the script's
+own process all results are placeholder tensors without data. Only a script with sharded arrays
+(SPMD) executes its steps, on virtual CPU devices: the compiler chooses the sharding of results,
+which is part of the next graph. Tested with torch-xla 2.9.0.
 """
 
-# torch-xla reads its environment when it is imported, and is not where this is checked.
+# torch-xla reads the environment when it is imported. It is not installed where this is linted.
 # ruff: noqa: E402
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -35,9 +35,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-_DUMPS = tempfile.mkdtemp(prefix="graphtrain-extract-")  # what XLA writes of one graph
-_SAVED = os.path.join(_DUMPS, "saved")  # what torch-xla writes of it
-os.environ["PJRT_DEVICE"] = "CPU"  # devices of others are not here, and nothing is computed
+_DUMPS = tempfile.mkdtemp(prefix="graphtrain-extract-")  # XLA's dump of one graph
+_SAVED = os.path.join(_DUMPS, "saved")  # torch-xla's dump of the same graph
+os.environ["PJRT_DEVICE"] = "CPU"  # nothing is executed, so no other device is needed
 os.environ["XLA_FLAGS"] = (  # read when torch-xla is imported
     f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={_DUMPS} --xla_dump_hlo_as_proto"
 )
@@ -53,9 +53,9 @@ from torch_xla.distributed.spmd import Mesh
 
 FORMAT = 1
 MANIFEST = "graphs.json"
-STACK = "stack.txt"  # of Python, where torch-xla ends the process
-_LONGEST = 600  # seconds that lowering one graph may take
-_PAUSE = 0.02  # seconds
+STACK = "stack.txt"  # Python stack, written if torch-xla crashes
+_LONGEST = 600  # timeout of lowering one graph, seconds
+_PAUSE = 0.02  # polling interval, seconds
 _READERS = ("_to_cpu", "_to_copy", "_copy_from", "_local_scalar_dense")
 _C = torch_xla._XLAC
 _get_cpu_tensors = _C._xla_get_cpu_tensors
@@ -63,17 +63,18 @@ _own = (os.path.dirname(torch.__file__), os.path.dirname(torch_xla.__file__), __
 
 
 class _Enough(BaseException):
-    """As many graphs were taken as were asked for."""
+    """Signal that the requested number of steps is reached."""
 
 
 class Refused(BaseException):
-    """The script does what extraction cannot; no handler of its own should catch it."""
+    """The script does something unsupported; a BaseException, which scripts rarely catch."""
 
 
 class Recorder:
-    """The graphs of a script, in the order in which it first needs each."""
+    """Recorder of a script's graphs, in the order of their first use."""
 
     def __init__(self, directory: str, steps: int, reads: str) -> None:
+        """Record to a directory for a number of steps; reads is "refused" or "zeros"."""
         self.directory, self.limit, self.reads = directory, steps, reads
         self.graphs: dict[str, dict[str, Any]] = {}
         self.meshes: list[Mesh] = []
@@ -82,7 +83,7 @@ class Recorder:
         self._tied: list[tuple[weakref.ref, list[list[str]]]] = []
 
     def mark(self, sync: Callable[[], Any]) -> None:
-        """End a step: everything that waits to be computed is one graph, which sync computes."""
+        """End a step: record the graph of all pending tensors, which sync would compute."""
         pending = [tensor for tensor in _tensors() if _is_pending(tensor)]
         if not pending:
             return
@@ -93,7 +94,7 @@ class Recorder:
             raise _Enough
 
     def take(self, tensors: Iterable[Any], sync: Callable[[], Any]) -> None:
-        """Some tensors are computed, by sync: they are a graph."""
+        """Record the graph of those tensors that are pending, which sync would compute."""
         pending = [tensor for tensor in tensors if _is_pending(tensor)]
         if not pending:
             return
@@ -104,19 +105,23 @@ class Recorder:
             _replace(pending)
 
     def read(self, tensor: Any) -> Any:
-        """A value is needed in Python, which extraction does not compute."""
+        """Return the value of a tensor that the script reads: zeros, or real under SPMD.
+
+        Raises:
+            Refused: extraction computes no values, and zeros are not allowed.
+        """
         is_spmd = torch_xla.runtime.is_spmd()
         if not is_spmd and self.reads != "zeros":
             raise Refused(
-                f"{_line_of_script()} reads a value of the device (as .item(), print, .cpu(), if "
-                "and torch.save do), and extraction computes none; take it out, do so after the "
-                "steps that are extracted, or let it read zeros: --reads zeros"
+                f"{_line_of_script()} reads a value from the device (as .item(), print, .cpu(), if "
+                "and torch.save do), but extraction computes no values; remove the read, move it "
+                "after the extracted steps, or set --reads zeros"
             )
 
         def get() -> Any:
             return _get_cpu_tensors([tensor])[0]
 
-        if _is_pending(tensor):  # and stays so: what is computed for a reader, a step computes anew
+        if _is_pending(tensor):  # it stays pending: torch-xla computes it again in the step
             self._record(get)
         return get() if is_spmd else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
@@ -131,7 +136,7 @@ class Recorder:
         self.graphs[digest]["steps"].append(self.step)
 
     def remember_ties(self, module: Any) -> None:
-        """Names of weights that are one array, before the module goes to the device."""
+        """Record the names of tied weights, before the module is moved to the device."""
         names: dict[int, list[str]] = {}
         for name, weight in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), []).append(name)
@@ -145,8 +150,8 @@ class Recorder:
             for group in tied:
                 if len({id(weights.get(name)) for name in group}) > 1:
                     self._warn(
-                        f"{' and '.join(group)} were one array before .to(device), and are trained "
-                        "as two since: tie them again after it"
+                        f"{' and '.join(group)} were tied before .to(device), but are now trained "
+                        "as separate arrays; tie them after .to(device)"
                     )
         self._tied.clear()
 
@@ -155,7 +160,7 @@ class Recorder:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def as_json(self, script: str, arguments: list[str]) -> dict[str, Any]:
-        """What stands in the manifest."""
+        """Return the contents of the manifest."""
         spmd = torch_xla.runtime.is_spmd()
         return {
             "format": FORMAT,
@@ -184,7 +189,7 @@ def _described(meshes: list[Mesh]) -> list[dict[str, Any]]:
 
 
 def _tensors() -> list[Any]:
-    """Every tensor on the device that Python reaches, in the order in which they were made."""
+    """Return all device tensors that are reachable from Python, in order of creation."""
     found = [each for each in gc.get_objects() if _is_plain(each)]
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     on_device = [each for each in found if each.device.type == "xla"]
@@ -192,8 +197,10 @@ def _tensors() -> list[Any]:
 
 
 def _is_plain(each: Any) -> bool:
-    """Whether it is a tensor of the script: not a fake, nor what wraps one that is split, nor what
-    an operator is given."""
+    """Return true for tensors of the script.
+
+    Fake tensors, wrappers of sharded tensors and operands inside an operator are not.
+    """
     kind = type(each)
     return (
         issubclass(kind, torch.Tensor)
@@ -207,7 +214,7 @@ def _is_pending(tensor: Any) -> bool:
 
 
 def _replace(pending: list[Any]) -> None:
-    """Put a tensor without data in the place of every one that has now been computed."""
+    """Replace tensors whose graph was recorded by placeholders without data."""
     replaced = {_C._xla_get_tensor_id(tensor): _without_data(tensor) for tensor in pending}
     for tensor in _tensors():
         made = replaced.get(_C._xla_get_tensor_id(tensor))
@@ -220,11 +227,11 @@ def _without_data(tensor: Any) -> Any:
 
 
 def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
-    """Hash of the graph that sync would compute, and the file of its HLO if it is not known."""
+    """Return the hash of the graph that sync would compute, and its HLO file if it is new."""
     for file in os.listdir(_DUMPS):
         os.remove(os.path.join(_DUMPS, file))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of threads, which the copy does not need
+        warnings.simplefilter("ignore")  # Python warns of threads, which the fork does not need
         process = os.fork()
     if process == 0:
         _begin(sync)
@@ -237,7 +244,7 @@ def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
 
 
 def _begin(sync: Callable[[], Any]) -> NoReturn:
-    """Compute in a copy of the process, which does not live to compile."""
+    """Start to compute, in the fork, which is killed before it compiles."""
     try:
         sync()
     except BaseException:
@@ -248,24 +255,25 @@ def _begin(sync: Callable[[], Any]) -> NoReturn:
 
 
 def _awaited(process: int, known: Iterable[str]) -> tuple[str, str]:
+    """Wait until the fork has dumped its graph; return the hash and the HLO file."""
     deadline = time.monotonic() + _LONGEST
     digest = ""
     while time.monotonic() < deadline:
         digest = digest or _saved_hash()
         written = glob.glob(os.path.join(_DUMPS, "*.before_optimizations.hlo.pb"))
-        is_whole = glob.glob(os.path.join(_DUMPS, "*.debug_options"))  # which XLA writes after it
+        is_whole = glob.glob(os.path.join(_DUMPS, "*.debug_options"))  # XLA writes it last
         if digest in known:
             return digest, ""
         if digest and written and is_whole:
             return digest, written[0]
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            raise Refused("torch-xla could not lower a graph; its messages are above")
+            raise Refused("torch-xla could not lower a graph; see its output above")
         time.sleep(_PAUSE)
-    raise Refused(f"torch-xla did not lower a graph within {_LONGEST} s; its messages are above")
+    raise Refused(f"torch-xla did not lower a graph within {_LONGEST} s; see its output above")
 
 
 def _saved_hash() -> str:
-    """What torch-xla calls the graph, once it has written down all of it."""
+    """Return torch-xla's hash of the graph once its dump is complete, else ""."""
     for file in glob.glob(f"{_SAVED}*"):
         with open(file) as saved:
             text = saved.read()
@@ -275,19 +283,19 @@ def _saved_hash() -> str:
 
 
 def install(recorder: Recorder) -> None:
-    """Put the recorder in the place of what compiles and runs graphs."""
+    """Patch torch-xla, so that the recorder replaces compiling and running graphs."""
     step_marker = _C._xla_step_marker
     sync_live, sync_some = _C._xla_sync_live_tensors, _C._xla_sync_multi
 
     def mark(*arguments: Any, **named: Any) -> None:
         recorder.mark(lambda: step_marker(*arguments, **named))
         is_spmd, before = torch_xla.runtime.is_spmd(), _compilations()
-        step_marker(*arguments, **named)  # nothing waits any more; it begins new random numbers
+        step_marker(*arguments, **named)  # nothing is pending; it advances the random seed
         if not is_spmd and _compilations() != before:
             raise Refused(
-                "a value that Python does not reach had to be computed at the end of a step, as "
-                f"what a backward pass that is still to come has saved ({_line_of_script()}); end "
-                "the step after the backward pass"
+                "a step ended with a pending tensor that is not reachable from Python, for example "
+                f"one saved for a later backward pass ({_line_of_script()}); end the step after "
+                "the backward pass"
             )
 
     _C._xla_step_marker = mark
@@ -309,6 +317,7 @@ def _compilations() -> int:
 
 
 def _watch_modules(recorder: Recorder) -> None:
+    """Patch Module.to and Mesh, to record tied weights and meshes."""
     move, begin = torch.nn.Module.to, Mesh.__init__
 
     def to(module: Any, *arguments: Any, **named: Any) -> Any:
@@ -324,13 +333,13 @@ def _watch_modules(recorder: Recorder) -> None:
 
 
 def _watch_reads(recorder: Recorder) -> None:
-    """Every way from the device to the host is one of four operators of PyTorch's."""
+    """Replace the four PyTorch operators that copy values from the device to the host."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that operators are replaced, as they are
+        warnings.simplefilter("ignore")  # PyTorch warns about replaced operators
         for name in _READERS:
             library.impl(name, _reader(name, recorder), "XLA", with_keyset=True)
-    install.library = library  # pyright: ignore[reportFunctionMemberAccess]  (it lasts as this does)
+    install.library = library  # pyright: ignore[reportFunctionMemberAccess]  (keeps it alive)
 
     def get(tensors: list[Any]) -> list[Any]:
         return [
@@ -370,29 +379,29 @@ def _reader(name: str, recorder: Recorder) -> Callable[..., Any]:
 
 def _has_no_value(tensor: Any) -> bool:
     return tensor.device.type == "xla" and (
-        _is_pending(tensor) or _C._is_placecholder(tensor)  # spelt so by torch-xla
+        _is_pending(tensor) or _C._is_placecholder(tensor)  # torch-xla's spelling
     )
 
 
 def _refuse_dynamo(*arguments: Any) -> NoReturn:
     raise Refused(
-        f"{_line_of_script()} calls what torch.compile has made, which compiles by itself; "
-        "extract without torch.compile"
+        f"{_line_of_script()} calls a function compiled by torch.compile, which extraction does "
+        "not support; extract without torch.compile"
     )
 
 
 def _in_this_process(start: Callable[[], Any], *arguments: Any, **named: Any) -> dict[int, Any]:
-    """What torch_xla.launch and xmp.spawn do where there is one device."""
+    """Run torch_xla.launch or xmp.spawn in this process, as they do for one device."""
     if int(os.environ.get("CPU_NUM_DEVICES", "1")) > 1:
         raise Refused(
-            f"{_line_of_script()} starts a process or thread for each device; extraction takes one "
-            "device (without CPU_NUM_DEVICES), or several by SPMD (torch_xla.runtime.use_spmd)"
+            f"{_line_of_script()} starts a process or thread for each device; extraction supports "
+            "one device (unset CPU_NUM_DEVICES), or several by SPMD (torch_xla.runtime.use_spmd)"
         )
     return {0: pjrt._run_singleprocess(start, *arguments)}
 
 
 def _line_of_script() -> str:
-    """The innermost line that is neither PyTorch's nor ours."""
+    """Return the innermost line of the script's own code."""
     for frame in reversed(traceback.extract_stack()):
         if _is_of_script(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
@@ -404,7 +413,7 @@ def _is_of_script(file: str) -> bool:
 
 
 def run(script: str, arguments: list[str]) -> dict[str, Any] | None:
-    """Run a script as Python does; what went wrong, if something did."""
+    """Run a script as Python does; return None, or the error that stopped it."""
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     main = types.ModuleType("__main__")
@@ -420,7 +429,9 @@ def run(script: str, arguments: list[str]) -> dict[str, Any] | None:
         return {"kind": "refused", "message": str(error)}
     except SystemExit as error:
         said = error.code
-        return None if said in (None, 0) else {"kind": "raised", "message": f"it exits with {said}"}
+        return (
+            None if said in (None, 0) else {"kind": "raised", "message": f"it exited with {said}"}
+        )
     except BaseException as error:
         return _raised(error)
     return None
@@ -441,9 +452,9 @@ def _write(path: str, data: bytes) -> None:
 
 
 def main() -> None:
-    """Extract, write the manifest, and leave without waiting for threads of the script."""
+    """Extract, write the manifest, and exit without waiting for the script's threads."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10, help="graphs that end a step, at most")
+    parser.add_argument("--steps", type=int, default=10, help="maximum number of steps (10)")
     parser.add_argument("--reads", choices=("refused", "zeros"), default="refused")
     parser.add_argument("directory")
     parser.add_argument("script")
@@ -451,7 +462,7 @@ def main() -> None:
     given = parser.parse_args()
     os.makedirs(given.directory, exist_ok=True)
     directory = os.path.abspath(given.directory)
-    stack = open(os.path.join(directory, STACK), "w")  # noqa: SIM115  (as long as the process)
+    stack = open(os.path.join(directory, STACK), "w")  # noqa: SIM115  (open until the process exits)
     faulthandler.enable(stack)
     recorder = Recorder(directory, given.steps, given.reads)
     install(recorder)

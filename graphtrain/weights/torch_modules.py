@@ -1,7 +1,7 @@
-"""Weights of an imported model from a folder of Hugging Face, and a run's back to one.
+"""Import of an imported model's weights from a Hugging Face folder, and export to one.
 
-Reading imports no PyTorch: which of a folder's tensors are the rows of an array is seen by their
-names, which differ in a number.
+Reading imports no PyTorch: the tensors that form the rows of a stacked array are recognised by
+their names, which differ in the layer index.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tre
 
 
 class ModuleWeights:
-    """A folder that transformers loads, for a run whose model is of PyTorch.
+    """Weights in a folder that transformers can load, for a run of an imported model.
 
     Raises:
-        WeightsError: it holds no weights.
+        WeightsError: the folder does not exist, or contains no weights.
     """
 
     def __init__(self, directory: Path) -> None:
+        """Open the folder; tensors are read later."""
         if not directory.is_dir():
-            raise WeightsError(f"run.initial: there is no folder {directory}")
-        self.side = directory  # its configuration and tokenizer are beside the weights
+            raise WeightsError(f"run.initial: the folder {directory} does not exist")
+        self.side = directory  # folder of config.json and the tokenizer
         self._directory, self._folder = directory, open_folder(directory)
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
-        """The parameters on their devices; only parts that a device holds are read.
+        """Read the parameters onto their devices; only the shards of this process are read.
 
         Args:
-            described: their shapes and places.
-            fill: how a backend makes arrays of parts.
-            stages: of the pipeline that blocks are stored for.
+            described: shape and sharding of every parameter.
+            fill: builds arrays from a function that reads one shard.
+            stages: pipeline stages that the layer rows are ordered for.
 
         Raises:
-            WeightsError: the folder lacks one, or has it in another shape.
+            WeightsError: a parameter is missing in the folder, or has another shape there.
         """
         shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
         names = {path: self._names(path, shape, stages) for path, shape in shapes.items()}
@@ -68,41 +69,44 @@ class ModuleWeights:
         return fill(described, read)
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
-        if name is None:  # fills up a stage
+        if name is None:  # a padding row of a stage
             return np.zeros([one.stop - one.start for one in index], np.float32)
         if isinstance(self._folder, SafetensorsFolder):
             return self._folder.part(name, index).astype(np.float32)
         return self._folder.read(name)[index].astype(np.float32)
 
     def _names(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> str | np.ndarray:
-        """The tensor of an array, or those of its rows along its first axes."""
+        """Return the name of an array's tensor, or an array of the names of its rows."""
         dotted = path.replace("/", ".")
         there = set(self._folder.names)
         leading = 2 if stages is not None and stages.rounds > 1 else 1
         count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
-        for name in (dotted, dotted.partition(".")[2]):  # some folders leave out the first word
+        for name in (dotted, dotted.partition(".")[2]):  # some folders omit the first component
             if name in there and self._folder.shape(name) == shape:
                 return name
             for rows in _rows(name, count, there):
                 if all(self._folder.shape(row) == shape[leading:] for row in rows):
                     return _in_rows(rows, shape[:leading], stages)
-        owner = dotted.split(".")[-2:][0]  # a parameter of the module itself has none
+        owner = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
         alike = [name for name in there if name.rpartition(".")[0].endswith(owner)]
-        found = f"; it has {alike[0]} of {self._folder.shape(alike[0])}" if alike else ""
+        found = f"; it contains {alike[0]} of shape {self._folder.shape(alike[0])}" if alike else ""
         raise WeightsError(
-            f"run.initial: {self._directory} does not hold {dotted} of shape {shape}{found}"
+            f"run.initial: {self._directory} does not contain {dotted} of shape {shape}{found}"
         )
 
 
 def _in_rows(names: list[str], shape: tuple[int, ...], stages: Stages | None) -> np.ndarray:
-    """Names where a run keeps them; None in a row that fills up a stage."""
+    """Arrange names in the run's order of layer rows; None for padding rows."""
     order = range(len(names)) if stages is None else stages.rows
     ordered = [None if row is None else names[row] for row in order]
     return np.array(ordered, object).reshape(shape)
 
 
 def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
-    """Ways to put a number into a name, or to count on from one, that names as many tensors."""
+    """Yield lists of `count` tensor names that result from a layer index in a name.
+
+    The index is inserted (period 1), or replaces a position of a period of 2 to 8 blocks.
+    """
     words = name.split(".")
     for place in range(1, len(words)):
         before, after = ".".join(words[:place]), ".".join(words[place:])
@@ -122,6 +126,7 @@ def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
 def _counted(
     name: Callable[[int], str], first: int, step: int, count: int, there: set[str]
 ) -> Iterator[list[str]]:
+    """Yield the names of all rows if exactly these exist."""
     rows = [name(first + step * row) for row in range(count)]
     if rows and all(row in there for row in rows) and name(first + step * count) not in there:
         yield rows
@@ -134,10 +139,17 @@ def export(
     destination: Path,
     progress: Callable[[int, int], None],
 ) -> tuple[str, int, int]:
-    """Write a checkpoint as a folder that transformers loads; its kind, numbers and tensors.
+    """Write a checkpoint as a Hugging Face folder.
 
-    Raises:
-        WeightsError: the model is a module of the user's own, of which transformers knows nothing.
+    Args:
+        program: settings of the run; its model is imported.
+        directory: of the run.
+        step: of the checkpoint.
+        destination: folder to write.
+        progress: called with the number of arrays written, and of all arrays.
+
+    Returns:
+        The model_type (or program.model.torch), the number of weights, and of tensors.
     """
     import lowering
     from graphtrain.checkpoints.checkpoint import restore_array
@@ -146,7 +158,7 @@ def export(
 
     model: Imported = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
-    lowering.backend(host).described_devices(host)  # JAX is to look for no other device
+    lowering.backend(host).described_devices(host)  # keeps JAX from initialising other devices
     opened, stages = open_model(model), stages_of(program)
     shapes = {name: tuple(one.shape) for name, one in opened.made.parameters().items()}
     writer = Writer(destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()})
@@ -163,7 +175,7 @@ def export(
 
 
 def _of_blocks(array: np.ndarray, stages: Stages | None) -> np.ndarray:
-    """A row for each block, of an array that may be stored for a pipeline."""
+    """Return one row per block, in order, of an array that may be ordered for a pipeline."""
     if stages is None:
         return array
     rows = [stages.rows.index(block) for block in range(sum(stages.layers))]
@@ -172,7 +184,7 @@ def _of_blocks(array: np.ndarray, stages: Stages | None) -> np.ndarray:
 
 
 def _write_config(model: Imported, destination: Path) -> str:
-    """The configuration that the model was made from; a module of the user's own has none."""
+    """Write config.json, unless the model is a module of the user; return the model_type."""
     if model.hf is None:
         return str(model.torch)
     config: dict[str, Any] = read_config(model.hf, model.overrides)

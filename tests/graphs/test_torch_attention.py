@@ -89,11 +89,14 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("bloom", '"apart".* a module with an argument position_ids .* BloomForCausalLM'),
-        ("falcon", '"apart".* takes attention that is plainly causal; .* has a mask'),
+        (
+            "bloom",
+            '"apart".* a module whose forward accepts position_ids, .* BloomForCausalLM does',
+        ),
+        ("falcon", '"apart".* requires plain causal attention; .* has a mask'),
         (
             "gpt_neo",
-            '"apart", .* takes attention of graphtrain, and GPTNeoForCausalLM computes its',
+            '"apart", .* requires graphtrain.s attention, but GPTNeoForCausalLM computes its',
         ),
     ],
 )

@@ -93,11 +93,11 @@ def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeli
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        ("weights", "every block of blocks is given something that depends on table"),
-        ("two", "its blocks are in several lists, blocks and more"),
-        ("after", "what follows blocks depends on the tokens"),
-        ("dropped", "what follows blocks depends on what dropout draws"),
-        ("mixed", "what follows its blocks mixes positions"),
+        ("weights", "the blocks of blocks get an argument that depends on table"),
+        ("two", r"its blocks are in several lists \(blocks and more\)"),
+        ("after", "the computation after blocks depends on the tokens"),
+        ("dropped", "the computation after blocks depends on dropout"),
+        ("mixed", "the computation after its blocks mixes positions"),
     ],
 )
 def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
@@ -107,15 +107,15 @@ def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
 
 
 def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
-    with pytest.raises(ShardingError, match="alike only every 2"):
+    with pytest.raises(ShardingError, match="repeat only every 2"):
         build_graph(in_stages(folder, "gemma2", Pipeline(), Mesh(data=4, stage=2)), "train")
     numbered = Imported(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
     of = dataclasses.replace(
         of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2)), model=numbered
     )
-    with pytest.raises(ShardingError, match="traced block by block, since block 1 computes"):
+    with pytest.raises(ShardingError, match="traced block by block, because block 1 computes"):
         build_graph(of, "train")
-    with pytest.raises(ShardingError, match=r"has 4 blocks, and stages are to hold 5"):
+    with pytest.raises(ShardingError, match=r"has 4 blocks, but the stages hold 5"):
         build_graph(of_module(Pipeline(layers=(2, 3)), Mesh(data=4, stage=2)), "train")
     with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
         of_module(Pipeline(), Mesh(data=4, stage=2))

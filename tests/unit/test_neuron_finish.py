@@ -34,7 +34,9 @@ def test_a_program_that_its_keys_do_not_name_is_refused(bundle, tmp_path, text):
     (bundle / HLO_FILE).unlink()
     if text is not None:
         (bundle / HLO_FILE).write_bytes(text)
-    with pytest.raises(CacheError, match=r"model.hlo_module.pb is not what the .*; copy it again"):
+    with pytest.raises(
+        CacheError, match=r"model.hlo_module.pb does not match the .*; copy the bundle again"
+    ):
         finish(bundle, Cache(tmp_path / "store"))
 
 

@@ -66,8 +66,8 @@ class Loader:
     ) -> None:
         if global_batch_size % ranks or not 0 <= rank < ranks:
             raise ValueError(
-                f"rank = {rank}, ranks = {ranks}, global_batch_size = {global_batch_size}: rank must "
-                "be from 0 to ranks - 1, and ranks must divide global_batch_size"
+                f"rank = {rank}, ranks = {ranks}, batch size = {global_batch_size}: rank must "
+                "be from 0 to ranks - 1, and ranks must divide the batch size"
             )
         alone = isinstance(data, str | Path)
         prefixes = [data] if alone else [part.dataset for part in data]
