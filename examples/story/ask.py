@@ -1,4 +1,4 @@
-"""Load an exported folder in transformers, and have it answer a question by its chat template."""
+"""Load an exported model in transformers and generate an answer with its chat template."""
 
 import sys
 

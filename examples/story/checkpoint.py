@@ -1,4 +1,4 @@
-"""Save a Llama that knows nothing, and its tokenizer, as Hugging Face's libraries do."""
+"""Save a Llama with random weights, and its tokenizer, in the format of transformers."""
 
 import sys
 

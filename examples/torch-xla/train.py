@@ -1,6 +1,6 @@
-"""A small language model for torch-xla; runs on a CPU in seconds: PJRT_DEVICE=CPU python train.py
+"""Train a small language model with torch-xla, in seconds on a CPU: PJRT_DEVICE=CPU python train.py
 
-Over 8 devices: CPU_NUM_DEVICES=8 PJRT_DEVICE=CPU python train.py --mesh 2 4
+On 8 devices: CPU_NUM_DEVICES=8 PJRT_DEVICE=CPU python train.py --mesh 2 4
 """
 
 import argparse
@@ -16,7 +16,7 @@ VOCAB, LENGTH, BATCH = 64, 16, 4
 
 
 class Model(nn.Module):
-    """One layer of attention between an embedding and a head that is its transpose."""
+    """One transformer layer between an embedding and a tied LM head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def split(model: Model, mesh: spmd.Mesh) -> None:
-    """Columns of what goes into the MLP and rows of what goes out of it, over "model"."""
+    """Shard the MLP column-parallel, then row-parallel, and the embedding, over "model"."""
     spmd.mark_sharding(model.layer.linear1.weight, mesh, ("model", None))
     spmd.mark_sharding(model.layer.linear2.weight, mesh, (None, "model"))
     spmd.mark_sharding(model.embedding.weight, mesh, ("model", None))
@@ -54,7 +54,7 @@ def main() -> None:
     device = torch_xla.device()
     torch.manual_seed(0)
     model = Model(options.width).to(device)
-    model.tie()  # .to(device) has made two arrays of one
+    model.tie()  # .to(device) has copied the tied weight into two arrays
     mesh = None
     if options.mesh:
         devices = list(range(options.mesh[0] * options.mesh[1]))
