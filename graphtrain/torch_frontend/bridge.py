@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
-from graphtrain.config.schema import HowAttended
+from graphtrain.config.schema import AttentionImplementation
 from graphtrain.errors import ImportedModelError, NeedsStrict
-from graphtrain.models.attention.kv_cache import begins
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.decoder import rows_of
+from graphtrain.models.attention.kv_cache import cache_offset
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_frontend.attention import attend, attend_causally, only_native
@@ -54,7 +54,7 @@ class Environment(TorchaxEnvironment):
         vocab: int | None = None,
         remat: str = "none",
         unroll: int = 1,
-        how: HowAttended = "auto",
+        how: AttentionImplementation = "auto",
     ) -> None:
         """Args:
         dtype: of the computation; the table of tokens may be float32 all the same.
@@ -66,7 +66,7 @@ class Environment(TorchaxEnvironment):
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
-        self._how: HowAttended = how
+        self._how: AttentionImplementation = how
         self.attended = 0  # times that the native attention was called
         self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
@@ -161,9 +161,9 @@ class Environment(TorchaxEnvironment):
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # positions, say
             # Tokens that fill up a prompt may be past the end of a table.
-            mode = None if begins() is None else "clip"
+            mode = None if cache_offset() is None else "clip"
             return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
-        rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
+        rows = jnp.asarray(embedding_lookup(table, tokens, self.computes_in, by_hand_now()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -228,7 +228,7 @@ class Environment(TorchaxEnvironment):
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
             self.attended += 1
-            scoring = Scoring(scale, cap)
+            scoring = ScoreTransform(scale, cap)
             mixed = attend_causally(
                 *arrays, scoring, window, self._remat, self._unroll, how=self._how
             )

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.attention.kv_cache import Wanted, beginning, keeping, wanting
+from graphtrain.models.attention.kv_cache import (
+    CacheShapeRecorder,
+    at_cache_offset,
+    record_cache_shapes,
+    use_cache,
+)
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scanning import Scan, Through
@@ -21,7 +26,7 @@ from sharding_rules.arrays import ArraySpec
 _TOKENS = (1, 4)  # of the trace that finds out what is kept
 
 
-def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
+def kv_cache_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
     """Keys and values of every block, of so many sequences of so many tokens.
 
     Blocks of a stack have a leading axis, and each position of its period has its own arrays.
@@ -41,7 +46,7 @@ def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
     return unflatten(specs)
 
 
-def extend(
+def decode_step(
     opened: OpenedModel, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Scores of every next token, and what is kept then.
@@ -63,7 +68,7 @@ def extend(
 
     @contextmanager
     def around(name: str) -> Iterator[None]:
-        with keeping(**of(name)) as here:
+        with use_cache(**of(name)) as here:
             yield
         put(name, {"key": here.key, "value": here.value})
 
@@ -74,7 +79,7 @@ def extend(
             arrays, keys, kept = each
             found = []
             for position in range(len(names)):
-                with keeping(**kept[position]) as here:
+                with use_cache(**kept[position]) as here:
                     hidden = scan.through_block(position, hidden, arrays[position], keys[position])
                 found.append({"key": here.key, "value": here.value})
             return hidden, found
@@ -88,7 +93,7 @@ def extend(
 
     whole = _without_remat(opened)
     arrays = whole.computed_in(flatten(parameters))
-    with beginning(begin):
+    with at_cache_offset(begin):
         out = whole.run(arrays, tokens, None, Through(leaving=leaving, around=around))
         return whole.logits_of(out, tokens), unflatten(after)
 
@@ -99,7 +104,7 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
 
     @contextmanager
     def around(name: str) -> Iterator[None]:
-        with wanting() as here:
+        with record_cache_shapes() as here:
             yield
         found[name] = here.heads
 
@@ -109,16 +114,16 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
                 scan.describe(position)
         return scan.hidden
 
-    def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> Wanted:
+    def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> CacheShapeRecorder:
         whole, through = _without_remat(opened), Through(leaving=leaving, around=around)
-        with wanting() as outside:
+        with record_cache_shapes() as outside:
             whole.run(whole.computed_in(arrays), tokens, None, through)
         return outside
 
     specs = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
-    outside: list[Wanted] = []
+    outside: list[CacheShapeRecorder] = []
     jax.eval_shape(
         lambda arrays, tokens: outside.append(run(arrays, tokens)),
         specs,

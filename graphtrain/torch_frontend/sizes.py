@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
-from graphtrain.config.schema import HowAttended, Mixture, Model
+from graphtrain.config.schema import AttentionImplementation, Mixture, Model
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
@@ -25,7 +25,7 @@ _WITHOUT_GATE = (
 )
 
 
-def look_alike(model: Imported) -> Model | None:
+def native_equivalent(model: Imported) -> Model | None:
     """A native model of about the same sizes; None where a configuration does not say them.
 
     A module of one's own is made to know its sizes, which imports PyTorch.
@@ -56,7 +56,7 @@ def look_alike(model: Imported) -> Model | None:
     )
 
 
-def _attention(model: Imported, kind: str) -> HowAttended:
+def _attention(model: Imported, kind: str) -> AttentionImplementation:
     """Scores, where attention stays that of the module."""
     own = kind in _ATTENDING_THEMSELVES or model.front_end == "strict"
     return "scores" if own else model.attention
