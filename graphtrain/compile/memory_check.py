@@ -8,8 +8,8 @@ from typing import Any
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import largest
-from graphtrain.cost_model.native_equivalent import hides_sizes
-from graphtrain.cost_model.padded_stages import with_filler
+from graphtrain.cost_model.native_equivalent import sizes_unknown
+from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.torch_xla.graphs import Extracted
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
@@ -26,13 +26,13 @@ def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
     if not target.is_gpu or peak <= target.memory_bytes:
         return
     said = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
-    raise explained(OutOfMemory(record["graph"], target, said), program)
+    raise with_largest_arrays(OutOfMemory(record["graph"], target, said), program)
 
 
-def explained(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
+def with_largest_arrays(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
     """Return the error with the largest arrays, if an estimate of the training step has them."""
-    if isinstance(program, Extracted) or error.graph != "train" or hides_sizes(program):
+    if isinstance(program, Extracted) or error.graph != "train" or sizes_unknown(program):
         return error
-    held = largest(with_filler(program), Rules.load(program.rules), mesh_shape(program))
+    held = largest(with_padding_layers(program), Rules.load(program.rules), mesh_shape(program))
     named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())
     return OutOfMemory(error.graph, error.target, error.said, named)

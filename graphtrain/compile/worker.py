@@ -25,12 +25,12 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
-from graphtrain.compile.memory_check import explained
+from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Imported, Program, is_imported
 from graphtrain.errors import USER_ERRORS
 from graphtrain.graphs.build import build_graph
-from graphtrain.graphs.decode import TOKENS
+from graphtrain.graphs.decode import TOKENS_PER_CALL
 from graphtrain.torch_xla.graphs import Extracted
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
@@ -134,18 +134,18 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
     model = replace(model, front_end="strict") if strict else model
     ring = Rules.load(program.rules).activations.get("attended", ())
     split = mesh_shape(program).size(ring) > 1
-    if program.batch.documents == "apart" or split or name in TOKENS:
+    if program.batch.documents == "apart" or split or name in TOKENS_PER_CALL:
         ensure_apart(model, cache.root)
     return model, strict
 
 
 def _flops_per_token(program: Program) -> dict[str, float]:
-    from graphtrain.cost_model.native_equivalent import estimable
+    from graphtrain.cost_model.native_equivalent import with_native_model
     from graphtrain.errors import PlanError
     from graphtrain.models.flops import useful_flops_per_token
 
     try:
-        return useful_flops_per_token(estimable(program))
+        return useful_flops_per_token(with_native_model(program))
     except PlanError:
         return {}
 
@@ -181,7 +181,7 @@ def _compile(
     try:
         return lowering.backend(lowered.target).compile(lowered)
     except OutOfMemory as error:
-        raise explained(error, program) from None
+        raise with_largest_arrays(error, program) from None
     except CompilerMissing as error:
         path = cache.store_bundle(key, request, lowered.name, error.files)
         raise Bundled(path, error) from None

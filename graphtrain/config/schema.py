@@ -29,7 +29,7 @@ Remat = Literal["none", "attention", "dots", "full", "offload"]
 
 # How attention is computed. scores: by matrix products, with all scores in memory. flash: by a
 # kernel of the target that never has them. auto: flash where the target has a kernel for the model.
-HowAttended = Literal["auto", "flash", "scores"]
+AttentionImplementation = Literal["auto", "flash", "scores"]
 
 # Positions of a sequence whose logits exist at once. auto: fewer than all on a GPU or TPU, where
 # that saves much of its memory and little of its time is lost. whole: all.
@@ -133,7 +133,9 @@ class Model:
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Remat = "dots"  # what the backward pass computes again: see docs/sharding.md
-    attention: HowAttended = "auto"  # flash: without scores in memory; see docs/targets.md
+    attention: AttentionImplementation = (
+        "auto"  # flash: without scores in memory; see docs/targets.md
+    )
     unroll: Positive = 1  # layers written out in a turn of the loop; see docs/performance.md
 
     def __post_init__(self) -> None:
@@ -187,7 +189,7 @@ class Imported:
     axes: dict[str, tuple[str, ...]] = _EMPTY  # of parameters by name, as "*.wq.weight"; "": whole
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what is computed again
-    attention: HowAttended = "auto"  # as of a native model; see docs/targets.md
+    attention: AttentionImplementation = "auto"  # as of a native model; see docs/targets.md
     # trace: by JAX, with blocks scanned. strict: PyTorch's own backward pass. auto: as it must be.
     front_end: Literal["auto", "trace", "strict"] = "auto"  # see docs/torch.md, Two front ends
     parity: Overrides = _EMPTY  # further overrides, for the small model compared with PyTorch

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Memory
-from graphtrain.cost_model.sizes import Sizes
-from graphtrain.cost_model.weights import Weight, place_weights
-from graphtrain.models.attention.kernel_support import in_step
+from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.weights import ShardedWeight, shard_weights
+from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
 from lowering.machine.target import Target
 from sharding_rules.arrays import Role
@@ -17,11 +17,11 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 # Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
-_PARTS_OF_SUMS = 4
+_PARTIAL_SUMS = 4
 
 
 def memory(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight] | None = None
 ) -> Memory:
     """Estimate the peak memory of a device in a training step.
 
@@ -37,14 +37,14 @@ def memory(
     """
     target = Target.parse(program.target)
     if weights is None:
-        weights = place_weights(program, rules, mesh)
-    sizes = Sizes.of(program, rules, mesh)
-    flash = in_step(program, rules, mesh)
-    kept = _kept(program, sizes, mesh, flash)
+        weights = shard_weights(program, rules, mesh)
+    sizes = DeviceSizes.of(program, rules, mesh)
+    flash = step_uses_flash_kernel(program, rules, mesh)
+    kept = _saved_activations(program, sizes, mesh, flash)
     gradients = _gradients(program, weights, mesh)
-    beside = _gathered(weights, mesh) + _waiting(program, sizes, weights, mesh)
-    temporaries = _layer_at_work(program, sizes, target, flash) + beside
-    temporaries += _unreduced(program, rules, mesh, sizes)
+    beside = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights, mesh)
+    temporaries = _current_layer(program, sizes, target, flash) + beside
+    temporaries += _partial_sums(program, rules, mesh, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
         fullest = (gradients, temporaries), _at_logits(program, weights, mesh, sizes, target)
         gradients, temporaries = max(fullest, key=sum)
@@ -68,18 +68,18 @@ def memory(
     )
 
 
-def least(program: Program, rules: Rules, mesh: MeshShape) -> int:
+def lower_bound(program: Program, rules: Rules, mesh: MeshShape) -> int:
     """Return a lower bound, in bytes, for any schedule of a remat policy.
 
     It counts the state, one gradient of each trained weight, and the saved activations.
     """
-    weights, sizes = place_weights(program, rules, mesh), Sizes.of(program, rules, mesh)
+    weights, sizes = shard_weights(program, rules, mesh), DeviceSizes.of(program, rules, mesh)
     assert program.model.head_dim
     sizes = replace(sizes, head_dim=program.model.head_dim)  # without padding
     held = sum(weight.parameter_bytes for weight in weights)
     if not program.optimizer.offload:
         held += sum(weight.moment_bytes for weight in weights)
-    kept = _kept(program, sizes, mesh, in_step(program, rules, mesh))
+    kept = _saved_activations(program, sizes, mesh, step_uses_flash_kernel(program, rules, mesh))
     return round(held + _one_gradient(program, weights, mesh) + kept)
 
 
@@ -88,17 +88,17 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
 
     The order is largest first.
     """
-    weights = place_weights(program, rules, mesh)
-    sizes, target = Sizes.of(program, rules, mesh), Target.parse(program.target)
-    flash = in_step(program, rules, mesh)
+    weights = shard_weights(program, rules, mesh)
+    sizes, target = DeviceSizes.of(program, rules, mesh), Target.parse(program.target)
+    flash = step_uses_flash_kernel(program, rules, mesh)
     kept, at_work = (
-        _kept(program, sizes, mesh, flash),
-        _layer_at_work(program, sizes, target, flash),
+        _saved_activations(program, sizes, mesh, flash),
+        _current_layer(program, sizes, target, flash),
     )
     found = {
         f"activations that {sizes.layers:g} layers save for the backward pass": kept,
         "one layer's scores or MLP hidden values with gradients": at_work,
-        "logits and their gradient": _logits_at_work(sizes),
+        "logits and their gradient": _logits(sizes),
         "gathered weights of two layers": _gathered(weights, mesh),
         "gradients of all weights": _gradients(program, weights, mesh),
     }
@@ -111,17 +111,17 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
     return {name: round(found[name]) for name in ranked[:count]}
 
 
-def _kept(program: Program, sizes: Sizes, mesh: MeshShape, flash: bool) -> float:
+def _saved_activations(program: Program, sizes: DeviceSizes, mesh: MeshShape, flash: bool) -> float:
     """Return the bytes of activations that the forward pass saves for the backward pass.
 
     A pipeline stage saves the input of every tick (1F1B: two inputs per stage) and recomputes one
     chunk at a time; with remat "none", except under 1F1B, it saves all activations of all chunks.
     """
-    layer, stages = _kept_of_a_layer(program, sizes, flash), mesh.axes.get("stage", 1)
+    layer, stages = _saved_per_layer(program, sizes, flash), mesh.axes.get("stage", 1)
     if stages == 1:
         return sizes.layers * layer
     schedule, rounds = program.pipeline.schedule, program.pipeline.rounds
-    stream = sizes.sequences * sizes.length * program.model.embed * sizes.item
+    stream = sizes.sequences * sizes.seq_residual * program.model.embed * sizes.item_bytes
     ticks = program.batch.microbatches * rounds + stages - 1
     chunk = sizes.layers / rounds
     if schedule == "1f1b":
@@ -131,7 +131,7 @@ def _kept(program: Program, sizes: Sizes, mesh: MeshShape, flash: bool) -> float
     return ticks * stream + chunk * layer
 
 
-def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
+def _gradients(program: Program, weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of float32 gradients.
 
     During gradient accumulation these are the sums and, for the layers, the newest gradients. XLA
@@ -142,12 +142,12 @@ def _gradients(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> 
         return sums
     role: Role = "gradient" if program.batch.reduce == "last" else "optimizer"
     newest = sum(
-        weight.pieces(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
+        weight.elements(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
     )
     return sums + 4 * newest
 
 
-def _one_gradient(program: Program, weights: Sequence[Weight], mesh: MeshShape) -> float:
+def _one_gradient(program: Program, weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of one float32 gradient of each trained weight."""
     batch = program.batch
     role: Role = "optimizer"
@@ -155,22 +155,22 @@ def _one_gradient(program: Program, weights: Sequence[Weight], mesh: MeshShape) 
         role = "parameter"
     elif batch.microbatches > 1 and batch.reduce == "last":
         role = "gradient"
-    return 4 * sum(weight.pieces(role, mesh) for weight in weights if not weight.frozen)
+    return 4 * sum(weight.elements(role, mesh) for weight in weights if not weight.frozen)
 
 
-def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
+def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes that the forward pass of a layer saves for its backward pass."""
     model = program.model
     assert model.head_dim
-    tokens, inside = sizes.sequences * sizes.length, sizes.sequences * sizes.inside
-    stream = tokens * model.embed * sizes.item
-    hidden = inside * sizes.mlp * sizes.item * (2 if is_gated(model) else 1)
-    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * sizes.item
+    tokens, inside = sizes.sequences * sizes.seq_residual, sizes.sequences * sizes.seq_in_block
+    stream = tokens * model.embed * sizes.item_bytes
+    hidden = inside * sizes.mlp * sizes.item_bytes * (2 if is_gated(model) else 1)
+    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * sizes.item_bytes
     products = heads + hidden + 2 * stream
     if flash:
-        mixed = inside * sizes.heads * (sizes.head_dim * sizes.item + 4)
-        return _kept_beside_kernel(program, stream, hidden, heads, mixed)
-    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended * 4
+        mixed = inside * sizes.heads * (sizes.head_dim * sizes.item_bytes + 4)
+        return _saved_with_kernel(program, stream, hidden, heads, mixed)
+    scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
         scores = 0
     normed = stream * (2 if model.post_norm else 0) + heads * model.query_key_norm
@@ -184,7 +184,7 @@ def _kept_of_a_layer(program: Program, sizes: Sizes, flash: bool) -> float:
     }[model.remat]
 
 
-def _kept_beside_kernel(
+def _saved_with_kernel(
     program: Program, stream: float, hidden: float, heads: float, mixed: float
 ) -> float:
     """Return the bytes that a layer saves where attention is a kernel.
@@ -207,7 +207,11 @@ def _kept_beside_kernel(
 
 
 def _at_logits(
-    program: Program, weights: Sequence[Weight], mesh: MeshShape, sizes: Sizes, target: Target
+    program: Program,
+    weights: Sequence[ShardedWeight],
+    mesh: MeshShape,
+    sizes: DeviceSizes,
+    target: Target,
 ) -> tuple[float, float]:
     """Return the bytes of gradients and of temporaries when the backward pass begins.
 
@@ -218,9 +222,9 @@ def _at_logits(
     outside = [each for each in weights if not each.in_layers]
     gradients = _gradients(program, outside, mesh) if target.platform == "cuda" else 0.0
     if program.batch.microbatches > 1:
-        sums = sum(each.pieces("optimizer", mesh) for each in weights if not each.frozen)
+        sums = sum(each.elements("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    logits = (4 + 2) * sizes.sequences * sizes.scored * sizes.vocab
+    logits = (4 + 2) * sizes.sequences * sizes.logit_positions * sizes.vocab
     if sizes.in_chunks:
         return gradients, logits + _summed_head(weights, mesh)
     if target.platform == "tpu":
@@ -228,21 +232,21 @@ def _at_logits(
     return gradients, logits
 
 
-def _layer_at_work(program: Program, sizes: Sizes, target: Target, flash: bool) -> float:
+def _current_layer(program: Program, sizes: DeviceSizes, target: Target, flash: bool) -> float:
     """Return the bytes of the current layer: its attention scores, or the MLP's hidden values.
 
     Scores and the gradient of their softmax are float32, and products read them in bfloat16: on
     TPUs the probabilities, plus the mask in bytes; on GPUs also the gradient, in the layout that
     its library requires.
     """
-    inside = sizes.sequences * sizes.inside
-    scores = sizes.sequences * sizes.heads * sizes.inside * sizes.attended
+    inside = sizes.sequences * sizes.seq_in_block
+    scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions
     each = 2 * 4 + (2 + 1 if target.platform == "tpu" else 2 * 2)
-    wide = inside * sizes.mlp * sizes.item * (4 if is_gated(program.model) else 2)
+    wide = inside * sizes.mlp * sizes.item_bytes * (4 if is_gated(program.model) else 2)
     return wide if flash else max(each * scores, wide)
 
 
-def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) -> float:
+def _partial_sums(program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes) -> float:
     """Return the bytes of float32 partial sums between devices that shard heads or the MLP.
 
     A GPU program transposes each partial sum before it is reduced and scattered by position.
@@ -252,26 +256,28 @@ def _unreduced(program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes) ->
     target = Target.parse(program.target)
     if target.platform not in ("cuda", "tpu") or mesh.size(tuple(scattered)) == 1:
         return 0.0
-    return _PARTS_OF_SUMS * 4 * sizes.sequences * sizes.inside * program.model.embed
+    return _PARTIAL_SUMS * 4 * sizes.sequences * sizes.seq_in_block * program.model.embed
 
 
-def _logits_of_stages(program: Program, sizes: Sizes, mesh: MeshShape) -> float:
+def _logits_of_stages(program: Program, sizes: DeviceSizes, mesh: MeshShape) -> float:
     """Return the bytes of a pipeline's logits and their rounded gradient.
 
     1F1B shards them over the stages by position.
     """
     if (stages := mesh.axes.get("stage", 1)) == 1:
-        return _logits_at_work(sizes)
-    whole = (4 + sizes.item) * sizes.sequences * sizes.scored * sizes.vocab
+        return _logits(sizes)
+    whole = (4 + sizes.item_bytes) * sizes.sequences * sizes.logit_positions * sizes.vocab
     return whole / stages if program.pipeline.schedule == "1f1b" else whole
 
 
-def _logits_at_work(sizes: Sizes) -> float:
+def _logits(sizes: DeviceSizes) -> float:
     """Return the bytes of logits and their gradient, in float32."""
-    return 2 * 4 * sizes.sequences * sizes.scored * sizes.vocab
+    return 2 * 4 * sizes.sequences * sizes.logit_positions * sizes.vocab
 
 
-def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: MeshShape) -> float:
+def _pending_head_gradient(
+    program: Program, sizes: DeviceSizes, weights: Sequence[ShardedWeight], mesh: MeshShape
+) -> float:
     """Return the bytes that wait until the LM head's gradient is scattered.
 
     A sharded head's gradient is scattered during the layers' backward pass. Until then its
@@ -280,25 +286,25 @@ def _waiting(program: Program, sizes: Sizes, weights: Sequence[Weight], mesh: Me
     """
     head = _head(weights)
     if sizes.in_chunks:
-        return _summed_head(weights, mesh) if set(head.optimizer) - set(head.used) else 0.0
-    gathered = head.path == "head" and "fsdp" in head.rest
+        return _summed_head(weights, mesh) if set(head.optimizer) - set(head.in_use) else 0.0
+    gathered = head.path == "head" and "fsdp" in head.stored
     if Target.parse(program.target).platform != "cuda" or not gathered:
         return 0.0
-    return 2 * sizes.sequences * sizes.inside * sizes.vocab
+    return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
 
 
-def _summed_head(weights: Sequence[Weight], mesh: MeshShape) -> float:
+def _summed_head(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
     head = _head(weights)
     return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
 
 
-def _head(weights: Sequence[Weight]) -> Weight:
+def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:
     """Return the LM head's weights, which are the embedding's if tied."""
     by_path = {weight.path: weight for weight in weights}
     return by_path.get("head") or by_path["embedding/tokens"]
 
 
-def _gathered(weights: Sequence[Weight], mesh: MeshShape) -> float:
+def _gathered(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of gathered bfloat16 weights, of the current layer and the next one."""
     return 2 * 2 * sum(weight.used_of_a_layer(mesh) for weight in weights if weight.in_layers)

@@ -6,7 +6,7 @@ from graphtrain.config.schema import Model, Program, is_imported
 from graphtrain.errors import PlanError
 
 
-def hides_sizes(program: Program) -> bool:
+def sizes_unknown(program: Program) -> bool:
     """Return whether the model's sizes are unknown without building its PyTorch module.
 
     Callers that must not build the module, such as a run, check this first.
@@ -14,7 +14,7 @@ def hides_sizes(program: Program) -> bool:
     return is_imported(program.model) and (program.model.hf is None or _native(program) is None)
 
 
-def estimable(program: Program) -> Program:
+def with_native_model(program: Program) -> Program:
     """Return the program with a native model of the same sizes, which estimates can use.
 
     Raises:
@@ -35,6 +35,6 @@ def estimable(program: Program) -> Program:
 def _native(program: Program) -> Model | None:
     if not is_imported(program.model):
         return program.model
-    from graphtrain.torch_frontend.sizes import look_alike
+    from graphtrain.torch_frontend.sizes import native_equivalent
 
-    return look_alike(program.model)
+    return native_equivalent(program.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program
-from graphtrain.models.chunk_size import chunk_of
+from graphtrain.models.chunk_size import loss_chunk
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -14,25 +14,25 @@ _LANES = 128  # elements in a row of a TPU's memory layout
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DeviceSizes:
     """Sizes of what one device computes in one microbatch."""
 
     sequences: float
-    length: float  # positions of the residual stream, between attention and MLP
-    inside: float  # positions inside attention and MLP
-    attended: float  # positions of keys and values that exist at once
+    seq_residual: float  # positions of the residual stream, between attention and MLP
+    seq_in_block: float  # positions inside attention and MLP
+    kv_positions: float  # positions of keys and values that exist at once
     heads: float
     kv_heads: float
     head_dim: int  # with padding
     mlp: float
     vocab: float
-    scored: float  # positions whose logits exist at once
+    logit_positions: float  # positions whose logits exist at once
     in_chunks: bool  # whether the loss is computed in chunks
     layers: float
-    item: int  # bytes per element of activations
+    item_bytes: int  # bytes per element of activations
 
     @classmethod
-    def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> Sizes:
+    def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> DeviceSizes:
         """Return the sizes for a program, sharded by rules on a mesh."""
         model, batch = program.model, program.batch
         assert model.kv_heads and model.head_dim
@@ -40,26 +40,26 @@ class Sizes:
         def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
-        inside, chunk = split(batch.length, "seq"), chunk_of(program, rules, mesh)
+        inside, chunk = split(batch.length, "seq"), loss_chunk(program, rules, mesh)
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.sequences // batch.microbatches, "batch"),
-            length=split(batch.length, "residual"),
-            inside=inside,
-            attended=split(batch.length, "attended"),
+            seq_residual=split(batch.length, "residual"),
+            seq_in_block=inside,
+            kv_positions=split(batch.length, "attended"),
             heads=split(split(model.heads, "heads"), "attention_heads"),
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
-            head_dim=_as_laid_out(model.head_dim, program),
+            head_dim=_padded_head_dim(model.head_dim, program),
             mlp=split(model.mlp, "mlp"),
             vocab=split(model.vocab, "vocab"),
-            scored=min(chunk or inside, inside),
+            logit_positions=min(chunk or inside, inside),
             in_chunks=chunk is not None,
             layers=layers,
-            item=2 if model.dtype == "bfloat16" else 4,
+            item_bytes=2 if model.dtype == "bfloat16" else 4,
         )
 
 
-def _as_laid_out(head_dim: int, program: Program) -> int:
+def _padded_head_dim(head_dim: int, program: Program) -> int:
     """Return head_dim with padding: TPUs pad the last dimension of an array to rows of 128."""
     if Target.parse(program.target).platform != "tpu":
         return head_dim

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Memory, StepTime
-from graphtrain.cost_model.native_equivalent import estimable
+from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import (
     attention_flops_per_token,
     flops_per_token,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Mesh axes whose communication overlaps with compute: gradients and gathered weights are sent while
 # other layers compute.
-HIDDEN = {"data", "fsdp"}
+OVERLAPPED_AXES = {"data", "fsdp"}
 # Seconds to start one collective: assumed, the order of a kernel launch and a handshake.
 _LATENCY = 5e-6
 
@@ -33,7 +33,7 @@ def step_time(
     memory: Memory,
     collectives: Iterable[Collective],
     bubble: float = 0.0,
-    attained: float = 1.0,
+    efficiency: float = 1.0,
     flash: bool = False,
 ) -> StepTime:
     """Estimate the time of a training step by roofline.
@@ -48,10 +48,12 @@ def step_time(
         flash: Whether attention is a kernel, which skips the masked half of its scores.
     """
     target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, mesh, target, flash) / attained
+    compute = _seconds_of_compute(program, mesh, target, flash) / efficiency
     communication = _communication(collectives, mesh, target)
     hideable = sum(
-        seconds for axes, seconds in communication.items() if set(axes.split("+")) <= HIDDEN
+        seconds
+        for axes, seconds in communication.items()
+        if set(axes.split("+")) <= OVERLAPPED_AXES
     )
     work = compute + sum(communication.values()) - hideable
     return StepTime(
@@ -63,7 +65,7 @@ def step_time(
     )
 
 
-def utilisation(program: Program, seconds: float, *, causal: bool = False) -> float:
+def mfu(program: Program, seconds: float, *, causal: bool = False) -> float:
     """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
 
     The result is 0.0 if the target's peak is not known.
@@ -77,7 +79,7 @@ def utilisation(program: Program, seconds: float, *, causal: bool = False) -> fl
     """
     peak = Target.parse(program.target).peak_flops(program.model.dtype)
     batch = program.batch
-    useful = step_flops_per_token(estimable(program), causal=causal) * batch.tokens
+    useful = step_flops_per_token(with_native_model(program), causal=causal) * batch.tokens
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 
@@ -85,11 +87,11 @@ def _seconds_of_compute(program: Program, mesh: MeshShape, target: Target, flash
     peak = target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    done = step_flops_per_token(program, causal=flash) + _again(program, mesh, flash)
+    done = step_flops_per_token(program, causal=flash) + _recomputed(program, mesh, flash)
     return done * program.batch.tokens / peak
 
 
-def _again(program: Program, mesh: MeshShape, flash: bool) -> float:
+def _recomputed(program: Program, mesh: MeshShape, flash: bool) -> float:
     """Return the operations per token that the backward pass recomputes.
 
     Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
@@ -152,7 +154,7 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
         return one_way / len(target.topology)
     if not crosses_hosts(axes, mesh, target):
         return one_way
-    return min(one_way, _neighbours(axes, mesh, int(about["group"])) * about["network"] / 2)
+    return min(one_way, _members_per_host(axes, mesh, int(about["group"])) * about["network"] / 2)
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
@@ -164,7 +166,7 @@ def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> boo
     return mesh.size(tuple(names[slowest:])) > target.about["group"]
 
 
-def _neighbours(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
+def _members_per_host(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
     """Return how many members of a group share a host, which holds consecutive mesh positions."""
     stride, together = 1, 1
     for name, size in reversed(list(mesh.axes.items())):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from graphtrain.config.schema import Program
-from graphtrain.cost_model.sizes import Sizes
-from graphtrain.cost_model.weights import Weight, place_weights
+from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
@@ -17,8 +17,8 @@ from sharding_rules.pipeline import bubble
 from sharding_rules.rules import Rules
 
 
-def traffic(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight] | None = None
+def predict_collectives(
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight] | None = None
 ) -> tuple[Collective, ...]:
     """Predict the collectives of a training step, without those of negligible size.
 
@@ -29,7 +29,7 @@ def traffic(
         weights: Result of place_weights, if the caller has it.
     """
     if weights is None:
-        weights = place_weights(program, rules, mesh)
+        weights = shard_weights(program, rules, mesh)
     found = [*_of_weights(program, rules, mesh, weights), *_of_activations(program, rules, mesh)]
     return tuple(one for one in found if one.devices > 1 and one.bytes and one.count)
 
@@ -41,22 +41,22 @@ def bubble_of(program: Program, mesh: MeshShape) -> float:
 
 
 def _of_weights(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[Weight]
+    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight]
 ) -> Iterator[Collective]:
     """Yield the collectives that gather weights for use and reduce gradients to their shards."""
     batch = program.batch
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
-    rows = _rows(program, rules, mesh)
+    rows = _looked_up_rows(program, rules, mesh)
     deferred = batch.reduce == "last" and "data" in spread
     # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
     # also, by an option in lowering/xla/backend.py, what a layer's backward pass uses twice.
     on_cards = Target.parse(program.target).platform == "cuda"
     for weight in weights:
-        if weight.of_a_layer < 1e5:
+        if weight.elements_per_layer < 1e5:
             continue  # norms and biases
         layers = weight.spec.shape[0] // mesh.axes.get("stage", 1) if weight.in_layers else 1
-        gathered = tuple(axis for axis in weight.rest if axis not in (*weight.used, "stage"))
+        gathered = tuple(axis for axis in weight.stored if axis not in (*weight.in_use, "stage"))
         here = weight.used_of_a_layer(mesh)
         times = layers * batch.microbatches
         at_once = on_cards and not weight.in_layers
@@ -65,38 +65,40 @@ def _of_weights(
             uses = 1 if program.adapter is None else uses + 1  # DPO's reference model
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += not on_cards  # recomputation gathers weights again
-        yield _one("all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype)
+        yield _collective(
+            "all-gather", gathered, times * uses, here * width, mesh=mesh, dtype=dtype
+        )
         if weight.frozen:
             continue
-        yield _scattered(weight, gathered, times, here * 4, rows, mesh)
+        yield _gradient_reduction(weight, gathered, times, here * 4, rows, mesh)
         held = here / mesh.size(gathered)
         pieces = weight.optimizer
         for axis in (name for name in spread if name not in gathered):
             once = layers if axis == "data" and deferred else times
             if axis in pieces and not deferred:
-                yield _scattered(weight, (axis,), once, held * 4, rows, mesh)
+                yield _gradient_reduction(weight, (axis,), once, held * 4, rows, mesh)
             elif axis in pieces:
-                yield _one("reduce-scatter", (axis,), once, held * 4, mesh=mesh, dtype="f32")
+                yield _collective("reduce-scatter", (axis,), once, held * 4, mesh=mesh, dtype="f32")
             else:
                 count = layers if on_cards and not weight.in_layers else once
-                yield _one("all-reduce", (axis,), count, held * 4, mesh=mesh, dtype="f32")
-        back = tuple(axis for axis in weight.optimizer if axis not in weight.rest)
-        yield _one("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
+                yield _collective("all-reduce", (axis,), count, held * 4, mesh=mesh, dtype="f32")
+        back = tuple(axis for axis in weight.optimizer if axis not in weight.stored)
+        yield _collective("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
 
 
-def _rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
+def _looked_up_rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
     """Return bytes and dtype of the gradients of the embedding rows that a device looks up.
 
     TPU programs convert them to float32 before they send them.
     """
-    sizes = Sizes.of(program, rules, mesh)
-    numbers = sizes.sequences * sizes.length * program.model.embed
-    wide = Target.parse(program.target).platform == "tpu" or sizes.item == 4
+    sizes = DeviceSizes.of(program, rules, mesh)
+    numbers = sizes.sequences * sizes.seq_residual * program.model.embed
+    wide = Target.parse(program.target).platform == "tpu" or sizes.item_bytes == 4
     return (numbers * 4, "f32") if wide else (numbers * 2, "bf16")
 
 
-def _scattered(
-    weight: Weight,
+def _gradient_reduction(
+    weight: ShardedWeight,
     axes: tuple[str, ...],
     count: int,
     size: float,
@@ -110,60 +112,62 @@ def _scattered(
     """
     looked_up, dtype = rows
     if weight.path.startswith("embedding") and looked_up < size:
-        return _one("all-to-all", axes, count, looked_up, mesh=mesh, dtype=dtype)
-    return _one("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
+        return _collective("all-to-all", axes, count, looked_up, mesh=mesh, dtype=dtype)
+    return _collective("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
 
 
 def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:
     """Yield the collectives of activations, of all kinds of parallelism."""
     model, batch = program.model, program.batch
-    sizes, use = Sizes.of(program, rules, mesh), rules.activations
+    sizes, use = DeviceSizes.of(program, rules, mesh), rules.activations
     times = round(sizes.layers) * batch.microbatches
-    stream = sizes.sequences * sizes.inside * model.embed
+    stream = sizes.sequences * sizes.seq_in_block * model.embed
     summed = tuple(axis for axis in _axes(use, ("heads", "mlp"), mesh))
     pieces = [axis for axis in _axes(use, ("residual",), mesh) if axis in summed]
     again = 1 if model.remat == "full" else 0
     on_chip = Target.parse(program.target).platform in ("cuda", "rocm", "tpu")
     reduced = (
-        sizes.item if on_chip else 4
+        sizes.item_bytes if on_chip else 4
     )  # the dtype of partial sums in graphtrain/models/matmul.py
-    each = partial(_one, mesh=mesh, dtype="bf16")
-    sums = partial(_one, mesh=mesh, dtype="bf16" if reduced == 2 else "f32")
+    each = partial(_collective, mesh=mesh, dtype="bf16")
+    sums = partial(_collective, mesh=mesh, dtype="bf16" if reduced == 2 else "f32")
     if pieces:
         yield sums("reduce-scatter", summed, times * (4 + again), stream * reduced)
-        yield each("all-gather", summed, times * 6, stream * sizes.item)
+        yield each("all-gather", summed, times * 6, stream * sizes.item_bytes)
     else:
         yield sums("all-reduce", summed, times * (4 + again), stream * reduced)
     vocab = _axes(use, ("vocab",), mesh)
     joined = "reduce-scatter" if pieces else "all-reduce"
-    yield each(joined, vocab, batch.microbatches, stream * sizes.item)  # rows of the embedding
+    yield each(
+        joined, vocab, batch.microbatches, stream * sizes.item_bytes
+    )  # rows of the embedding
     yield each(joined, vocab, batch.microbatches, stream * reduced)  # gradient of hidden
     if pieces:
-        yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item)
+        yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item_bytes)
     yield from _of_attention(program, rules, mesh, sizes)
     yield from _of_experts(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
-    residual = sizes.sequences * sizes.length * model.embed * sizes.item
+    residual = sizes.sequences * sizes.seq_residual * model.embed * sizes.item_bytes
     ticks = batch.microbatches * program.pipeline.rounds + mesh.axes.get("stage", 1) - 1
-    yield _one("collective-permute", stages, 2 * ticks, residual, mesh=mesh, dtype="bf16")
+    yield _collective("collective-permute", stages, 2 * ticks, residual, mesh=mesh, dtype="bf16")
 
 
 def _of_attention(
-    program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes
+    program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes
 ) -> Iterator[Collective]:
     """Yield the collectives of ring attention and of Ulysses (heads exchanged for positions)."""
     model, use = program.model, rules.activations
     assert model.head_dim and model.kv_heads
     times = round(sizes.layers) * program.batch.microbatches
     ring = _axes(use, ("attended",), mesh)
-    pair = 2 * sizes.sequences * sizes.attended * sizes.kv_heads * model.head_dim
-    each = partial(_one, mesh=mesh)
+    pair = 2 * sizes.sequences * sizes.kv_positions * sizes.kv_heads * model.head_dim
+    each = partial(_collective, mesh=mesh)
     hops = max(0, mesh.size(ring) - 1)
-    yield each("collective-permute", ring, 2 * hops * times, pair * sizes.item, dtype="bf16")
+    yield each("collective-permute", ring, 2 * hops * times, pair * sizes.item_bytes, dtype="bf16")
     home = mesh.size(ring)  # gradients of keys and values go around the complete ring
     yield each("collective-permute", ring, home * times, pair * 4, dtype="f32")
     swapped = _axes(use, ("attention_heads",), mesh)
-    token = sizes.sequences * sizes.inside * model.head_dim * sizes.item
+    token = sizes.sequences * sizes.seq_in_block * model.head_dim * sizes.item_bytes
     query = token * sizes.heads * mesh.size(swapped)
     # Key heads are repeated where they are fewer than devices.
     together = model.kv_heads // mesh.size(_axes(use, ("kv_heads",), mesh))
@@ -173,7 +177,7 @@ def _of_attention(
 
 
 def _of_experts(
-    program: Program, rules: Rules, mesh: MeshShape, sizes: Sizes
+    program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes
 ) -> Iterator[Collective]:
     """Yield the collectives that send tokens to their experts and back, forward and backward."""
     model = program.model
@@ -181,18 +185,18 @@ def _of_experts(
         return
     times = round(sizes.layers) * program.batch.microbatches
     over = _axes(rules.activations, ("experts",), mesh)
-    stream = sizes.sequences * sizes.inside * model.embed
-    each = partial(_one, mesh=mesh, dtype="bf16")
+    stream = sizes.sequences * sizes.seq_in_block * model.embed
+    each = partial(_collective, mesh=mesh, dtype="bf16")
     if (capacity := model.mixture.capacity) is not None:
-        sent = stream * model.mixture.per_token * capacity * sizes.item
+        sent = stream * model.mixture.per_token * capacity * sizes.item_bytes
         yield each("all-to-all", over, 4 * times, sent)
         return
     shared = stream * mesh.size(over)
-    yield each("all-gather", over, 2 * times, shared * sizes.item)
+    yield each("all-gather", over, 2 * times, shared * sizes.item_bytes)
     yield each("reduce-scatter", over, 2 * times, shared * 4)
 
 
-def _one(
+def _collective(
     op: str, axes: tuple[str, ...], count: int, size: float, *, mesh: MeshShape, dtype: str
 ) -> Collective:
     return Collective(op, axes, mesh.size(axes), count, round(size), dtype)

@@ -20,7 +20,7 @@ from sharding_rules.rules import Rules
 
 
 @dataclass(frozen=True)
-class Weight:
+class ShardedWeight:
     """One parameter, of all layers, and the mesh axes that shard it in each of its roles.
 
     A frozen weight has no gradient and no moments, and may be stored quantized.
@@ -28,10 +28,10 @@ class Weight:
 
     path: str
     spec: ArraySpec
-    rest: tuple[str, ...]  # between steps
+    stored: tuple[str, ...]  # between steps
     gradient: tuple[str, ...]  # during gradient accumulation
     optimizer: tuple[str, ...]  # in the optimizer update
-    used: tuple[str, ...]  # in matrix products
+    in_use: tuple[str, ...]  # in matrix products
     parameter_bytes: int  # per device
     moment_bytes: int  # per device, of both moments
     frozen: bool = False
@@ -41,21 +41,21 @@ class Weight:
         return self.path.startswith("layers/")
 
     @property
-    def of_a_layer(self) -> int:
+    def elements_per_layer(self) -> int:
         """Number of elements in one layer, or in total outside of the layers."""
         return math.prod(self.spec.shape) // (self.spec.shape[0] if self.in_layers else 1)
 
-    def pieces(self, role: Role, mesh: MeshShape) -> float:
+    def elements(self, role: Role, mesh: MeshShape) -> float:
         """Return the number of elements per device in a role."""
-        axes = {"parameter": self.rest, "gradient": self.gradient, "optimizer": self.optimizer}
+        axes = {"parameter": self.stored, "gradient": self.gradient, "optimizer": self.optimizer}
         return math.prod(self.spec.shape) / mesh.size(axes[role])
 
     def used_of_a_layer(self, mesh: MeshShape) -> float:
         """Return the number of elements of one layer that a device computes with."""
-        return self.of_a_layer / mesh.size(self.used)
+        return self.elements_per_layer / mesh.size(self.in_use)
 
 
-def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
+def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[ShardedWeight, ...]:
     """Return the sharding of a program's weights, whatever its microbatches and remat.
 
     Raises:
@@ -70,7 +70,7 @@ def place_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weig
     return trained + _place_frozen(program, rules, mesh)
 
 
-def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weight, ...]:
+def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[ShardedWeight, ...]:
     """Return the sharding of frozen weights; a weight's codes and scales are one."""
     rest: dict[str, list[Layout]] = {}
     for path, spec in frozen_arrays(program, rules, mesh).items():
@@ -78,13 +78,13 @@ def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Weig
         rest.setdefault(stem, []).append(layout(f"frozen/{path}", spec, rules, mesh))
     arrays = parameter_arrays(program.model)
     return tuple(
-        Weight(
+        ShardedWeight(
             path=path,
             spec=arrays[path],
-            rest=_axes(layouts[0]),
+            stored=_axes(layouts[0]),
             gradient=(),
             optimizer=(),
-            used=_used(arrays[path], rules, mesh),
+            in_use=_used(arrays[path], rules, mesh),
             parameter_bytes=sum(_bytes(one, mesh) for one in layouts),
             moment_bytes=0,
             frozen=True,
@@ -100,7 +100,9 @@ def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
     return replace(spec, shape=(rows, *spec.shape[1:]))
 
 
-def _place(path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: MeshShape) -> Weight:
+def _place(
+    path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: MeshShape
+) -> ShardedWeight:
     rest = layout(f"state/parameters/{path}", spec, rules, mesh)
     gradient = layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
     moments = [
@@ -112,13 +114,13 @@ def _place(path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: Mes
         )
         for moment, dtype in (("mu", program.optimizer.moments), ("nu", "float32"))
     ]
-    return Weight(
+    return ShardedWeight(
         path=path,
         spec=spec,
-        rest=_axes(rest),
+        stored=_axes(rest),
         gradient=_axes(gradient),
         optimizer=_axes(moments[0]),
-        used=_used(spec, rules, mesh),
+        in_use=_used(spec, rules, mesh),
         parameter_bytes=_bytes(rest, mesh),
         moment_bytes=sum(_bytes(moment, mesh) for moment in moments),
     )

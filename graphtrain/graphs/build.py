@@ -14,33 +14,33 @@ import optax
 
 from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Program
-from graphtrain.graphs.decode import TOKENS, extend_graph
-from graphtrain.graphs.deferred_reduction import can_defer, reduce_last
+from graphtrain.graphs.decode import TOKENS_PER_CALL, generation_graph
+from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dispatch import (
-    arrange,
-    arrange_specs,
-    initialise,
+    initialize,
     parameter_specs,
+    pipeline_specs,
+    to_pipeline_layout,
 )
 from graphtrain.graphs.objectives import (
-    count_pairs,
+    answer_log_probs,
     cross_entropy_objective,
-    is_pair,
+    key_implementation,
     metric_names,
+    pair_count,
+    pair_mask,
     preference_objective,
-    random_bits,
-    reference_scores,
-    scores,
+    reference_log_probs,
     step_key,
     token_losses,
 )
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
-from graphtrain.models.attention.ring_order import order_batch
-from graphtrain.models.attention.segment_mask import apart
-from graphtrain.models.lora.layers import combine
-from graphtrain.models.lora.trainable import A, frozen_arrays, trained_arrays
-from graphtrain.models.loss import preference
+from graphtrain.models.attention.ring_order import to_ring_order
+from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.lora.layers import apply_lora
+from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
+from graphtrain.models.loss import dpo_loss
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, fetch
 from lowering.trees import Tree, flatten, unflatten
@@ -52,8 +52,8 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 def build_graph(program: Program, name: str) -> Graph:
     """Build a graph by its name in `requests.GRAPHS` or, for generation, in `extending.TOKENS`."""
-    if name in TOKENS:
-        return extend_graph(program, name)
+    if name in TOKENS_PER_CALL:
+        return generation_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
 
 
@@ -61,10 +61,12 @@ def _init(program: Program) -> Graph:
     stages = stages_of(program)
 
     def init(seed: jax.Array) -> Tree:
-        weights_key, dropout_key = jax.random.split(jax.random.key(seed, impl=random_bits(program)))
+        weights_key, dropout_key = jax.random.split(
+            jax.random.key(seed, impl=key_implementation(program))
+        )
         parameters = _initialise(program, weights_key)
         if stages is not None:
-            parameters = arrange(program.model, parameters, stages)
+            parameters = to_pipeline_layout(program.model, parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -88,12 +90,12 @@ def _initialise(program: Program, key: jax.Array) -> Tree:
     Source: PEFT's LoraLayer.reset_lora_parameters, https://github.com/huggingface/peft
     """
     if program.adapter is None:
-        return initialise(program.model, key)
+        return initialize(program.model, key)
     specs = trained_arrays(program)
 
     def begin(path: str, index: int) -> jax.Array:
         spec = specs[path]
-        if not path.endswith(f"/{A}"):
+        if not path.endswith(f"/{LORA_A}"):
             return jnp.zeros(spec.shape)
         bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming uniform with a = sqrt(5)
         drawn = jax.random.fold_in(key, index)
@@ -165,7 +167,7 @@ def accumulate_gradients(
         batch: Arrays (microbatches, batch, seq).
         frozen: Frozen weights, if any.
     """
-    batch = order_batch(batch)
+    batch = to_ring_order(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
     if (stages := stages_of(program)) is not None:
@@ -176,7 +178,7 @@ def accumulate_gradients(
     make = preference_objective if program.loss.kind == "preference" else cross_entropy_objective
     objective = make(program, state, frozen, batch)
     if program.batch.reduce == "last" and can_defer():
-        return reduce_last(objective, parameters, specs, batch, microbatches)
+        return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)
@@ -201,17 +203,17 @@ def _evaluate(program: Program) -> Graph:
 
     def loss_of(parameters: Tree, frozen: Tree | None, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """Return the sum of the loss and the number of targets; for DPO, the number of pairs."""
-        batch = order_batch(batch)
+        batch = to_ring_order(batch)
         weights = batch["weights"]
         if stages is not None:
             return pipelined_loss(program, stages, parameters, batch), weights.sum()
-        combined = combine(program, parameters, frozen)
-        with apart(batch.get("documents")):
+        combined = apply_lora(program, parameters, frozen)
+        with isolate_documents(batch.get("documents")):
             if program.loss.kind == "cross_entropy":
                 return token_losses(program, combined, batch)[0][1], weights.sum()
-            after, _ = scores(program, combined, batch)
-        gained = after - reference_scores(program, frozen, batch)
-        return preference(gained, is_pair(weights), program.loss)["loss"], count_pairs(weights)
+            after, _ = answer_log_probs(program, combined, batch)
+        gained = after - reference_log_probs(program, frozen, batch)
+        return dpo_loss(gained, pair_mask(weights), program.loss)["loss"], pair_count(weights)
 
     def evaluate(parameters: Tree, frozen: Tree | None, batch: Tree) -> Tree:
         loss, targets = loss_of(parameters, frozen, batch)
@@ -238,7 +240,7 @@ def parameter_specs_of(program: Program) -> Tree:
     adapted = program.adapter is not None
     specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
     stages = stages_of(program)
-    return specs if stages is None else arrange_specs(program.model, specs, stages)
+    return specs if stages is None else pipeline_specs(program.model, specs, stages)
 
 
 def _frozen_input(program: Program) -> dict[str, Tree]:
@@ -260,7 +262,9 @@ def state_specs_of(program: Program) -> Tree:
 
 
 def _key_shape(program: Program) -> tuple[int, ...]:
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=random_bits(program))))
+    key = jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=key_implementation(program)))
+    )
     return key.shape
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import jax
 
 from graphtrain.config.schema import Program
-from graphtrain.graphs.dispatch import extend, kept_specs, parameter_specs
+from graphtrain.graphs.dispatch import decode_step, kv_cache_specs, parameter_specs
 from lowering.graph import Graph
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 
-TOKENS = {"prefill": 64, "decode": 1}  # tokens per call of each graph
+TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 
 
-def extend_graph(program: Program, name: str) -> Graph:
+def generation_graph(program: Program, name: str) -> Graph:
     """Build a graph by its name in TOKENS; its longest sequence is program.batch.length.
 
     The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
     query sees their positions before they are overwritten.
     """
-    model, batch, count = program.model, program.batch.sequences, TOKENS[name]
-    longest = -(-program.batch.length // TOKENS["prefill"]) * TOKENS["prefill"]
-    kept = kept_specs(model, batch, longest)
+    model, batch, count = program.model, program.batch.sequences, TOKENS_PER_CALL[name]
+    longest = -(-program.batch.length // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
+    kept = kv_cache_specs(model, batch, longest)
 
     def step(parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array) -> Tree:
-        scores, kept = extend(model, parameters, kept, tokens, begin)
+        scores, kept = decode_step(model, parameters, kept, tokens, begin)
         return {"kept": kept, "scores": scores}
 
     inputs = {

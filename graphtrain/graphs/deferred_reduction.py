@@ -33,14 +33,14 @@ def can_defer() -> bool:
     return DATA in split_of("batch")
 
 
-def key_here(key: jax.Array) -> jax.Array:
+def replica_key(key: jax.Array) -> jax.Array:
     """Return a random key of each replica's own inside the shard_map over `data`, else `key`."""
     found = placement()
     by_copy = found is not None and DATA in found.manual
     return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
 
 
-def own_here(tree: Tree) -> Tree:
+def as_varying(tree: Tree) -> Tree:
     """Mark replicated arrays as each replica's own inside the shard_map over `data`."""
     found = placement()
     if found is None or DATA not in found.manual:
@@ -48,7 +48,7 @@ def own_here(tree: Tree) -> Tree:
     return jax.tree.map(lambda array: vary(array, DATA), tree)
 
 
-def reduce_last(
+def accumulate_then_reduce(
     objective: Objective, parameters: Tree, specs: Tree, batch: Tree, microbatches: int
 ) -> tuple[Tree, Tree]:
     """Return gradients and metrics of all microbatches, after one reduction over `data`.
@@ -121,12 +121,15 @@ def _local(
 
     def last(slots: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pending = {
-            path: _pending(array, flat_sums[path], slots[path], split_dimension[path])
+            path: _deferred(array, flat_sums[path], slots[path], split_dimension[path])
             for path, array in flat_parameters.items()
         }
         return of(unflatten(pending), microbatches - 1)
 
-    slots = {path: _slot(array, split_dimension[path]) for path, array in flat_parameters.items()}
+    slots = {
+        path: _gradient_slot(array, split_dimension[path])
+        for path, array in flat_parameters.items()
+    }
     (_, last_metrics), gradients = jax.value_and_grad(last, has_aux=True)(slots)
     pieces = {
         path: replace(spec, shape=gradients[path].shape) for path, spec in flatten(specs).items()
@@ -135,14 +138,14 @@ def _local(
     return placed, jax.lax.psum(jax.tree.map(jnp.add, metrics, last_metrics), DATA)
 
 
-def _pending(
+def _deferred(
     weights: jax.Array, sums: jax.Array, slot: jax.Array, dimension: int | None
 ) -> Pending:
     from_the_end = None if dimension is None else dimension - weights.ndim
     return Pending(weights, sums, slot, DATA, from_the_end)
 
 
-def _slot(weights: jax.Array, dimension: int | None) -> jax.Array:
+def _gradient_slot(weights: jax.Array, dimension: int | None) -> jax.Array:
     """Return zeros in the shape of the gradient's shard on this replica."""
     if dimension is None:
         return jnp.zeros_like(weights)

@@ -24,14 +24,14 @@ def parameter_specs(model: Model) -> Tree:
     return decoder.parameter_specs(model)
 
 
-def initialise(model: Model, key: jax.Array) -> Tree:
+def initialize(model: Model, key: jax.Array) -> Tree:
     """Return new float32 parameters, in the tree of parameter_specs."""
     if is_imported(model):
         return _open(model).initialise(key)
-    return decoder.initialise(model, key)
+    return decoder.initialize(model, key)
 
 
-def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
+def to_pipeline_layout(model: Model, parameters: Tree, stages: Stages) -> Tree:
     """Reorder the layer rows of parameters for the stages of a pipeline.
 
     Raises:
@@ -41,11 +41,11 @@ def arrange(model: Model, parameters: Tree, stages: Stages) -> Tree:
         from graphtrain.torch_frontend import staged
 
         return staged.arrange(_open(model), parameters, stages)
-    return native.arrange(parameters, stages)
+    return native.to_pipeline_layout(parameters, stages)
 
 
-def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
-    """Return the ArraySpecs of the parameters that arrange returns.
+def pipeline_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
+    """Return the ArraySpecs of the parameters that to_pipeline_layout returns.
 
     Raises:
         ShardingError: the model cannot be split into pipeline stages.
@@ -54,13 +54,13 @@ def arrange_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
         from graphtrain.torch_frontend import staged
 
         return staged.arrange(_open(model), specs, stages)
-    return native.arrange_specs(specs, stages)
+    return native.pipeline_specs(specs, stages)
 
 
 def pipeline(
     model: Model,
     stages: Stages,
-    score: native.Score,
+    score: native.LossFunction,
     keys: native.Keys | None,
     term_weight: float,
     tokens: jax.Array,
@@ -85,21 +85,21 @@ def pipeline(
     return native.decoder_pipeline(model, stages, score, keys, term_weight)
 
 
-def divide(model: Model, parameters: Tree) -> Tree:
+def split_for_pipeline(model: Model, parameters: Tree) -> Tree:
     """Split parameters into the parts of a Pipeline; a tied weight is in two parts."""
     if is_imported(model):
         return _open(model).parts.divide(parameters)
-    return native.divide_parameters(model, parameters)
+    return native.split_for_pipeline(model, parameters)
 
 
-def join(model: Model, gradients: Tree, parameters: Tree) -> Tree:
+def merge_gradients(model: Model, gradients: Tree, parameters: Tree) -> Tree:
     """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
     if is_imported(model):
         return _open(model).parts.join(gradients, parameters)
-    return native.join_gradients(gradients)
+    return native.merge_gradients(gradients)
 
 
-def drops(model: Model) -> bool:
+def has_dropout(model: Model) -> bool:
     """Return true if training may apply dropout, and so needs a key."""
     return is_imported(model) or bool(model.dropout)
 
@@ -120,7 +120,7 @@ def forward(
     return decoder.forward(model, parameters, tokens, dropout_key=dropout_key)
 
 
-def before_head(
+def head_inputs(
     model: Model, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Return the input of the LM head, its weights, and the layers' terms of the loss, by name.
@@ -128,10 +128,10 @@ def before_head(
     Only native models support it.
     """
     assert not is_imported(model), "the LM head of an imported model is not accessible"
-    return decoder.before_head(model, parameters, tokens, dropout_key=dropout_key)
+    return decoder.head_inputs(model, parameters, tokens, dropout_key=dropout_key)
 
 
-def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
+def kv_cache_specs(model: Model, sequences: int, longest: int) -> Tree:
     """Return the specs of the KV cache.
 
     Args:
@@ -145,11 +145,11 @@ def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
     if is_imported(model):
         from graphtrain.torch_frontend import continuing as imported
 
-        return imported.kept_specs(_open(model), sequences, longest)
-    return decode.kept_specs(model, sequences, longest)
+        return imported.kv_cache_specs(_open(model), sequences, longest)
+    return decode.kv_cache_specs(model, sequences, longest)
 
 
-def extend(
+def decode_step(
     model: Model, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Run one decode step; return logits (batch, seq, vocab) and the updated KV cache.
@@ -164,8 +164,8 @@ def extend(
     if is_imported(model):
         from graphtrain.torch_frontend import continuing as imported
 
-        return imported.extend(_open(model), parameters, kept, tokens, begin)
-    return decode.extend(model, parameters, kept, tokens, begin)
+        return imported.decode_step(_open(model), parameters, kept, tokens, begin)
+    return decode.decode_step(model, parameters, kept, tokens, begin)
 
 
 def _open(model: Any) -> Any:

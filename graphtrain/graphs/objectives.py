@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
-from graphtrain.graphs.deferred_reduction import Objective, key_here, own_here
-from graphtrain.graphs.dispatch import before_head, drops, forward
-from graphtrain.models.attention.segment_mask import apart
-from graphtrain.models.block import Auxiliary
-from graphtrain.models.chunk_size import chunk_of
-from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
-from graphtrain.models.lora.layers import combine, reference
-from graphtrain.models.loss import cross_entropy, log_probabilities, preference
+from graphtrain.graphs.deferred_reduction import Objective, as_varying, replica_key
+from graphtrain.graphs.dispatch import forward, has_dropout, head_inputs
+from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.block import AuxiliaryLosses
+from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from graphtrain.models.lora.layers import apply_lora, reference_parameters
+from graphtrain.models.loss import cross_entropy, dpo_loss, log_probabilities
 from lowering.machine.target import Target
 from lowering.tracing.threefry import UNROLLED
 from lowering.trees import Tree
@@ -40,7 +40,7 @@ def cross_entropy_objective(
         batch: All microbatches (microbatches, batch, seq), for the number of targets.
     """
     targets = jnp.maximum(batch["weights"].sum(), 1.0)
-    run = _model(program, state, frozen, partial(token_losses, total=targets))
+    run = _forward_with(program, state, frozen, partial(token_losses, total=targets))
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
         (value, loss), added = run(parameters, microbatch, index)
@@ -56,7 +56,7 @@ def token_losses(
     dropout_key: jax.Array | None = None,
     *,
     total: jax.Array | float = 1.0,
-) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
+) -> tuple[tuple[jax.Array, jax.Array], AuxiliaryLosses]:
     """Return the objective and the sum of -log p(target), and the layers' auxiliary losses.
 
     Args:
@@ -66,29 +66,29 @@ def token_losses(
         dropout_key: Random key; without it there is no dropout.
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
-    model, tokens, (targets, counts) = program.model, batch["tokens"], _asked(batch)
+    model, tokens, (targets, counts) = program.model, batch["tokens"], _targets_and_weights(batch)
     z_loss = program.loss.z_loss
-    chunk = chunk_of(program, Rules.load(program.rules), mesh_shape(program))
+    chunk = loss_chunk(program, Rules.load(program.rules), mesh_shape(program))
     if chunk is None:
         out, auxiliary = forward(model, weights, tokens, dropout_key=dropout_key)
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
-    hidden, head, auxiliary = before_head(model, weights, tokens, dropout_key=dropout_key)
-    scored = Scored(chunk, model.tied_head, model.logit_cap, z_loss)
+    hidden, head, auxiliary = head_inputs(model, weights, tokens, dropout_key=dropout_key)
+    scored = LossHead(chunk, model.tied_head, model.logit_cap, z_loss)
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
 
 
-def scores(
+def answer_log_probs(
     program: Program, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, Auxiliary]:
+) -> tuple[jax.Array, AuxiliaryLosses]:
     """Return log p of each row's answer (batch,), and the layers' auxiliary losses."""
     out, auxiliary = forward(program.model, weights, batch["tokens"], dropout_key=dropout_key)
-    return log_probabilities(out, *_asked(batch)), auxiliary
+    return log_probabilities(out, *_targets_and_weights(batch)), auxiliary
 
 
-def _asked(batch: Tree) -> tuple[jax.Array, jax.Array]:
+def _targets_and_weights(batch: Tree) -> tuple[jax.Array, jax.Array]:
     return batch["targets"], batch["weights"]
 
 
@@ -103,20 +103,20 @@ def preference_objective(
         frozen: Frozen weights, which include the reference model.
         batch: All microbatches (microbatches, batch, seq), for the number of pairs.
     """
-    run = _model(program, state, frozen, scores)
-    pairs = jnp.maximum(count_pairs(batch["weights"]), 1.0)
+    run = _forward_with(program, state, frozen, answer_log_probs)
+    pairs = jnp.maximum(pair_count(batch["weights"]), 1.0)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
-        before = reference_scores(program, frozen, microbatch)
+        before = reference_log_probs(program, frozen, microbatch)
         after, added = run(parameters, microbatch, index)
-        metrics = preference(after - before, is_pair(microbatch["weights"]), program.loss)
+        metrics = dpo_loss(after - before, pair_mask(microbatch["weights"]), program.loss)
         metrics = {name: total / pairs for name, total in metrics.items()}
         return metrics["loss"] + added, metrics
 
     return objective
 
 
-def _model(
+def _forward_with(
     program: Program, state: Tree, frozen: Tree | None, compute: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that applies `compute` to a microbatch with the trained parameters.
@@ -126,30 +126,30 @@ def _model(
     """
     key, adapter = step_key(program, state), program.adapter
     in_adapter = adapter is not None and bool(adapter.dropout)
-    in_model = drops(program.model)
+    in_model = has_dropout(program.model)
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
-        dropout = key_here(jax.random.fold_in(key, index)) if in_adapter or in_model else None
-        weights = combine(program, parameters, own_here(frozen), dropout)
+        dropout = replica_key(jax.random.fold_in(key, index)) if in_adapter or in_model else None
+        weights = apply_lora(program, parameters, as_varying(frozen), dropout)
         of_model = dropout if in_model else None
-        with apart(microbatch.get("documents")):
+        with isolate_documents(microbatch.get("documents")):
             found, auxiliary = compute(program, weights, microbatch, of_model)
         return found, sum(auxiliary.values()) / program.batch.microbatches
 
     return run
 
 
-def reference_scores(program: Program, frozen: Tree | None, batch: Tree) -> jax.Array:
+def reference_log_probs(program: Program, frozen: Tree | None, batch: Tree) -> jax.Array:
     """Return log p of each row's answer (batch,) by the reference model.
 
     The reference model is the frozen weights alone, without LoRA.
     """
-    with apart(batch.get("documents")):
-        found, _ = scores(program, reference(program, frozen), batch)
+    with isolate_documents(batch.get("documents")):
+        found, _ = answer_log_probs(program, reference_parameters(program, frozen), batch)
     return jax.lax.stop_gradient(found)
 
 
-def is_pair(weights: jax.Array) -> jax.Array:
+def pair_mask(weights: jax.Array) -> jax.Array:
     """Return 1.0 for each pair of rows in which both are answers, else 0.0: (..., batch / 2).
 
     A row of loss weights (..., batch, seq) is an answer unless all its weights are 0.
@@ -158,18 +158,18 @@ def is_pair(weights: jax.Array) -> jax.Array:
     return answers.reshape(*answers.shape[:-1], -1, 2).all(-1).astype(jnp.float32)
 
 
-def count_pairs(weights: jax.Array) -> jax.Array:
+def pair_count(weights: jax.Array) -> jax.Array:
     """Return the number of pairs of answers, by their loss weights (..., batch, seq)."""
-    return is_pair(weights).sum()
+    return pair_mask(weights).sum()
 
 
 def step_key(program: Program, state: Tree) -> jax.Array:
     """Return the random key of the current step."""
-    key = jax.random.wrap_key_data(state["key"], impl=random_bits(program))
+    key = jax.random.wrap_key_data(state["key"], impl=key_implementation(program))
     return jax.random.fold_in(key, state["step"])
 
 
-def random_bits(program: Program) -> Hashable | None:
+def key_implementation(program: Program) -> Hashable | None:
     """Return the random key implementation: JAX's default, unless the target requires another.
 
     On CPUs it is an unrolled Threefry, which is faster there.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Program, is_imported
-from graphtrain.graphs.dispatch import divide, drops, join, pipeline
+from graphtrain.graphs.dispatch import has_dropout, merge_gradients, pipeline, split_for_pipeline
 from graphtrain.models.loss import cross_entropy
 from graphtrain.models.pipeline_stages import split_batch
 from lowering.pipeline.schedules import Value
@@ -35,15 +35,15 @@ def pipelined_gradients(
         loss, squares = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
         return loss + program.loss.z_loss * squares, loss
 
-    keys = (lambda number: jax.random.fold_in(key, number)) if drops(model) else None
+    keys = (lambda number: jax.random.fold_in(key, number)) if has_dropout(model) else None
     parts = pipeline(model, stages, score, keys, 1 / count, batch["tokens"])
     if program.pipeline.schedule == "1f1b":
-        parameters = divide(model, state["parameters"])
+        parameters = split_for_pipeline(model, state["parameters"])
         value, gradients = parts.value_and_gradients(parameters, batch)
-        return join(model, gradients, state["parameters"]), value.reported
+        return merge_gradients(model, gradients, state["parameters"]), value.reported
 
     def objective(parameters: Tree) -> Value:
-        return parts.value(divide(model, parameters), batch)
+        return parts.value(split_for_pipeline(model, parameters), batch)
 
     (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
     return gradients, loss
@@ -63,4 +63,4 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
     devices = len(batch["tokens"]) if whole else found.shape.size(split_of("batch"))
     microbatches = split_batch(batch, stages.stages, devices)
     parts = pipeline(program.model, stages, score, None, 1.0, microbatches["tokens"])
-    return parts.value(divide(program.model, parameters), microbatches).reported
+    return parts.value(split_for_pipeline(program.model, parameters), microbatches).reported

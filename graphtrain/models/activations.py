@@ -18,21 +18,21 @@ from lowering.tracing.cpu_hints import computed_once, on_cpu
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def activated(activate: Activation, wide: list[jax.Array]) -> jax.Array:
+def apply_activation(activate: Activation, wide: list[jax.Array]) -> jax.Array:
     """Return hidden values from [gate, up], or from [up] without a gate, all (batch, seq, mlp)."""
     if on_cpu() and wide[0].dtype == jnp.bfloat16:
-        return _rounded_once(activate, wide)
+        return _apply_in_float32(activate, wide)
     *gate, up = wide
     return activate(gate[0]) * up if gate else activate(up)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_once(activate: Activation, wide: list[jax.Array]) -> jax.Array:
+def _apply_in_float32(activate: Activation, wide: list[jax.Array]) -> jax.Array:
     return _in_float32(activate, wide).astype(wide[0].dtype)
 
 
 def _forward(activate: Activation, wide: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    return _rounded_once(activate, wide), wide
+    return _apply_in_float32(activate, wide), wide
 
 
 def _backward(
@@ -44,7 +44,7 @@ def _backward(
     return back(gradient.astype(jnp.float32))
 
 
-_rounded_once.defvjp(_forward, _backward)
+_apply_in_float32.defvjp(_forward, _backward)
 
 
 def _in_float32(activate: Activation, wide: list[jax.Array]) -> jax.Array:

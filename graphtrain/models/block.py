@@ -10,7 +10,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models.attention.module import Attention
-from graphtrain.models.init import Keys
+from graphtrain.models.init import ParameterKeys
 from graphtrain.models.mlp import MLP
 from graphtrain.models.moe import MixtureMLP
 from graphtrain.models.norms import Norm
@@ -19,13 +19,13 @@ from lowering.tracing.constrain import constrain, draw, reshard
 from lowering.tracing.deferred_gradient import complete
 from lowering.tracing.weight_layout import as_stored
 
-Auxiliary = dict[str, jax.Array]  # auxiliary losses by name, weighted float32 scalars
+AuxiliaryLosses = dict[str, jax.Array]  # auxiliary losses by name, weighted float32 scalars
 
 
 class Block(nnx.Module):
     """Transformer block: pre-normed attention and MLP, each added to the residual stream."""
 
-    def __init__(self, model: Model, keys: Keys):
+    def __init__(self, model: Model, keys: ParameterKeys):
         self.dropout = model.dropout
         self.post_norm = model.post_norm
         self.attention_norm = Norm(model)
@@ -37,7 +37,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
-    ) -> tuple[jax.Array, Auxiliary]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Return the new residual stream (batch, seq, embed) and the block's auxiliary losses.
 
         Args:
@@ -47,40 +47,40 @@ class Block(nnx.Module):
                 without it, the model's window applies.
         """
         for_attention, for_mlp = split_key(dropout_key)
-        update = leave(self.attention(enter(self.attention_norm(x)), full))
+        update = scatter_residual(self.attention(gather_residual(self.attention_norm(x)), full))
         if self.post_norm:
             update = self.attention_post_norm(update)
         x = x + dropout(update, self.dropout, for_attention)
-        wide = self.mlp(enter(self.mlp_norm(x)))
+        wide = self.mlp(gather_residual(self.mlp_norm(x)))
         update, auxiliary = wide if isinstance(wide, tuple) else (wide, {})
-        update = leave(update)
+        update = scatter_residual(update)
         if self.post_norm:
             update = self.mlp_post_norm(update)
         x = x + dropout(update, self.dropout, for_mlp)
-        return residual(x), auxiliary
+        return constrain_residual(x), auxiliary
 
 
-RESIDUAL = ("batch", "residual", "embed")
-WHOLE = ("batch", "seq", "embed")
+RESIDUAL_AXES = ("batch", "residual", "embed")
+GATHERED_AXES = ("batch", "seq", "embed")
 
 
-def enter(x: jax.Array) -> jax.Array:
+def gather_residual(x: jax.Array) -> jax.Array:
     """Gather the residual stream for attention, MLP or LM head, which need all positions.
 
     x is sharded by position until here (sequence parallelism). Left to itself XLA's partitioner
     gathers the float32 values that x is rounded from, which is twice the bytes.
     """
-    return reshard(residual(x), WHOLE, RESIDUAL)
+    return reshard(constrain_residual(x), GATHERED_AXES, RESIDUAL_AXES)
 
 
-def leave(x: jax.Array) -> jax.Array:
+def scatter_residual(x: jax.Array) -> jax.Array:
     """Scatter the output of attention or MLP, a partial sum per device, to the residual stream."""
-    return reshard(x, RESIDUAL, WHOLE)
+    return reshard(x, RESIDUAL_AXES, GATHERED_AXES)
 
 
-def residual(x: jax.Array) -> jax.Array:
+def constrain_residual(x: jax.Array) -> jax.Array:
     """Constrain x (batch, seq, embed) to the residual stream's sharding."""
-    return constrain(x, *RESIDUAL)
+    return constrain(x, *RESIDUAL_AXES)
 
 
 def split_key(key: jax.Array | None) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
@@ -104,21 +104,21 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-def stack_layers(model: Model, keys: Keys) -> Block:
+def stack_layers(model: Model, keys: ParameterKeys) -> Block:
     """Build all blocks of the model as one, whose parameters have a leading layer axis."""
     of_layers = jax.random.split(keys(), model.layers)
-    return nnx.vmap(lambda key: Block(model, Keys(key)))(of_layers)
+    return nnx.vmap(lambda key: Block(model, ParameterKeys(key)))(of_layers)
 
 
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, Auxiliary]:
+) -> tuple[jax.Array, AuxiliaryLosses]:
     """Run x (batch, seq, embed) through all layers of a model; see apply_stack."""
     keys = layer_keys(model, dropout_key)
-    return apply_stack(model, layers, x, keys, full=full_layers(model))
+    return apply_stack(model, layers, x, keys, full=global_attention_layers(model))
 
 
-def full_layers(model: Model) -> jax.Array | None:
+def global_attention_layers(model: Model) -> jax.Array | None:
     """Return which layers have global attention, bool (layers,); None if all layers are alike."""
     if model.full_every is None:
         return None
@@ -135,9 +135,9 @@ def apply_stack(
     layers: Block,
     x: jax.Array,
     keys: jax.Array | None = None,
-    real: jax.Array | None = None,
+    is_layer: jax.Array | None = None,
     full: jax.Array | None = None,
-) -> tuple[jax.Array, Auxiliary]:
+) -> tuple[jax.Array, AuxiliaryLosses]:
     """Run x through a stack of layers and sum their auxiliary losses.
 
     Layers run in a scan, so that neither the program nor its compile time grows with depth;
@@ -154,20 +154,20 @@ def apply_stack(
     """
     block, parameters = nnx.split(layers)
 
-    def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, Auxiliary]:
+    def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, AuxiliaryLosses]:
         parameters, key, real, full = layer
-        y, auxiliary = nnx.merge(block, _as_stored(complete(parameters)))(x, key, full)
+        y, auxiliary = nnx.merge(block, _keep_row_major(complete(parameters)))(x, key, full)
         if real is None:
             return y, auxiliary
         return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
 
     body = _checkpoint(one_layer, model)
-    each = (parameters, keys, real, full)
+    each = (parameters, keys, is_layer, full)
     x, auxiliary = jax.lax.scan(body, x, each, unroll=model.unroll)
     return x, jax.tree.map(jnp.sum, auxiliary)
 
 
-def _as_stored(parameters: Any) -> Any:
+def _keep_row_major(parameters: Any) -> Any:
     """Keep a layer's plain arrays in row-major layout; quantized and LoRA weights are unchanged."""
 
     def store(parameter: nnx.Variable) -> nnx.Variable:

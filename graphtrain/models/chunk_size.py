@@ -21,13 +21,13 @@ from sharding_rules.rules import Rules
 # or they have 4,096 tokens per device, for which it is 1/10 of the time of the head's products.
 _BYTES_OF_WEIGHT = 8
 _OPERATIONS_OF_BYTE = 300
-_LOST = 1 / 50
+_MAX_OVERHEAD = 1 / 50
 _TOKENS = 4096
 _FEWEST_TOKENS = 1024  # fewer rows make the products inefficient
 # Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
 # if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
-_WORTH_SAVING = 1 / 256
-_TOO_MUCH = 1 / 16
+_MIN_SAVING = 1 / 256
+_MAX_LOGITS_SHARE = 1 / 16
 _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
 
 
@@ -52,7 +52,7 @@ class Logits:
         return (4 + self.item) * tokens * self.vocab
 
 
-def chunk_of(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
+def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     """Return the positions per chunk of a program's loss; None: all that a device has.
 
     With loss.chunk = "auto" only programs for GPUs and TPUs have chunks: a CPU's is slower with
@@ -121,14 +121,17 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     )
     of_head = 4 * logits.embed * logits.vocab
     whole, in_chunks = logits.bytes_of(logits.tokens), logits.bytes_of(logits.sequences * chunk)
-    return chunk if whole - in_chunks - of_head >= _WORTH_SAVING * memory_bytes else None
+    return chunk if whole - in_chunks - of_head >= _MIN_SAVING * memory_bytes else None
 
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:
     """Return the minimum number of tokens per device in one chunk."""
     moved = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
-    enough = _OPERATIONS_OF_BYTE * moved / (_LOST * logits.step_flops)
+    enough = _OPERATIONS_OF_BYTE * moved / (_MAX_OVERHEAD * logits.step_flops)
     tokens = _FEWEST_TOKENS
-    while tokens < min(enough, _TOKENS) and logits.bytes_of(2 * tokens) <= _TOO_MUCH * memory_bytes:
+    while (
+        tokens < min(enough, _TOKENS)
+        and logits.bytes_of(2 * tokens) <= _MAX_LOGITS_SHARE * memory_bytes
+    ):
         tokens *= 2
     return tokens

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from graphtrain.models.attention.score_mods import cap
+from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk
-from graphtrain.models.loss import hits, target_scores
+from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, placement, size_of, split_of
 from lowering.tracing.cpu_hints import computed_once
@@ -34,11 +34,11 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import layout
 
 _TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
-_HERE = (1, 3)  # dimensions that are local to a device: sequences and positions
+_LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
 
 
 @dataclass(frozen=True)
-class Scored:
+class LossHead:
     """Settings of the LM head and the loss."""
 
     chunk: int  # positions of a sequence per chunk
@@ -59,7 +59,7 @@ class Scored:
 
 @jax.named_scope("loss")
 def chunked_cross_entropy(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, scored: Scored
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, scored: LossHead
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sums of the objective and of -log p(target), in float32.
 
@@ -81,15 +81,15 @@ def chunked_cross_entropy(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(scored: Scored, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _losses(scored: LossHead, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _over_chunks(scored, *arrays, differentiate=False)[0]
 
 
-def _losses_forward(scored: Scored, *arrays: jax.Array) -> Any:
+def _losses_forward(scored: LossHead, *arrays: jax.Array) -> Any:
     return _over_chunks(scored, *arrays, differentiate=True)
 
 
-def _losses_backward(scored: Scored, gradients: Any, of: tuple[jax.Array, jax.Array]) -> Any:
+def _losses_backward(scored: LossHead, gradients: Any, of: tuple[jax.Array, jax.Array]) -> Any:
     of_hidden, of_head = gradients
     return (of_hidden * of[0]).astype(of_hidden.dtype), of_head * of[0], None, None
 
@@ -98,7 +98,7 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 
 def _over_chunks(
-    scored: Scored,
+    scored: LossHead,
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
@@ -106,7 +106,7 @@ def _over_chunks(
     differentiate: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None]:
     """Return both losses, and the gradients of the first for hidden states and head."""
-    tokens = [_in_pieces(x) for x in (hidden, targets, weights)]
+    tokens = [_by_shard(x) for x in (hidden, targets, weights)]
     length = tokens[0].shape[3]
     check_chunk(scored.chunk, length)
     # Cast and gathered over embed before the loop, so that this happens once.
@@ -139,11 +139,11 @@ def _over_chunks(
     of_hidden, of_head = gradients
     return (value, loss), (
         constrain(of_hidden.reshape(hidden.shape), "batch", "seq", "embed"),
-        _joined(of_head, scored.head_axes).astype(head.dtype),
+        _sum_shards(of_head, scored.head_axes).astype(head.dtype),
     )
 
 
-def _in_pieces(x: jax.Array) -> jax.Array:
+def _by_shard(x: jax.Array) -> jax.Array:
     """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
     batch, seq = size_of("batch"), size_of("seq")
     rest = x.shape[2:]
@@ -151,7 +151,7 @@ def _in_pieces(x: jax.Array) -> jax.Array:
     return constrain(divided, *_TOKENS, *("embed" for _ in rest))
 
 
-def _joined(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
+def _sum_shards(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
     """Sum the head's gradient over the shards of tokens.
 
     The sum is first over mesh axes that also shard the head, so that XLA reduces and scatters
@@ -180,24 +180,24 @@ def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
 
 
 def _scored(
-    scored: Scored, chunk: list[jax.Array], head: jax.Array, differentiate: bool
+    scored: LossHead, chunk: list[jax.Array], head: jax.Array, differentiate: bool
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
     """Return both losses of a chunk by shard, and the first's gradient for the head's products."""
     hidden, targets, weights = chunk
     with jax.named_scope("head"):
         products = dot(f"nbcse,{scored.letters}->nbcsv", hidden, head, jnp.float32)
-        scores = constrain(cap(products, scored.cap), *_TOKENS, "vocab")
+        scores = constrain(soft_cap(products, scored.cap), *_TOKENS, "vocab")
     highest = scores.max(-1)
     powers = computed_once(jnp.exp(scores - highest[..., None]))
     total = powers.sum(-1)
     log_z = jnp.log(total) + highest
     losses = log_z - target_scores(scores, targets)
     values = losses + scored.z_loss * log_z**2
-    sums = (values * weights).sum(_HERE), (losses * weights).sum(_HERE)
+    sums = (values * weights).sum(_LOCAL_DIMENSIONS), (losses * weights).sum(_LOCAL_DIMENSIONS)
     if not differentiate:
         return sums, None
     of_log_z = weights * (1 + 2 * scored.z_loss * log_z) / total
-    hit = jnp.where(hits(scores, targets), weights[..., None], 0.0)
+    hit = jnp.where(one_hot_mask(scores, targets), weights[..., None], 0.0)
     of_scores = powers * of_log_z[..., None] - hit
     if scored.cap is not None:
         of_scores = of_scores * (1 - jnp.square(scores / scored.cap))
@@ -206,7 +206,7 @@ def _scored(
 
 @jax.named_scope("head")
 def _products(
-    scored: Scored, hidden: jax.Array, head: jax.Array, of_scores: jax.Array
+    scored: LossHead, hidden: jax.Array, head: jax.Array, of_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a chunk's hidden states and, by shard in float32, of the head."""
     letters = scored.letters

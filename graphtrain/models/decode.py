@@ -6,27 +6,27 @@ import jax
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models.attention.kv_cache import beginning, keeping
-from graphtrain.models.block import Block, full_layers
+from graphtrain.models.attention.kv_cache import at_cache_offset, use_cache
+from graphtrain.models.block import Block, global_attention_layers
 from graphtrain.models.decoder import Parameters, merge
 from lowering.tracing.deferred_gradient import complete
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 
 
-def kept_specs(model: Model, sequences: int, longest: int) -> Tree:
+def kv_cache_specs(model: Model, sequences: int, max_seq_len: int) -> Tree:
     """Return the ArraySpecs of a KV cache for `sequences` sequences of up to `longest` tokens.
 
     Keys and values are each (layers, batch, longest, kv_heads, head_dim).
     """
     assert model.kv_heads and model.head_dim
-    shape = (model.layers, sequences, longest, model.kv_heads, model.head_dim)
+    shape = (model.layers, sequences, max_seq_len, model.kv_heads, model.head_dim)
     axes = ("layers", "batch", None, "kv_heads", "head_dim")
     return dict.fromkeys(("key", "value"), ArraySpec(shape, axes, model.dtype, "activation"))
 
 
-def extend(
-    model: Model, parameters: Parameters, kept: Tree, tokens: jax.Array, begin: jax.Array
+def decode_step(
+    model: Model, parameters: Parameters, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Return the logits (batch, seq, vocab) of new tokens, and the updated KV cache.
 
@@ -38,18 +38,20 @@ def extend(
         begin: Cache offset: the position of the first new token.
     """
     decoder = merge(model, parameters)
-    with beginning(begin):
-        x, kept = _extend_layers(model, decoder.layers, decoder.embed(tokens, None), kept)
-    return decoder.unembed(decoder.final_norm(x)), kept
+    with at_cache_offset(offset):
+        x, kv_cache = _decode_layers(model, decoder.layers, decoder.embed(tokens, None), kv_cache)
+    return decoder.unembed(decoder.final_norm(x)), kv_cache
 
 
-def _extend_layers(model: Model, layers: Block, x: jax.Array, kept: Tree) -> tuple[jax.Array, Tree]:
+def _decode_layers(model: Model, layers: Block, x: jax.Array, kept: Tree) -> tuple[jax.Array, Tree]:
     block, parameters = nnx.split(layers)
 
     def one_layer(x: jax.Array, layer: tuple) -> tuple[jax.Array, Tree]:
         parameters, key, value, full = layer
-        with keeping(key, value) as here:
+        with use_cache(key, value) as here:
             x, _ = nnx.merge(block, complete(parameters))(x, None, full)
         return x, {"key": here.key, "value": here.value}
 
-    return jax.lax.scan(one_layer, x, (parameters, kept["key"], kept["value"], full_layers(model)))
+    return jax.lax.scan(
+        one_layer, x, (parameters, kept["key"], kept["value"], global_attention_layers(model))
+    )

@@ -17,16 +17,16 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.attention import kv_cache
-from graphtrain.models.attention.ring_order import ordered
-from graphtrain.models.attention.score_mods import cap
-from graphtrain.models.attention.segment_mask import places
+from graphtrain.models.attention.ring_order import axis_to_ring_order
+from graphtrain.models.attention.score_mods import soft_cap
+from graphtrain.models.attention.segment_mask import segment_positions
 from graphtrain.models.block import (
-    WHOLE,
-    Auxiliary,
+    GATHERED_AXES,
+    AuxiliaryLosses,
     apply_layers,
+    constrain_residual,
     dropout,
-    enter,
-    residual,
+    gather_residual,
     split_key,
     stack_layers,
 )
@@ -49,7 +49,7 @@ class Embedding(nnx.Module):
     Token ids beyond the vocabulary are embedded as NaN.
     """
 
-    def __init__(self, model: Model, keys: init.Keys):
+    def __init__(self, model: Model, keys: init.ParameterKeys):
         self.model = model
         self.tokens = init.normal(model, keys, "vocab", "embed")
         if model.embedding_norm:
@@ -66,8 +66,8 @@ class Embedding(nnx.Module):
         """
         # First with unsharded positions: straight to the residual stream's sharding, XLA would
         # gather the vocabulary.
-        rows = rows_of(self.tokens[...], tokens, self.model.dtype, by_hand_now())
-        x = residual(constrain(jnp.asarray(rows), *WHOLE))
+        rows = embedding_lookup(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        x = constrain_residual(constrain(jnp.asarray(rows), *GATHERED_AXES))
         if self.model.scaled_embedding:
             x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
         if self.model.positions == "learned":
@@ -77,21 +77,23 @@ class Embedding(nnx.Module):
                     f"sequences of {length} tokens are longer than model.max_length = {rows}, the "
                     "number of learned positions; use shorter sequences"
                 )
-            if (of_documents := places()) is not None:
+            if (of_documents := segment_positions()) is not None:
                 # Gather the table over embed before the lookup, as for token ids.
                 table = constrain(self.positions[:length], "positions", "embed")
-                x = x + constrain(jnp.take(table, of_documents, axis=0), *WHOLE)
-            elif (continued := kv_cache.places(length)) is not None:
+                x = x + constrain(jnp.take(table, of_documents, axis=0), *GATHERED_AXES)
+            elif (continued := kv_cache.cache_positions(length)) is not None:
                 x = x + jnp.take(self.positions[...], continued, axis=0, mode="clip")
             else:
-                x = x + constrain(ordered(self.positions[:length], 0), "seq", "embed")
+                x = x + constrain(axis_to_ring_order(self.positions[:length], 0), "seq", "embed")
         if self.model.embedding_norm:
             x = self.norm(x)
         return x.astype(self.model.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def rows_of(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -> jax.Array:
+def embedding_lookup(
+    table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool
+) -> jax.Array:
     """Return rows of an embedding table in `dtype`; gradients are summed in the table's dtype.
 
     The table (vocab, embed) is gathered over embed before the lookup, because the token ids
@@ -111,7 +113,7 @@ def rows_of(table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool) -
 def _rows_forward(
     table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return rows_of(table, tokens, dtype, by_product), (table, tokens)
+    return embedding_lookup(table, tokens, dtype, by_product), (table, tokens)
 
 
 def _rows_backward(
@@ -127,13 +129,13 @@ def _rows_backward(
     return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
 
 
-rows_of.defvjp(_rows_forward, _rows_backward)
+embedding_lookup.defvjp(_rows_forward, _rows_backward)
 
 
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and LM head."""
 
-    def __init__(self, model: Model, keys: init.Keys):
+    def __init__(self, model: Model, keys: init.ParameterKeys):
         self.model = model
         self.embedding = Embedding(model, keys)
         self.layers = stack_layers(model, keys)
@@ -143,7 +145,7 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens: jax.Array, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Auxiliary]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Return normed hidden states (batch, seq, embed) and the layers' auxiliary losses."""
         for_embedding, for_layers = split_key(dropout_key)
         x = self.embed(tokens, for_embedding)
@@ -152,16 +154,16 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         """Return embedded tokens (batch, seq, embed) after dropout."""
-        return dropout(residual(self.embedding(tokens)), self.model.dropout, dropout_key)
+        return dropout(constrain_residual(self.embedding(tokens)), self.model.dropout, dropout_key)
 
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
-        x, tied = enter(hidden), self.model.tied_head
-        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_used(), jnp.float32)
-        return constrain(cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
+        x, tied = gather_residual(hidden), self.model.tied_head
+        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_weights(), jnp.float32)
+        return constrain(soft_cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
 
-    def head_used(self) -> jax.Array:
+    def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
         tied = self.model.tied_head
         head = self.embedding.tokens[...] if tied else self.head[...]
@@ -181,9 +183,9 @@ def parameter_specs(model: Model) -> dict[str, Any]:
     return nnx.to_pure_dict(jax.tree.map_with_path(_spec, state, is_leaf=_is_variable))
 
 
-def initialise(model: Model, key: jax.Array) -> dict[str, Any]:
+def initialize(model: Model, key: jax.Array) -> dict[str, Any]:
     """Return newly initialized float32 parameters, in the tree of parameter_specs."""
-    return nnx.to_pure_dict(nnx.state(Decoder(model, init.Keys(key))))
+    return nnx.to_pure_dict(nnx.state(Decoder(model, init.ParameterKeys(key))))
 
 
 def forward(
@@ -192,7 +194,7 @@ def forward(
     tokens: Int[Array, "batch seq"],
     *,
     dropout_key: jax.Array | None = None,
-) -> tuple[Float[Array, "batch seq vocab"], Auxiliary]:
+) -> tuple[Float[Array, "batch seq vocab"], AuxiliaryLosses]:
     """Return float32 logits (batch, seq, vocab) and the layers' auxiliary losses.
 
     Without a dropout key there is no dropout.
@@ -202,13 +204,13 @@ def forward(
     return decoder.unembed(x), auxiliary
 
 
-def before_head(
+def head_inputs(
     model: Model,
     parameters: Parameters,
     tokens: Int[Array, "batch seq"],
     *,
     dropout_key: jax.Array | None = None,
-) -> tuple[Float[Array, "batch seq embed"], jax.Array, Auxiliary]:
+) -> tuple[Float[Array, "batch seq embed"], jax.Array, AuxiliaryLosses]:
     """Return the LM head's input, the head's weights, and the layers' auxiliary losses.
 
     The input is (batch, seq, embed), gathered from the residual stream's sharding; the weights
@@ -217,7 +219,7 @@ def before_head(
     decoder = merge(model, parameters)
     x, auxiliary = decoder.hidden(tokens, dropout_key)
     with jax.named_scope("head"):
-        return enter(x), decoder.head_used(), auxiliary
+        return gather_residual(x), decoder.head_weights(), auxiliary
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:
@@ -234,7 +236,7 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, init.Keys(jax.random.key(0)))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, init.ParameterKeys(jax.random.key(0)))))
 
 
 def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:

@@ -7,7 +7,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 
 
-class Keys:
+class ParameterKeys:
     """Source of random keys for weights, one per call, equal to those of nnx.Rngs.
 
     Keys are made 16 at a time. Made one at a time, each would be a loop in the init program, which
@@ -30,7 +30,7 @@ class Keys:
         return self._made.pop(0)
 
 
-def normal(model: Model, keys: Keys, *axes: str | None, scale: float = 1.0) -> nnx.Param:
+def normal(model: Model, keys: ParameterKeys, *axes: str | None, scale: float = 1.0) -> nnx.Param:
     """Return a parameter with these array axes, normal with deviation initial_deviation * scale."""
     deviation = model.initial_deviation * scale
     return nnx.Param(deviation * jax.random.normal(keys(), _shape(model, axes)), axes=axes)

@@ -36,7 +36,7 @@ def log_probabilities(logits: jax.Array, targets: jax.Array, weights: jax.Array)
 
 
 @jax.named_scope("loss")
-def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax.Array]:
+def dpo_loss(log_ratio: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax.Array]:
     """Return sums over pairs of DPO's loss, the reward margin, and pairs ranked correctly.
 
     Args:
@@ -49,7 +49,7 @@ def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax
     Mitchell 2023, "A note on DPO with noisy preferences", equation 3,
     https://ericmitchell.ai/cdpo.pdf
     """
-    better, worse = gained.reshape(-1, 2).T
+    better, worse = log_ratio.reshape(-1, 2).T
     margin = loss.beta * (better - worse)
     wrong = loss.label_smoothing
     losses = -(1 - wrong) * jax.nn.log_sigmoid(margin) - wrong * jax.nn.log_sigmoid(-margin)
@@ -63,7 +63,7 @@ def preference(gained: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, jax
 def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return log(Z) and the target's logit at every position."""
     if on_cpu() and not split_of("vocab"):
-        return _looked_up(logits, targets)
+        return _scores_unsharded(logits, targets)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     return log_z, target_scores(logits, targets)
 
@@ -82,14 +82,14 @@ def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.where(numbers == targets[..., None], logits, zero).sum(-1)
 
 
-def hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def one_hot_mask(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return which of the logits (..., vocab) belong to targets (...), as bool (..., vocab)."""
     last = logits.ndim - 1
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, last) == targets[..., None]
 
 
 @jax.custom_vjp
-def _looked_up(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scores_unsharded(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute _scores where each device has the complete vocabulary.
 
     With JAX's own gradient, XLA:CPU would write that of the target logits, nearly all zeros, as one
@@ -114,8 +114,8 @@ def _looked_up_backward(
     powers, total, targets = kept
     of_log_z, of_score = gradients
     of_powers = computed_once(of_log_z / total)[..., None]
-    hit = jnp.where(hits(powers, targets), of_score[..., None], 0.0)
+    hit = jnp.where(one_hot_mask(powers, targets), of_score[..., None], 0.0)
     return powers * of_powers + hit, None
 
 
-_looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+_scores_unsharded.defvjp(_looked_up_forward, _looked_up_backward)

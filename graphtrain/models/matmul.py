@@ -32,7 +32,7 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
     return _dot(equation, a, b, dtype or _computed_in(a, b))
 
 
-def dots(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
+def dot_many(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
     """Multiply one array by each of several others, and reduce its gradient once.
 
     The products' gradients of `a` are summed on each device before devices reduce them. Where the

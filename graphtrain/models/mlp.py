@@ -7,9 +7,9 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import init
-from graphtrain.models.activations import activated
+from graphtrain.models.activations import apply_activation
 from graphtrain.models.flops import is_gated
-from graphtrain.models.projection import project, projects
+from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain
 
 ACTIVATIONS = {
@@ -27,7 +27,7 @@ class MLP(nnx.Module):
     Source: Shazeer 2020, "GLU variants improve Transformer", https://arxiv.org/abs/2002.05202
     """
 
-    def __init__(self, model: Model, keys: init.Keys):
+    def __init__(self, model: Model, keys: init.ParameterKeys):
         self.model = model
         for name, axes in _wide(model).items():
             setattr(self, name, init.normal(model, keys, "embed", *axes))
@@ -41,7 +41,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the MLP's output (batch, seq, embed) for x of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
-        hidden = activated(activate, self._widen(x))
+        hidden = apply_activation(activate, self._widen(x))
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:
@@ -50,7 +50,7 @@ class MLP(nnx.Module):
             both = project(self, "gate_up", "bse,epm->bspm", x)
             both = constrain(both, "batch", "seq", None, "mlp")
             return [both[:, :, 0], both[:, :, 1]]
-        wide = projects(self, tuple(_wide(self.model)), "bse,em->bsm", x)
+        wide = project_many(self, tuple(_wide(self.model)), "bse,em->bsm", x)
         return [constrain(each, "batch", "seq", "mlp") for each in wide]
 
 

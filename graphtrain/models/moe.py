@@ -28,18 +28,20 @@ from graphtrain.config.schema import Mixture, Model
 from graphtrain.models import init
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
-from graphtrain.models.lora.layers import whole
+from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
-from graphtrain.models.projection import PROJECTION, project, projects
+from graphtrain.models.projection import PROJECTION, project, project_many
 from lowering.tracing.constrain import constrain, placement, split_of
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-Terms = dict[str, jax.Array]  # auxiliary losses of the router, by name
-Combine = Callable[[list[jax.Array]], jax.Array]  # products with gate and up -> hidden values
+RouterLosses = dict[str, jax.Array]  # auxiliary losses of the router, by name
+GateUpFunction = Callable[
+    [list[jax.Array]], jax.Array
+]  # products with gate and up -> hidden values
 
 
 class MixtureMLP(nnx.Module):
@@ -49,7 +51,7 @@ class MixtureMLP(nnx.Module):
     2022, "MegaBlocks", https://arxiv.org/abs/2211.15841
     """
 
-    def __init__(self, model: Model, keys: init.Keys):
+    def __init__(self, model: Model, keys: init.ParameterKeys):
         assert model.mixture is not None
         self.model, self.mixture = model, model.mixture
         self.router = init.normal(model, keys, "embed", "routes")
@@ -71,12 +73,12 @@ class MixtureMLP(nnx.Module):
     @jax.named_scope("mixture")
     def __call__(
         self, x: Float[Array, "batch seq embed"]
-    ) -> tuple[Float[Array, "batch seq embed"], Terms]:
+    ) -> tuple[Float[Array, "batch seq embed"], RouterLosses]:
         """Return the experts' combined output and the router's auxiliary losses."""
         with jax.named_scope("router"):
             scores = dot("bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32)
             scores = constrain(scores, "batch", "seq", None)
-        shares, experts = choose(scores, self.mixture)
+        shares, experts = top_k(scores, self.mixture)
         terms = router_losses(scores, experts, self.mixture, self.model.layers)
         if self.mixture.capacity is None:
             mixed = self._dropless(x, shares, experts)
@@ -91,7 +93,7 @@ class MixtureMLP(nnx.Module):
         Source: Qwen team 2024, "Qwen1.5-MoE", https://qwenlm.github.io/blog/qwen-moe/
         """
         activate = ACTIVATIONS[self.model.activation]
-        wide = projects(self, self._shared_names(), "bse,em->bsm", x)
+        wide = project_many(self, self._shared_names(), "bse,em->bsm", x)
         *gate, up = (constrain(each, "batch", "seq", "shared") for each in wide)
         hidden = activate(gate[0]) * up if gate else activate(up)
         score = (x.astype(jnp.float32) * self.shared_share[...]).sum(-1, keepdims=True)
@@ -103,7 +105,7 @@ class MixtureMLP(nnx.Module):
 
     def _widths(self) -> list[jax.Array]:
         names = ("gate", "up") if is_gated(self.model) else ("up",)
-        return [whole(getattr(self, name).get_value()) for name in names]
+        return [plain_array(getattr(self, name).get_value()) for name in names]
 
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
@@ -119,7 +121,7 @@ class MixtureMLP(nnx.Module):
         count, length = self.mixture.experts, x.shape[1]
         room = math.ceil(capacity * length * self.mixture.per_token / count)
         order = positions(length)  # slots fill in sequence order, also under ring attention
-        places = place_in_line(experts[:, jnp.argsort(order)], count)[:, order]
+        places = slot_in_expert(experts[:, jnp.argsort(order)], count)[:, order]
         kept = places < room
         slots = jnp.where(
             kept, experts * room + places, count * room
@@ -148,7 +150,7 @@ class MixtureMLP(nnx.Module):
         ]
         *gate, up = (checkpoint_name(each, PROJECTION) for each in wide)
         hidden = activate(gate[0]) * up if gate else activate(up)
-        down = whole(self.down.get_value())
+        down = plain_array(self.down.get_value())
         out = checkpoint_name(dot("bxcm,xme->bxce", hidden, down), PROJECTION)
         return constrain(out, "grouped", "experts", "capacity", "embed")
 
@@ -159,12 +161,12 @@ class MixtureMLP(nnx.Module):
             *gate, up = wide
             return activate(gate[0]) * up if gate else activate(up)
 
-        down = whole(self.down.get_value())
-        return send_to_experts(combine, x, shares, experts, self._widths(), down)
+        down = plain_array(self.down.get_value())
+        return dropless_experts(combine, x, shares, experts, self._widths(), down)
 
 
-def send_to_experts(
-    combine: Combine,
+def dropless_experts(
+    combine: GateUpFunction,
     x: Float[Array, "batch seq embed"],
     shares: Float[Array, "batch seq choices"],
     experts: Int[Array, "batch seq choices"],
@@ -204,7 +206,7 @@ def send_to_experts(
     )(x, shares, experts, wide, down)
 
 
-def choose(
+def top_k(
     scores: Float[Array, "batch seq routes"], mixture: Mixture
 ) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
     """Return the weights and indices of each token's top-k experts.
@@ -218,7 +220,7 @@ def choose(
     return shares, experts
 
 
-def place_in_line(
+def slot_in_expert(
     experts: Int[Array, "batch seq choices"], count: int
 ) -> Int[Array, "batch seq choices"]:
     """Return how many earlier choices in the same sequence chose the same expert.
@@ -232,7 +234,9 @@ def place_in_line(
     return (before * chosen).sum(-1)
 
 
-def router_losses(scores: jax.Array, experts: jax.Array, mixture: Mixture, layers: int) -> Terms:
+def router_losses(
+    scores: jax.Array, experts: jax.Array, mixture: Mixture, layers: int
+) -> RouterLosses:
     """Return the load-balancing loss and the router z-loss, weighted by the settings.
 
     Both are means over tokens and, summed over the model's layers, means over layers.
@@ -258,7 +262,7 @@ def router_losses(scores: jax.Array, experts: jax.Array, mixture: Mixture, layer
 
 
 def _sorted_experts(
-    combine: Combine,
+    combine: GateUpFunction,
     over: tuple[str, ...],
     inside: tuple[str, ...],
     x: jax.Array,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.config.schema import Model
-from graphtrain.models.block import apply_stack, full_layers, layer_keys, split_key
+from graphtrain.models.block import apply_stack, global_attention_layers, layer_keys, split_key
 from graphtrain.models.decoder import Parameters, merge
 from lowering.pipeline.schedules import Pipeline
 from lowering.trees import Tree
@@ -20,11 +20,11 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.pipeline import Stages
 
 # (logits, microbatch) -> (objective to minimize, values to report)
-Score = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
+LossFunction = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
 Keys = Callable[[jax.Array], jax.Array]  # microbatch index -> dropout key
 
 
-def arrange_rows(array: jax.Array, stages: Stages) -> jax.Array:
+def layers_to_rows(array: jax.Array, stages: Stages) -> jax.Array:
     """Store layers for stages: (rounds, stages x depth, ...), without the first axis if rounds = 1.
 
     The axis of stages x depth is sharded over the stages, so that no layer ever moves. Read row by
@@ -37,22 +37,22 @@ def arrange_rows(array: jax.Array, stages: Stages) -> jax.Array:
     return array.reshape(*_leading(stages), *array.shape[1:])
 
 
-def arrange_spec(spec: ArraySpec, stages: Stages) -> ArraySpec:
+def row_spec(spec: ArraySpec, stages: Stages) -> ArraySpec:
     """Return the ArraySpec of arrange_rows' result."""
     leading = _leading(stages)
     names = ("rounds", "layers")[-len(leading) :]
     return replace(spec, shape=(*leading, *spec.shape[1:]), axes=(*names, *spec.axes[1:]))
 
 
-def arrange(parameters: Parameters, stages: Stages) -> dict[str, Any]:
+def to_pipeline_layout(parameters: Parameters, stages: Stages) -> dict[str, Any]:
     """Return the decoder's parameters with the layers stored for stages."""
-    layers = jax.tree.map(lambda array: arrange_rows(array, stages), parameters["layers"])
+    layers = jax.tree.map(lambda array: layers_to_rows(array, stages), parameters["layers"])
     return {**parameters, "layers": layers}
 
 
-def arrange_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
+def pipeline_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
     """Return the ArraySpecs of arrange's result."""
-    return {**specs, "layers": jax.tree.map(lambda one: arrange_spec(one, stages), specs["layers"])}
+    return {**specs, "layers": jax.tree.map(lambda one: row_spec(one, stages), specs["layers"])}
 
 
 def _leading(stages: Stages) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def _leading(stages: Stages) -> tuple[int, ...]:
 
 
 def decoder_pipeline(
-    model: Model, stages: Stages, score: Score, keys: Keys | None, term_weight: float
+    model: Model, stages: Stages, score: LossFunction, keys: Keys | None, term_weight: float
 ) -> Pipeline:
     """Build the decoder's pipeline: embedding, stages of layers, final norm with LM head.
 
@@ -82,7 +82,7 @@ def decoder_pipeline(
         return merge(model, weights).embed(microbatch["tokens"], keys_of(number)[0])
 
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
-        drop, full = layer_keys(model, keys_of(number)[1]), full_layers(model)
+        drop, full = layer_keys(model, keys_of(number)[1]), global_attention_layers(model)
         begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
         here = begin + jnp.arange(stages.depth)
         which = jnp.minimum(here, model.layers - 1)  # rows of zeros may be past the end
@@ -111,7 +111,7 @@ def decoder_pipeline(
     )
 
 
-def divide_parameters(model: Model, parameters: Parameters) -> Tree:
+def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
     """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts."""
     last = ("final_norm", "embedding") if model.tied_head else ("final_norm", "head")
     return {
@@ -121,7 +121,7 @@ def divide_parameters(model: Model, parameters: Parameters) -> Tree:
     }
 
 
-def join_gradients(gradients: Tree) -> Tree:
+def merge_gradients(gradients: Tree) -> Tree:
     """Return the gradients before divide_parameters; those of a tied head are summed."""
     joined = {**gradients["last"], "layers": gradients["stages"]}
     embedding = gradients["first"]["embedding"]

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from graphtrain.models.lora.layers import product, products
+from graphtrain.models.lora.layers import multiply, multiply_many
 
 PROJECTION = "projection"
 
@@ -17,16 +17,16 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
     The product is named by checkpoint_name, so that remat = "dots" can save it.
     """
     with jax.named_scope(name):
-        y = product(equation, x, getattr(module, name).get_value())
+        y = multiply(equation, x, getattr(module, name).get_value())
     return _finish(module, name, y)
 
 
-def projects(
+def project_many(
     module: nnx.Module, names: Sequence[str], equation: str, x: jax.Array
 ) -> list[jax.Array]:
     """Apply project for several parameters that multiply the same x."""
     with jax.named_scope("+".join(names)):
-        several = products(equation, x, [getattr(module, name).get_value() for name in names])
+        several = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
     return [_finish(module, name, y) for name, y in zip(names, several, strict=True)]
 
 

@@ -17,12 +17,12 @@ from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.memory import memory as estimated_memory
-from graphtrain.cost_model.padded_stages import with_filler
-from graphtrain.cost_model.time import step_time, utilisation
-from graphtrain.cost_model.traffic import bubble_of, traffic
+from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.time import mfu, step_time
+from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
-from graphtrain.models.attention.kernel_support import in_step
-from graphtrain.models.chunk_size import chunk_of
+from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
+from graphtrain.models.chunk_size import loss_chunk
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
@@ -90,10 +90,14 @@ def assess_all(
 def estimate(program: Program, plan: Plan | None = None) -> Assessment:
     """The same by arithmetic alone; with a plan, no JAX is imported."""
     mesh, rules = mesh_shape(program), Rules.load(program.rules)
-    filled = with_filler(program)
+    filled = with_padding_layers(program)
     memory = estimated_memory(filled, rules, mesh)
     return _assessment(
-        program, plan or plan_program(program), memory, traffic(filled, rules, mesh), "estimate"
+        program,
+        plan or plan_program(program),
+        memory,
+        predict_collectives(filled, rules, mesh),
+        "estimate",
     )
 
 
@@ -134,7 +138,7 @@ def _why_not(outcome: Outcome) -> str:
 
 def _explained(peak: int, program: Program, plan: Plan) -> Memory:
     """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
-    guess = estimated_memory(with_filler(program), Rules.load(program.rules), plan.mesh)
+    guess = estimated_memory(with_padding_layers(program), Rules.load(program.rules), plan.mesh)
     parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))
     rest = max(0, peak - parameters - frozen - optimizer)
     gradients = min(guess.gradients, rest)
@@ -160,9 +164,9 @@ def _assessment(
     source: Any,
 ) -> Assessment:
     bubble = bubble_of(program, plan.mesh)
-    filled = with_filler(program)
+    filled = with_padding_layers(program)
     rules = Rules.load(program.rules)
-    flash = in_step(filled, rules, plan.mesh)
+    flash = step_uses_flash_kernel(filled, rules, plan.mesh)
     time = step_time(filled, plan.mesh, memory, collectives, bubble, flash=flash)
     return Assessment(
         target=program.target,
@@ -171,7 +175,7 @@ def _assessment(
         collectives=collectives,
         collectives_source=source,
         time=time,
-        mfu=utilisation(program, time.total),
-        mfu_causal=utilisation(program, time.total, causal=True),
-        chunk=chunk_of(filled, rules, plan.mesh),
+        mfu=mfu(program, time.total),
+        mfu_causal=mfu(program, time.total, causal=True),
+        chunk=loss_chunk(filled, rules, plan.mesh),
     )

@@ -11,12 +11,12 @@ from typing import Any
 from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.memory import memory
-from graphtrain.cost_model.time import step_time, utilisation
-from graphtrain.cost_model.traffic import bubble_of, traffic
-from graphtrain.cost_model.weights import Weight, place_weights
-from graphtrain.models.attention.kernel_support import in_step
-from graphtrain.models.chunk_size import chunk_of
-from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.cost_model.time import mfu, step_time
+from graphtrain.cost_model.traffic import bubble_of, predict_collectives
+from graphtrain.cost_model.weights import ShardedWeight, shard_weights
+from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
+from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.models.shapes import state_arrays
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
@@ -108,9 +108,9 @@ def candidates(
             for pipeline in _pipelines(mesh.axes["stage"], program):
                 placed = replace(here, pipeline=pipeline)
                 try:
-                    weights = place_weights(placed, rules, mesh)
-                    in_step(placed, rules, mesh)
-                    chunk_of(placed, rules, mesh)
+                    weights = shard_weights(placed, rules, mesh)
+                    step_uses_flash_kernel(placed, rules, mesh)
+                    loss_chunk(placed, rules, mesh)
                     if choices.arrays is not None:
                         make_plan(state_arrays(choices.arrays, placed.optimizer), rules, mesh)
                 except (ShardingError, LoweringError):
@@ -128,17 +128,17 @@ def _candidate(
     program: Program,
     mesh: MeshShape,
     rules: Rules,
-    weights: Sequence[Weight],
+    weights: Sequence[ShardedWeight],
     attained: float,
 ) -> Candidate:
     held = memory(program, rules, mesh, weights)
     if not held.fits:
         return Candidate(program, mesh, held)
-    collectives = traffic(program, rules, mesh, weights)
-    flash = in_step(program, rules, mesh)
+    collectives = predict_collectives(program, rules, mesh, weights)
+    flash = step_uses_flash_kernel(program, rules, mesh)
     bubble = bubble_of(program, mesh)
     spent = step_time(program, mesh, held, collectives, bubble, attained, flash)
-    return Candidate(program, mesh, held, spent, utilisation(program, spent.total))
+    return Candidate(program, mesh, held, spent, mfu(program, spent.total))
 
 
 def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[str, int]]:
@@ -162,7 +162,7 @@ def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[s
 def _without_stages(program: Program) -> bool:
     """What no pipeline takes; see config.schema.check_pipeline."""
     apart = program.batch.documents == "apart"
-    return apart or keeps_weights(program) or program.loss.has_chunks
+    return apart or has_frozen_weights(program) or program.loss.has_chunks
 
 
 def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:

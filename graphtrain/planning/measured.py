@@ -12,10 +12,10 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import memory
-from graphtrain.cost_model.padded_stages import with_filler
+from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import step_time
 from graphtrain.cost_model.traffic import bubble_of
-from graphtrain.models.attention.kernel_support import in_step
+from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, Entry
 from lowering.hlo.collectives import Collective
@@ -61,9 +61,9 @@ def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs
     """What a plan says of the same compiled program."""
     mesh, size = mesh_shape(program), record["stablehlo_bytes"]
     collectives = [Collective.from_record(one) for one in record["collectives"]]
-    filled = with_filler(program)
+    filled = with_padding_layers(program)
     rules = Rules.load(program.rules)
-    held, flash = memory(filled, rules, mesh), in_step(filled, rules, mesh)
+    held, flash = memory(filled, rules, mesh), step_uses_flash_kernel(filled, rules, mesh)
     time = step_time(filled, mesh, held, collectives, bubble_of(program, mesh), flash=flash)
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(ledger.read(path), program.target, size),

@@ -13,7 +13,7 @@ from graphtrain.config.render import toml
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.cost_model.assessment import Assessment
-from graphtrain.cost_model.padded_stages import with_filler
+from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.errors import USER_ERRORS
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
@@ -108,7 +108,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
 def _estimate(program: Program) -> Assessment:
     """In well under a millisecond, without tracing."""
     rules, mesh = Rules.load(program.rules), mesh_shape(program)
-    filled = with_filler(program)
+    filled = with_padding_layers(program)
     arrays = state_arrays(trained_arrays(filled), program.optimizer)
     frozen = frozen_arrays(filled, rules, mesh)
     arrays |= {f"frozen/{path}": spec for path, spec in frozen.items()}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.cost_model.assessment import StepTime
-from graphtrain.cost_model.native_equivalent import estimable
-from graphtrain.cost_model.time import HIDDEN, crosses_hosts
+from graphtrain.cost_model.native_equivalent import with_native_model
+from graphtrain.cost_model.time import OVERLAPPED_AXES, crosses_hosts
 from graphtrain.errors import PlanError
 from graphtrain.planning.candidates import (
     LONG,
@@ -49,7 +49,7 @@ def search(program: Program, keep: int = 20) -> Found:
             PyTorch whose sizes no configuration says.
     """
     began, asked, imported = time.perf_counter(), program, None
-    program = estimable(program)
+    program = with_native_model(program)
     if program.model.mixture is not None:
         raise PlanError("graphtrain plan search estimates dense models; this one is a mixture")
     choices = Choices()
@@ -140,11 +140,13 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
     target = Target.parse(best.program.target)
     for axes, seconds in time.communication.items():
         names = tuple(axes.split("+"))
-        if not set(names) <= HIDDEN:
+        if not set(names) <= OVERLAPPED_AXES:
             crosses = "crosses hosts, " if crosses_hosts(names, best.mesh, target) else ""
             said = f"{crosses}communicates over {axes} {seconds:.2f} s"
             excess[said] = seconds - other.communication.get(axes, 0.0)
-    hidden = {axes: s for axes, s in time.communication.items() if set(axes.split("+")) <= HIDDEN}
+    hidden = {
+        axes: s for axes, s in time.communication.items() if set(axes.split("+")) <= OVERLAPPED_AXES
+    }
     exposed = sum(hidden.values()) - time.overlapped
     if hidden:
         slowest = max(hidden, key=lambda axes: hidden[axes])

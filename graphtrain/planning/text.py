@@ -87,10 +87,12 @@ def print_answer(console: "Console", answer: "Answer") -> None:
 
 def _frozen_line(plan: "Plan") -> list[str]:
     """How many weights are trained, where some are not."""
-    from graphtrain.models.lora.trainable import count_of
+    from graphtrain.models.lora.trainable import weight_count
 
     trained, frozen = (
-        count_of({path: one.spec for path, one in plan.layouts.items() if one.spec.role == role})
+        weight_count(
+            {path: one.spec for path, one in plan.layouts.items() if one.spec.role == role}
+        )
         for role in ("parameter", "frozen")
     )
     if not frozen:

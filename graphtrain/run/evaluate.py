@@ -17,7 +17,7 @@ from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
-from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.bigram_baseline import Bigram
 from graphtrain.run.initial_weights import Beginning
 from graphtrain.run.programs import Programs
@@ -131,7 +131,7 @@ def checkpoint_loss(
             assert beginning is not None
             parameters = beginning.parameters(described)
         weights = (parameters,)
-        if beginning is not None and keeps_weights(program):
+        if beginning is not None and has_frozen_weights(program):
             weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
         batches = validation_batches(run.data, program, program.model.vocab, None)
         loss = validation_loss(evaluate, weights, batches, target)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.schema import Config, Program
-from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.metrics import writing
 from lowering.machine.target import Target
 from lowering.trees import Tree
@@ -38,7 +38,7 @@ class Beginning:
         Raises:
             WeightsError: weights are not whole, of another model, or not those of the run.
         """
-        keeps = keeps_weights(config.program)
+        keeps = has_frozen_weights(config.program)
         if config.run.initial is None or (resumes and not keeps):
             return None
         from graphtrain.weights.start import open_initial
@@ -63,7 +63,7 @@ class Beginning:
 
         with writing(directory):
             keep_side(self.weights, directory)
-        if keeps_weights(self.program):
+        if has_frozen_weights(self.program):
             keep_base(_native(self.weights), directory)
 
     def parameters(self, described: Tree, new: Tree | None = None) -> Tree:

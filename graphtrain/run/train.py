@@ -19,10 +19,10 @@ from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
-from graphtrain.cost_model.native_equivalent import estimable, hides_sizes
+from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
 from graphtrain.models.flops import useful_flops_per_token
-from graphtrain.models.lora.trainable import keeps_weights
+from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import check_programs, check_steps, together
 from graphtrain.run.directory_lock import owned
 from graphtrain.run.initial_weights import Beginning
@@ -102,7 +102,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
                 state = _start_from(beginning, programs, state)
         step = programs["train"]
         frozen = ()
-        if beginning is not None and keeps_weights(program):
+        if beginning is not None and has_frozen_weights(program):
             frozen = (beginning.frozen(step.inputs("frozen")),)
         if restored is not None:
             loader.restore(restored.loader)
@@ -216,7 +216,7 @@ def _add_to_ledger(
     from graphtrain.planning.measured import add_run
 
     steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
-    if not steps or hides_sizes(config.program):
+    if not steps or sizes_unknown(config.program):
         return
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
@@ -248,10 +248,10 @@ class _Loop:
     def __post_init__(self) -> None:
         program = self.config.program
         self._target = Target.parse(program.target)
-        if hides_sizes(program):
+        if sizes_unknown(program):
             self._flops = self.programs["train"].record.get("flops_per_token", {})
         else:
-            self._flops = useful_flops_per_token(estimable(program))
+            self._flops = useful_flops_per_token(with_native_model(program))
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
         run = self.config.run

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import (
     QUICKLY,
@@ -62,7 +62,7 @@ def check_apart(model: Imported) -> float:
     documents = np.repeat(np.arange(2, dtype=np.int32), _SIZES)[None]
 
     def both(arrays: dict[str, jax.Array], row: jax.Array) -> Any:
-        with apart(jnp.asarray(documents)):
+        with isolate_documents(jnp.asarray(documents)):
             packed, _ = opened.forward(unflatten(arrays), row, None)
         # Tokens after a document do not affect it: attention is causal.
         each = jnp.concatenate([row, jnp.roll(row, -_SIZES[0], 1)])

@@ -7,37 +7,37 @@ import math
 import jax
 import jax.numpy as jnp
 
-from graphtrain.config.schema import HowAttended
+from graphtrain.config.schema import AttentionImplementation
 from graphtrain.models.attention import module as native
-from graphtrain.models.attention.kv_cache import begins, kept
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.attention.score_mods import cap as bent
-from graphtrain.models.attention.segment_mask import numbers
+from graphtrain.models.attention.kv_cache import cache_offset, layer_cache
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.score_mods import soft_cap as bent
+from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, size_of, split_of
 
 
 def only_native() -> str | None:
     """Return the active feature that only the native attention supports, or None."""
-    if numbers() is not None:
+    if segment_ids() is not None:
         return (
             'isolating the documents of a row (batch.documents = "apart", the rules context, or '
             "graphtrain generate)"
         )
     if ring := split_of("attended"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
-    return None if begins() is None else "decoding with a KV cache"
+    return None if cache_offset() is None else "decoding with a KV cache"
 
 
 def attend_causally(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: int | None = None,
     remat: str = "none",
     unroll: int = 1,
-    how: HowAttended = "auto",
+    how: AttentionImplementation = "auto",
 ) -> jax.Array:
     """Compute causal attention as the native decoder does, without materialising a mask.
 
@@ -58,8 +58,8 @@ def attend_causally(
     """
     value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
-    if (before := kept()) is not None:
-        key, value = before.add(key, value)
+    if (before := layer_cache()) is not None:
+        key, value = before.update(key, value)
     elif window is not None and window >= query.shape[1]:
         window = None
     if key.shape[2] == 1:  # the only KV head is replicated over the mesh

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
-from graphtrain.config.schema import HowAttended
+from graphtrain.config.schema import AttentionImplementation
 from graphtrain.errors import ImportedModelError, NeedsStrict
-from graphtrain.models.attention.kv_cache import begins
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.decoder import rows_of
+from graphtrain.models.attention.kv_cache import cache_offset
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_frontend.attention import attend, attend_causally, only_native
@@ -57,7 +57,7 @@ class Environment(TorchaxEnvironment):
         vocab: int | None = None,
         remat: str = "none",
         unroll: int = 1,
-        how: HowAttended = "auto",
+        how: AttentionImplementation = "auto",
     ) -> None:
         """Register the operations.
 
@@ -71,7 +71,7 @@ class Environment(TorchaxEnvironment):
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
-        self._how: HowAttended = how
+        self._how: AttentionImplementation = how
         self.attended = 0  # number of calls of the native attention
         self._unread: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
@@ -169,9 +169,9 @@ class Environment(TorchaxEnvironment):
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # for example positions
             # While decoding, positions of prompt padding may be past the end of the table.
-            mode = None if begins() is None else "clip"
+            mode = None if cache_offset() is None else "clip"
             return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
-        rows = jnp.asarray(rows_of(table, tokens, self.computes_in, by_hand_now()))
+        rows = jnp.asarray(embedding_lookup(table, tokens, self.computes_in, by_hand_now()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -248,7 +248,7 @@ class Environment(TorchaxEnvironment):
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
             self.attended += 1
-            scoring = Scoring(scale, cap)
+            scoring = ScoreTransform(scale, cap)
             mixed = attend_causally(
                 *arrays, scoring, window, self._remat, self._unroll, how=self._how
             )

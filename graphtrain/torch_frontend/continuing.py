@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.attention.kv_cache import Wanted, beginning, keeping, wanting
+from graphtrain.models.attention.kv_cache import (
+    CacheShapeRecorder,
+    at_cache_offset,
+    record_cache_shapes,
+    use_cache,
+)
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scanning import Scan, Through
@@ -21,7 +26,7 @@ from sharding_rules.arrays import ArraySpec
 _TOKENS = (1, 4)  # (batch, seq) of the trace that finds the shapes of the KV cache
 
 
-def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
+def kv_cache_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
     """Return the specs of the model's KV cache, by block.
 
     Blocks of a stack share arrays with a leading layer axis, one pair for each position of its
@@ -48,7 +53,7 @@ def kept_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
     return unflatten(specs)
 
 
-def extend(
+def decode_step(
     opened: OpenedModel, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Run one decode step; return float32 logits (batch, seq, vocab) and the updated KV cache.
@@ -70,7 +75,7 @@ def extend(
 
     @contextmanager
     def around(name: str) -> Iterator[None]:
-        with keeping(**of(name)) as here:
+        with use_cache(**of(name)) as here:
             yield
         put(name, {"key": here.key, "value": here.value})
 
@@ -81,7 +86,7 @@ def extend(
             arrays, keys, kept = each
             found = []
             for position in range(len(names)):
-                with keeping(**kept[position]) as here:
+                with use_cache(**kept[position]) as here:
                     hidden = scan.through_block(position, hidden, arrays[position], keys[position])
                 found.append({"key": here.key, "value": here.value})
             return hidden, found
@@ -95,7 +100,7 @@ def extend(
 
     whole = _without_remat(opened)
     arrays = whole.computed_in(flatten(parameters))
-    with beginning(begin):
+    with at_cache_offset(begin):
         out = whole.run(arrays, tokens, None, Through(leaving=leaving, around=around))
         return whole.logits_of(out, tokens), unflatten(after)
 
@@ -106,7 +111,7 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
 
     @contextmanager
     def around(name: str) -> Iterator[None]:
-        with wanting() as here:
+        with record_cache_shapes() as here:
             yield
         found[name] = here.heads
 
@@ -116,16 +121,16 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
                 scan.describe(position)
         return scan.hidden
 
-    def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> Wanted:
+    def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> CacheShapeRecorder:
         whole, through = _without_remat(opened), Through(leaving=leaving, around=around)
-        with wanting() as outside:
+        with record_cache_shapes() as outside:
             whole.run(whole.computed_in(arrays), tokens, None, through)
         return outside
 
     specs = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
-    outside: list[Wanted] = []
+    outside: list[CacheShapeRecorder] = []
     jax.eval_shape(
         lambda arrays, tokens: outside.append(run(arrays, tokens)),
         specs,

@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from transformers.integrations import moe
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.moe import send_to_experts
+from graphtrain.models.moe import dropless_experts
 from lowering.tracing.constrain import placement
 
 NAME = "graphtrain"
@@ -55,7 +55,7 @@ def _experts(
         one.jax()[:, None]  # pyright: ignore[reportAttributeAccessIssue]
         for one in (hidden_states, top_k_weights, top_k_index)
     )
-    mixed = send_to_experts(combine, x, shares, experts, apart, down)
+    mixed = dropless_experts(combine, x, shares, experts, apart, down)
     return Tensor(mixed[:, 0], environment)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
-from graphtrain.config.schema import HowAttended, Mixture, Model
+from graphtrain.config.schema import AttentionImplementation, Mixture, Model
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Imported
@@ -27,7 +27,7 @@ _WITHOUT_GATE = (
 )
 
 
-def look_alike(model: Imported) -> Model | None:
+def native_equivalent(model: Imported) -> Model | None:
     """Return a native model of about the same sizes; None if they are unknown.
 
     A module of the user is built to find its sizes, which imports PyTorch.
@@ -58,7 +58,7 @@ def look_alike(model: Imported) -> Model | None:
     )
 
 
-def _attention(model: Imported, kind: str) -> HowAttended:
+def _attention(model: Imported, kind: str) -> AttentionImplementation:
     """Return the attention implementation; "scores" if the module computes its own."""
     own = kind in _ATTENDING_THEMSELVES or model.front_end == "strict"
     return "scores" if own else model.attention

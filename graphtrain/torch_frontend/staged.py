@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphtrain.models.pipeline_stages import Keys, Score, arrange_rows, arrange_spec
+from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
 from graphtrain.torch_frontend.blocks import Stack, Unrolled
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scanning import Scan, Taken, Through, residual
@@ -79,9 +79,7 @@ def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
     def store(path: str, one: Any) -> Any:
         if path not in parts.stages:
             return one
-        return (
-            arrange_spec(one, stages) if isinstance(one, ArraySpec) else arrange_rows(one, stages)
-        )
+        return row_spec(one, stages) if isinstance(one, ArraySpec) else layers_to_rows(one, stages)
 
     return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
 
@@ -237,7 +235,7 @@ def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
 
 
 def imported_pipeline(
-    opened: OpenedModel, stages: Stages, score: Score, keys: Keys | None, tokens: jax.Array
+    opened: OpenedModel, stages: Stages, score: LossFunction, keys: Keys | None, tokens: jax.Array
 ) -> Pipeline:
     """Build the Pipeline of a model: what each part computes of one microbatch.
 

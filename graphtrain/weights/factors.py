@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.models.lora.trainable import adapted_paths, whole_paths
+from graphtrain.models.lora.trainable import fully_trained_paths, lora_paths
 from graphtrain.weights.convert import read_config, without_padding
 from graphtrain.weights.families import Family, family_for, family_of
 from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
@@ -37,8 +37,8 @@ class Table:
     def of(cls, side: Path, model: Model, adapter: Adapter) -> Table:
         config = read_config(side) if (side / "config.json").is_file() else None
         family = family_of(config) if config else family_for(model)
-        targets = frozenset(adapted_paths(model, adapter))
-        whole = frozenset(whole_paths(model, adapter))
+        targets = frozenset(lora_paths(model, adapter))
+        whole = frozenset(fully_trained_paths(model, adapter))
         return cls(family, without_padding(model, config), adapter, targets, whole)
 
     @property

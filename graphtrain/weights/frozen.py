@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Config, Program
-from graphtrain.models.lora.quantize import Kind, block_of, quantise
-from graphtrain.models.lora.trainable import CODES, SCALES, A, B
+from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
+from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.peft import PeftAdapter
 from graphtrain.weights.sources import Source
@@ -65,14 +65,14 @@ def trained_parameters(
     paths = {
         path: like
         for path, like in flatten(described).items()
-        if not (path in begun and path.endswith((f"/{A}", f"/{B}")))
+        if not (path in begun and path.endswith((f"/{LORA_A}", f"/{LORA_B}")))
     }
     read = reader(weights, program)
 
     def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         if adapter is not None and path in adapter.arrays:
             return adapter.arrays[path][index]
-        if path.endswith((f"/{A}", f"/{B}")):
+        if path.endswith((f"/{LORA_A}", f"/{LORA_B}")):
             return np.zeros(shape, np.float32)[index]
         return read(path, shape, index)
 
@@ -83,9 +83,9 @@ def trained_parameters(
 class _Blocks:
     """Codes and scales of the weight read last: each is asked for both, part by part."""
 
-    def __init__(self, read: Read, program: Program, kind: Kind) -> None:
+    def __init__(self, read: Read, program: Program, kind: QuantizationKind) -> None:
         self._read = read
-        self._kind: Kind = kind
+        self._kind: QuantizationKind = kind
         self._arrays = parameter_arrays(program.model)
         self._held: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._stem = ""
@@ -93,7 +93,7 @@ class _Blocks:
     def part(self, stem: str, kind: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         """Of the codes or scales of a weight."""
         whole = self._arrays[stem].shape
-        block = block_of(whole[-1])
+        block = block_size(whole[-1])
         each = whole[-1] // shape[-1]  # weights in a code, or under a scale
         *front, last = (slice(*one.indices(size)) for one, size in zip(index, shape, strict=True))
         begin, end = last.start * each, last.stop * each
@@ -111,5 +111,5 @@ class _Blocks:
             self._held, self._stem = {}, stem
         key = tuple((one.start, one.stop) for one in index)
         if key not in self._held:
-            self._held[key] = quantise(self._read(stem, whole, index), self._kind, block)
+            self._held[key] = quantize(self._read(stem, whole, index), self._kind, block)
         return self._held[key]

@@ -12,14 +12,14 @@ import numpy as np
 
 from graphtrain.config import load_config
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.models.lora.quantize import rounded
+from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.lora.trainable import (
-    A,
-    B,
-    adapted_paths,
-    is_quantised,
-    is_rounded,
-    whole_paths,
+    LORA_A,
+    LORA_B,
+    fully_trained_paths,
+    is_bfloat16,
+    is_quantized,
+    lora_paths,
 )
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.base import open_base
@@ -38,8 +38,8 @@ class Merged:
         self.run, self.adapter = run, run.program.adapter
         self.directory, self.side, self.model = run.directory, run.side, run.model
         self.base = open_base(load_config(run.directory / "config.toml"), run.directory)
-        self._adapted = set(adapted_paths(self.model, self.adapter))
-        self._whole = set(whole_paths(self.model, self.adapter))
+        self._adapted = set(lora_paths(self.model, self.adapter))
+        self._whole = set(fully_trained_paths(self.model, self.adapter))
 
     @property
     def files(self) -> list[Path]:
@@ -59,7 +59,7 @@ class Merged:
     def _trained(self, path: str) -> list[str]:
         if path in self._whole:
             return [path]
-        return [f"{path}/{A}", f"{path}/{B}"] if path in self._adapted else []
+        return [f"{path}/{LORA_A}", f"{path}/{LORA_B}"] if path in self._adapted else []
 
     def _merge(self, path: str, layer: int | None, trained: dict[str, np.ndarray]) -> np.ndarray:
         if path in trained:
@@ -68,7 +68,7 @@ class Merged:
         kept = as_kept(path, base, self.model, self.adapter)
         if path not in self._adapted:
             return kept
-        product = np.tensordot(trained[f"{path}/{A}"], trained[f"{path}/{B}"], 1)
+        product = np.tensordot(trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"], 1)
         return kept.astype(np.float32) + np.float32(self.adapter.scale) * product
 
 
@@ -79,7 +79,7 @@ class Kept:
         self._base, self._adapter = base, adapter
         self.directory, self.side, self.model = base.directory, base.side, base.model
         self.files = base.files
-        self._whole = set(whole_paths(base.model, adapter))
+        self._whole = set(fully_trained_paths(base.model, adapter))
 
     def dtype(self, path: str) -> np.dtype | None:
         return self._base.dtype(path)
@@ -98,9 +98,9 @@ class Kept:
 def as_kept(path: str, weights: np.ndarray, model: Model, adapter: Adapter) -> np.ndarray:
     """What of an array of the base is left in the bits that a program keeps it in."""
     spec = parameter_arrays(model)[path]
-    if is_rounded(path, spec, adapter):
+    if is_bfloat16(path, spec, adapter):
         return weights.astype(ml_dtypes.bfloat16).astype(np.float32)
-    if is_quantised(path, spec, adapter):
+    if is_quantized(path, spec, adapter):
         assert adapter.base in ("int8", "nf4")
-        return rounded(weights, adapter.base)
+        return fake_quantize(weights, adapter.base)
     return weights

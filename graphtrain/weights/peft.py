@@ -15,7 +15,7 @@ import numpy as np
 
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
-from graphtrain.models.lora.trainable import A, B, trained_arrays
+from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
 from graphtrain.weights.convert import Summary, making
 from graphtrain.weights.factors import (
     EMBEDDING,
@@ -64,7 +64,7 @@ def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
     tensors: dict[str, np.ndarray] = {}
     for piece in table.adapted():
         paths = [path for path in piece.row.paths if path in table.targets]
-        found = read([f"{path}/{name}" for path in paths for name in (A, B)], piece.layer)
+        found = read([f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)], piece.layer)
         pairs = dict(zip(paths, zip(found[::2], found[1::2], strict=True), strict=True))
         tensors |= _named(piece, *to_peft(piece, pairs, table.model))
     for piece in table.saved():
@@ -112,8 +112,8 @@ class PeftAdapter:
         arrays = {path: np.zeros(spec.shape, np.float32) for path, spec in specs.items()}
         for piece in self._table.adapted():
             for path, (first, second) in self._pairs(piece).items():
-                arrays[f"{path}/{A}"][piece.layer] = first
-                arrays[f"{path}/{B}"][piece.layer] = second
+                arrays[f"{path}/{LORA_A}"][piece.layer] = first
+                arrays[f"{path}/{LORA_B}"][piece.layer] = second
         for piece in self._table.saved():
             tensors = [self._take(name, _PREFIX + name) for name in piece.names]
             if piece.row.paths == (EMBEDDING,):

@@ -12,10 +12,10 @@ from programs import CUBE, LLAMA, program
 from test_graphs import compiled
 
 from graphtrain.config.schema import Batch, Mesh
-from graphtrain.models.attention.dot_product import attention
+from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.operator_region import fused_attention
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.segment_mask import isolate_documents
 from lowering.ascend import mindir
 from lowering.tracing.operator_regions import marked
 
@@ -101,8 +101,8 @@ def both_passes(function, window, documents):
 
     def passes(query, key, value, numbers):
         def mixed(*three):
-            with apart(numbers if documents else None):
-                return function(*three, Scoring(0.25), jnp.int32(5) if window else None)
+            with isolate_documents(numbers if documents else None):
+                return function(*three, ScoreTransform(0.25), jnp.int32(5) if window else None)
 
         result, back = jax.vjp(mixed, query, key, value)
         return result, *back(jnp.sin(result))
@@ -123,7 +123,7 @@ DOCUMENTS = np.array([[0] * 5 + [1] * 7, [0] * 12], np.int32)
 def test_a_region_computes_what_attention_does(dtype, window, documents):
     given = (*arrays(dtype), DOCUMENTS)
     ours = jax.jit(both_passes(fused_attention, window, documents))(*given)
-    theirs = jax.jit(both_passes(attention, window, documents))(*given)
+    theirs = jax.jit(both_passes(dot_product_attention, window, documents))(*given)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype
         tolerance = 1e-6 if dtype == "float32" else 0.03

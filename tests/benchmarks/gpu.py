@@ -167,7 +167,7 @@ def serve(name: str, model: str, target: str, directory: Path) -> None:
 
 def compare(turns: dict[str, list[Any]], model: str, target: str) -> dict[str, Any]:
     """Rates, utilisation in both conventions, and how many times a program's rate ours is."""
-    from graphtrain.cost_model.time import utilisation
+    from graphtrain.cost_model.time import mfu
 
     of, found = program(model, target), {}
     rates = {name: [turn["rate"] for turn in taken] for name, taken in turns.items()}
@@ -176,8 +176,8 @@ def compare(turns: dict[str, list[Any]], model: str, target: str) -> dict[str, A
         seconds = of.batch.tokens / rate
         found[name] = {
             "tokens_per_second": rate,
-            "mfu": round(utilisation(of, seconds), 4),
-            "mfu_causal": round(utilisation(of, seconds, causal=True), 4),
+            "mfu": round(mfu(of, seconds), 4),
+            "mfu_causal": round(mfu(of, seconds, causal=True), 4),
             "ratio": summary([a / b for a, b in zip(rates[DEVICELESS], taken, strict=True)]),
             "loss": turns[name][-1]["loss"],
         }

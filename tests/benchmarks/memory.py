@@ -118,7 +118,7 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 
 def main() -> None:
     from graphtrain.config.resolve import mesh_shape
-    from graphtrain.cost_model.memory import least, memory
+    from graphtrain.cost_model.memory import lower_bound, memory
     from sharding_rules.rules import Rules
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -147,7 +147,7 @@ def main() -> None:
         model = replace(of.model, attention=arguments.attention)
         of = replace(of, model=model, loss=Loss(chunk=chunk))
         rules, mesh = Rules.load(of.rules), mesh_shape(of)
-        predicted, minimum = memory(of, rules, mesh), least(of, rules, mesh)
+        predicted, minimum = memory(of, rules, mesh), lower_bound(of, rules, mesh)
         compiler, buffers = known.get((name, target)), []
         if compiler is None:
             compiler, buffers = compiled(of)

@@ -11,7 +11,7 @@ from unoptimized import OPTIONS
 from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
-from graphtrain.graphs.dispatch import arrange, parameter_specs
+from graphtrain.graphs.dispatch import parameter_specs, to_pipeline_layout
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
@@ -118,7 +118,7 @@ def stored(of: Program, tree: Tree) -> Tree:
     if stages is None or not isinstance(tree, dict):
         return tree
     if tree.keys() == parameter_specs(of.model).keys():
-        return jax.device_get(arrange(of.model, tree, stages))
+        return jax.device_get(to_pipeline_layout(of.model, tree, stages))
     return {name: stored(of, part) for name, part in tree.items()}
 
 

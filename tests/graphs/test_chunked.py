@@ -13,7 +13,7 @@ from test_parallel import loss_and_gradients
 
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
-from graphtrain.models.chunked_loss import Scored, chunked_cross_entropy
+from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
@@ -85,7 +85,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 def test_sums_and_gradients_are_those_of_float64():
-    scored = Scored(chunk=2, tied=True, cap=3.0, z_loss=0.1)
+    scored = LossHead(chunk=2, tied=True, cap=3.0, z_loss=0.1)
     random = np.random.default_rng(0)
     hidden, head = random.normal(size=(2, 6, 5)), random.normal(size=(5, 7))
     targets, weights = random.integers(0, 7, (2, 6)), random.random((2, 6))

@@ -14,8 +14,8 @@ from test_parallel import assert_close, loss_and_gradients
 from graphtrain.config.schema import Batch, Mesh, Pipeline
 from graphtrain.models.attention import ring_blocks
 from graphtrain.models.attention.ring import ring_attention
-from graphtrain.models.attention.ring_order import ordered, positions
-from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.ring_order import axis_to_ring_order, positions
+from graphtrain.models.attention.score_mods import ScoreTransform
 from lowering.tracing.constrain import placed
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
@@ -95,7 +95,7 @@ def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
 def test_positions_are_in_the_order_of_the_tokens():
     mesh = xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
     with placed(mesh, Rules.load(["context"])):
-        assert positions(24).tolist() == ordered(jnp.arange(24), 0).tolist()
+        assert positions(24).tolist() == axis_to_ring_order(jnp.arange(24), 0).tolist()
         assert positions(16).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
 
 
@@ -129,7 +129,9 @@ def test_every_device_of_a_ring_does_half_the_products():
     mesh = xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
     array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
     with placed(mesh, Rules.load(["context"])):
-        run = partial(ring_attention, scoring=Scoring(head_dim**-0.5), mesh_axes=("context",))
+        run = partial(
+            ring_attention, scoring=ScoreTransform(head_dim**-0.5), mesh_axes=("context",)
+        )
         traced = jax.make_jaxpr(run)(*[array] * 3)
     whole = 2 * 2 * length * length * heads * head_dim
     share = devices * products(traced.jaxpr) / whole

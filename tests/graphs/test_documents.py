@@ -9,8 +9,8 @@ import pytest
 from programs import CUBE, GPT2, LLAMA, alone, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.schema import Batch, Mesh, Model
-from graphtrain.models.attention.segment_mask import apart
-from graphtrain.models.decoder import forward, initialise
+from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.decoder import forward, initialize
 from lowering.trees import flatten
 from sharding_rules.errors import ShardingError
 
@@ -26,7 +26,7 @@ TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocab, LENGTH)
 def packed(model: Model, parameters):
     """Logits of one sequence of all documents."""
     numbers = np.repeat([1, 2, 3, 4], SIZES)[None]
-    with apart(jnp.asarray(numbers)):
+    with isolate_documents(jnp.asarray(numbers)):
         return forward(model, parameters, TOKENS[None])[0][0]
 
 
@@ -40,13 +40,13 @@ def separate(model: Model, parameters):
 
 @pytest.mark.parametrize("model", [GPT2, ALIBI], ids=["learned", "alibi"])
 def test_logits_are_those_of_each_document_alone(model: Model):
-    parameters = jax.jit(initialise, static_argnums=0)(model, jax.random.key(0))
+    parameters = jax.jit(initialize, static_argnums=0)(model, jax.random.key(0))
     got, want = jax.jit(lambda p: [of(model, p) for of in (packed, separate)])(parameters)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_gradients_are_those_of_each_document_alone():
-    parameters = jax.jit(initialise, static_argnums=0)(LLAMA, jax.random.key(0))
+    parameters = jax.jit(initialize, static_argnums=0)(LLAMA, jax.random.key(0))
 
     def square(of):
         return jax.value_and_grad(lambda p: (of(LLAMA, p) ** 2).sum())

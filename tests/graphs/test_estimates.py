@@ -8,7 +8,7 @@ from programs import program
 
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model
-from graphtrain.cost_model.traffic import traffic
+from graphtrain.cost_model.traffic import predict_collectives
 from graphtrain.graphs.build import build_graph
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
@@ -49,4 +49,4 @@ def sent(collectives):
 def test_predicted_bytes_on_the_wire_are_those_of_the_program(case):
     of, table, record = case
     read = sent(Collective.from_record(one) for one in record["collectives"])
-    assert sent(traffic(of, table, mesh_shape(of))) == pytest.approx(read, rel=0.03)
+    assert sent(predict_collectives(of, table, mesh_shape(of))) == pytest.approx(read, rel=0.03)

@@ -14,7 +14,7 @@ from torch_families import imported
 from graphtrain.compile import worker
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from graphtrain.cost_model.time import utilisation
+from graphtrain.cost_model.time import mfu
 from graphtrain.models.attention import flash, module
 from graphtrain.models.flops import attention_flops_per_token, step_flops_per_token
 from lowering.hlo.collectives import read
@@ -100,6 +100,6 @@ def _gradients(of: Program):
 
 def test_utilisation_is_less_where_causal_attention_counts_in_half():
     of = Program(target="h100:8", model=NARROW, batch=Batch(sequences=16, length=512))
-    whole, half = utilisation(of, 1.0), utilisation(of, 1.0, causal=True)
+    whole, half = mfu(of, 1.0), mfu(of, 1.0, causal=True)
     attended = attention_flops_per_token(NARROW, 512) / step_flops_per_token(of)
     assert half == pytest.approx(whole * (1 - attended / 2))

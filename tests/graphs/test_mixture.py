@@ -10,9 +10,9 @@ from programs import LLAMA, program
 from test_parallel import assert_close, loss_and_gradients
 
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Pipeline
-from graphtrain.models.decoder import forward, initialise
+from graphtrain.models.decoder import forward, initialize
 from graphtrain.models.flops import flops_per_token, parameter_count
-from graphtrain.models.moe import place_in_line, router_losses
+from graphtrain.models.moe import router_losses, slot_in_expert
 
 DROPLESS = Mixture(experts=4, per_token=2)
 ROOMY = Mixture(experts=4, per_token=2, capacity=1.0)
@@ -68,7 +68,7 @@ def test_logits_equal_those_of_mixtral():
         layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none",
         initial_deviation=0.2, mixture=Mixture(experts=4, per_token=2),
     )  # fmt: skip
-    ours = jax.device_get(initialise(model, jax.random.key(0)))
+    ours = jax.device_get(initialize(model, jax.random.key(0)))
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
@@ -114,7 +114,7 @@ def _as_mixtral(ours):
 def test_with_room_for_all_a_capacity_drops_none():
     tokens = jnp.array(np.random.default_rng(1).integers(0, 64, (2, 16)))
     wide = Mixture(experts=4, per_token=2, capacity=4.0)
-    parameters = initialise(dataclasses.replace(LLAMA, mixture=DROPLESS), jax.random.key(0))
+    parameters = initialize(dataclasses.replace(LLAMA, mixture=DROPLESS), jax.random.key(0))
     results = [
         forward(dataclasses.replace(LLAMA, mixture=mixture), parameters, tokens)[0]
         for mixture in (DROPLESS, wide)
@@ -124,7 +124,7 @@ def test_with_room_for_all_a_capacity_drops_none():
 
 def test_a_line_is_in_the_order_of_the_sequence():
     experts = jnp.array([[[0, 1], [1, 0], [0, 2], [2, 1]]])
-    assert place_in_line(experts, 3).tolist() == [[[0, 0], [1, 1], [2, 0], [1, 2]]]
+    assert slot_in_expert(experts, 3).tolist() == [[[0, 0], [1, 1], [2, 0], [1, 2]]]
 
 
 def test_balanced_experts_lose_least():

@@ -14,8 +14,8 @@ from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.errors import ImportedModelError
-from graphtrain.graphs.dispatch import extend, kept_specs
-from graphtrain.models.attention.segment_mask import apart
+from graphtrain.graphs.dispatch import decode_step, kv_cache_specs
+from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import real_module, stacked
@@ -71,7 +71,7 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
     parameters = unflatten(stacked(opened, weights))
 
     def packed(parameters):
-        with apart(jnp.repeat(jnp.arange(4), np.array(SIZES))[None]):
+        with isolate_documents(jnp.repeat(jnp.arange(4), np.array(SIZES))[None]):
             return opened.forward(parameters, jnp.asarray(TOKENS[None]), None)[0][0]
 
     def separate(parameters):
@@ -112,14 +112,14 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
     opened = open_model(model)
     weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
     parameters, tokens = unflatten(stacked(opened, weights)), jnp.asarray(TOKENS[None])
-    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept_specs(model, 1, 16))
+    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kv_cache_specs(model, 1, 16))
 
     def continued(parameters, kept):
-        first, kept = extend(model, parameters, kept, tokens[:, :8], jnp.int32(0))
+        first, kept = decode_step(model, parameters, kept, tokens[:, :8], jnp.int32(0))
 
         def one(kept, place):
             token = jax.lax.dynamic_slice_in_dim(tokens, place, 1, 1)
-            scores, kept = extend(model, parameters, kept, token, place)
+            scores, kept = decode_step(model, parameters, kept, token, place)
             return kept, scores[:, 0]
 
         _, others = jax.lax.scan(one, kept, jnp.arange(8, 16))
@@ -131,11 +131,13 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
 
 
 def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
-    (spec, *_) = flatten(kept_specs(imported(tmp_path, "llama", dtype="bfloat16"), 3, 64)).values()
+    (spec, *_) = flatten(
+        kv_cache_specs(imported(tmp_path, "llama", dtype="bfloat16"), 3, 64)
+    ).values()
     assert spec.shape == (2, 3, 64, 2, 8) and spec.dtype == "bfloat16"
     assert spec.axes == ("layers", "batch", None, "kv_heads", "head_dim")
 
 
 def test_what_cannot_be_continued_says_so(tmp_path):
     with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
-        kept_specs(imported(tmp_path, "gptj"), 1, 16)
+        kv_cache_specs(imported(tmp_path, "gptj"), 1, 16)

@@ -7,7 +7,7 @@ import pytest
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
 from graphtrain.cost_model.memory import memory
-from graphtrain.models.chunk_size import Logits, best_chunk, chunk_of
+from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json
 from sharding_rules.errors import ShardingError
@@ -21,7 +21,7 @@ DATA = Program(target="h100:8", model=MODEL, batch=Batch(sequences=64, length=20
 
 def chunk(**changes):
     of = dataclasses.replace(DATA, **changes)
-    return chunk_of(of, Rules.load(of.rules), mesh_shape(of))
+    return loss_chunk(of, Rules.load(of.rules), mesh_shape(of))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphtrain.compile.memory_check import explained
+from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.config.schema import Batch, Imported, Model, Program
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
@@ -19,9 +19,9 @@ def error(graph: str = "train") -> OutOfMemory:
 
 
 def test_what_takes_most_is_named_by_an_estimate():
-    assert "largest, by estimate: " in str(explained(error(), PROGRAM))
+    assert "largest, by estimate: " in str(with_largest_arrays(error(), PROGRAM))
 
 
 def test_a_module_whose_sizes_nothing_tells_is_not_made_for_it():
     program = replace(PROGRAM, model=Imported(torch="nowhere:model", vocab=32))
-    assert str(explained(error(), program)) == str(error())
+    assert str(with_largest_arrays(error(), program)) == str(error())

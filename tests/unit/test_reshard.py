@@ -40,7 +40,7 @@ from graphtrain.config.schema import (
     Run,
 )
 from graphtrain.errors import GraphtrainError, TrainingError
-from graphtrain.models.pipeline_stages import arrange
+from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.weights.sources import RunCheckpoint
 from lowering.trees import flatten, unflatten
 
@@ -82,10 +82,10 @@ def state_of(name: str) -> dict:
         whole[path] = np.asarray(numbers).astype(jnp.dtype(one["dtype"]))
     tree, stages = unflatten(whole), stages_of(PROGRAMS[name])
     if stages is not None:
-        tree["parameters"] = arrange(tree["parameters"], stages)
+        tree["parameters"] = to_pipeline_layout(tree["parameters"], stages)
         for moment in ("mu", "nu"):
             adam = tree["optimizer"]["adam"]
-            adam[moment] = arrange(adam[moment], stages)
+            adam[moment] = to_pipeline_layout(adam[moment], stages)
     described = describe(name)
     return jax.tree.map(lambda like, array: jax.device_put(array, like.sharding), described, tree)
 

@@ -44,22 +44,22 @@ class DocumentPacking:
         dataset: IndexedDataset,
         length: int,
         *,
-        learned: LossSpans | None,
+        loss_spans: LossSpans | None,
         fit: bool,
-        longer: Overlong,
+        overlong: Overlong,
         pairs: bool = False,
         vocab: int | None = None,
-        apart: bool = False,
+        isolate_documents: bool = False,
     ) -> None:
         self.dataset, self.length = dataset, length
-        self.rows = 2 if pairs else 1  # batch rows per index
-        self.identity = f"{'fit' if fit and not pairs else 'padded'}, longer: {longer}"
-        self._learned, self._vocab, self._apart = learned, vocab, apart
-        documents = self._usable(longer, pairs)
+        self.rows_per_index = 2 if pairs else 1  # batch rows per index
+        self.identity = f"{'fit' if fit and not pairs else 'padded'}, longer: {overlong}"
+        self._learned, self._vocab, self._apart = loss_spans, vocab, isolate_documents
+        documents = self._usable_documents(overlong, pairs)
         if pairs:
             starts = np.arange(0, len(documents) + 1, 2)
         elif fit:
-            sizes = self._places(documents)
+            sizes = self._positions_used(documents)
             row_of = best_fit(sizes, length)
             documents = documents[np.argsort(row_of, kind="stable")]
             starts = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
@@ -78,13 +78,17 @@ class DocumentPacking:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these indices; index -1 gives padding."""
-        batch = empty_batch(len(indices) * self.rows, self.length, self._apart)
+        batch = empty_batch(len(indices) * self.rows_per_index, self.length, self._apart)
         for place, index in enumerate(indices):
             if index < 0:
                 continue
             documents = self.documents(int(index))
-            each = [documents] if self.rows == 1 else np.split(documents, self.rows)
-            for number, row in enumerate(each, place * self.rows):
+            each = (
+                [documents]
+                if self.rows_per_index == 1
+                else np.split(documents, self.rows_per_index)
+            )
+            for number, row in enumerate(each, place * self.rows_per_index):
                 self._fill({name: array[number] for name, array in batch.items()}, row)
         return batch
 
@@ -103,12 +107,12 @@ class DocumentPacking:
                 row["documents"][begin:end] = number
             begin = end
 
-    def _places(self, documents: np.ndarray) -> np.ndarray:
+    def _positions_used(self, documents: np.ndarray) -> np.ndarray:
         """Return the number of positions that each document occupies in a row."""
         offsets = self.dataset.document_offsets
         return np.minimum(offsets[documents + 1] - offsets[documents] - 1, self.length)
 
-    def _usable(self, longer: Overlong, pairs: bool) -> np.ndarray:
+    def _usable_documents(self, longer: Overlong, pairs: bool) -> np.ndarray:
         """Return the indices of usable documents, ascending; warn if some are cut or dropped."""
         sizes = np.diff(self.dataset.document_offsets)
         long = sizes > self.length + 1
@@ -120,7 +124,7 @@ class DocumentPacking:
         if pairs:
             use = np.repeat(use.reshape(-1, 2).all(axis=1), 2)
         if long.any():
-            self._tell(longer, long, use, int(sizes.max()))
+            self._report_overlong(longer, long, use, int(sizes.max()))
         if not use.any():
             raise DataError(
                 f"{self.dataset.prefix}: no document can be used; increase batch.length, or add "
@@ -128,7 +132,9 @@ class DocumentPacking:
             )
         return np.flatnonzero(use)
 
-    def _tell(self, longer: Overlong, long: np.ndarray, use: np.ndarray, longest: int) -> None:
+    def _report_overlong(
+        self, longer: Overlong, long: np.ndarray, use: np.ndarray, longest: int
+    ) -> None:
         said = (
             f"{self.dataset.prefix}: {long.sum()} of {len(long)} documents are longer than "
             f"batch.length = {self.length} (the longest has {longest} tokens)"

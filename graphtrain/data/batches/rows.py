@@ -43,7 +43,7 @@ class PackingSettings:
                 'program.loss.kind = "preference"; change this setting or the dataset '
                 "(docs/instructions.md)"
             )
-        packing = self.packing or self._usual(conversations is not None)
+        packing = self.packing or self._default_packing(conversations is not None)
         if packing == "cut" and conversations is None:
             return ConcatPacking(
                 dataset,
@@ -60,15 +60,15 @@ class PackingSettings:
         return DocumentPacking(
             dataset,
             self.length,
-            learned=LossSpans(dataset) if conversations else None,
+            loss_spans=LossSpans(dataset) if conversations else None,
             fit=packing == "fit",
-            longer=self.overlong,
+            overlong=self.overlong,
             pairs=pairs,
             vocab=self.vocab,
-            apart=self.isolate_documents,
+            isolate_documents=self.isolate_documents,
         )
 
-    def _usual(self, conversations: bool) -> Packing:
+    def _default_packing(self, conversations: bool) -> Packing:
         if not conversations:
             return "cut"
         return "fit" if self.isolate_documents else "padded"

@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.attention.score_mods import Scoring, score, steepness
-from graphtrain.models.attention.segment_mask import numbers
+from graphtrain.models.attention.score_mods import (
+    ScoreTransform,
+    score_derivative,
+    transform_scores,
+)
+from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
 from lowering.tracing.cpu_hints import cast, computed_once
 
@@ -32,14 +36,14 @@ _BLOCK = 128  # minimum queries per block, in sequences that have as many
 _BLOCKS = 8  # maximum number of blocks; each is unrolled in the program
 
 
-class Hiding(NamedTuple):
+class Masks(NamedTuple):
     """Masks in addition to the causal mask."""
 
     window: jax.Array | None  # sliding window in positions, a scalar
     documents: jax.Array | None  # segment ids (batch, seq)
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """Values that the forward pass saves for the backward pass."""
 
     query: jax.Array
@@ -47,14 +51,14 @@ class Kept(NamedTuple):
     value: jax.Array
     mixed: jax.Array  # attention output (batch, seq, heads, head_dim)
     log_sum: jax.Array  # log-sum-exp of each row of scores (batch, kv_heads, query, group)
-    hiding: Hiding
+    hiding: Masks
 
 
-def blocked_attention(
+def blockwise_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute `mixing.attention` of sequences that start at position 0.
@@ -63,26 +67,26 @@ def blocked_attention(
     """
 
     @jax.custom_vjp
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, hiding: Hiding) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, hiding: Masks) -> jax.Array:
         return forward(query, key, value, hiding)[0]
 
     def forward(
-        query: jax.Array, key: jax.Array, value: jax.Array, hiding: Hiding
-    ) -> tuple[jax.Array, Kept]:
+        query: jax.Array, key: jax.Array, value: jax.Array, hiding: Masks
+    ) -> tuple[jax.Array, Residuals]:
         queries, keys, values = _fold(query, key.shape[2]), _fold_keys(key), _fold_keys(value)
-        mixed, log_sum = _mix(queries, keys, values, scoring, hiding)
+        mixed, log_sum = _attend(queries, keys, values, scoring, hiding)
         out = _unfold(mixed.astype(query.dtype))
-        return out, Kept(queries, keys, values, out, log_sum, hiding)
+        return out, Residuals(queries, keys, values, out, log_sum, hiding)
 
-    def backward(kept: Kept, gradient: jax.Array) -> tuple[Any, ...]:
+    def backward(kept: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         return *_gradients(kept, gradient, scoring), None
 
     attend.defvjp(forward, backward)
-    return attend(query, key, value, Hiding(window, numbers()))
+    return attend(query, key, value, Masks(window, segment_ids()))
 
 
-def _mix(
-    query: jax.Array, key: jax.Array, value: jax.Array, scoring: Scoring, hiding: Hiding
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, scoring: ScoreTransform, hiding: Masks
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 attention output and the log-sum-exp of each row of scores."""
     mixed, log_sums = [], []
@@ -98,7 +102,9 @@ def _mix(
     return jnp.concatenate(mixed, 2), jnp.concatenate(log_sums, 2)
 
 
-def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.Array, ...]:
+def _gradients(
+    kept: Residuals, gradient: jax.Array, scoring: ScoreTransform
+) -> tuple[jax.Array, ...]:
     """Return the gradients of queries, keys and values, in the model's shapes."""
     query, key, value, mixed, log_sum, hiding = kept
     dtype, length = query.dtype, query.shape[2]
@@ -112,7 +118,7 @@ def _gradients(kept: Kept, gradient: jax.Array, scoring: Scoring) -> tuple[jax.A
         products, scores = _scores(query, key, rows, keys, scoring, hiding)
         shares = computed_once(cast(jnp.exp(scores - log_sum[:, :, rows, :, None]), dtype))
         of_shares = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
-        steep = steepness(products, scoring)
+        steep = score_derivative(products, scoring)
         of_products = shares * (of_shares - mean[:, :, rows, :, None]) * steep
         of_products = computed_once(cast(of_products, dtype))
         of_query.append(dot("bhqgk,bhkd->bhqgd", of_products, key[:, :, keys]))
@@ -132,14 +138,14 @@ def _scores(
     key: jax.Array,
     rows: slice,
     keys: slice,
-    scoring: Scoring,
-    hiding: Hiding,
+    scoring: ScoreTransform,
+    hiding: Masks,
 ) -> tuple[jax.Array, jax.Array]:
     """Return float32 products and scores of a block of queries with the keys up to its end."""
     products = dot("bhqgd,bhkd->bhqgk", query[:, :, rows], key[:, :, keys], jnp.float32)
     queries = jnp.arange(rows.start, rows.stop)
     distance = queries[:, None, None] - jnp.arange(keys.stop)
-    scores = score(products, distance, scoring, hiding.window)
+    scores = transform_scores(products, distance, scoring, hiding.window)
     if (found := hiding.documents) is not None:
         same = found[:, rows, None] == found[:, None, keys]
         scores = jnp.where(same[:, None, :, None, :], scores, -jnp.inf)

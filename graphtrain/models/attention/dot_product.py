@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.attention.score_mods import Scoring, score
-from graphtrain.models.attention.segment_mask import hide_others
+from graphtrain.models.attention.score_mods import ScoreTransform, transform_scores
+from graphtrain.models.attention.segment_mask import mask_other_segments
 from graphtrain.models.matmul import dot
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def attention(
+def dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch attended kv_heads head_dim"],
     value: Float[Array, "batch attended kv_heads head_dim"],
-    scoring: Scoring | None = None,
+    scoring: ScoreTransform | None = None,
     window: jax.Array | None = None,
     begin: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -39,14 +39,14 @@ def attention(
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
-    scoring = scoring or Scoring(query.shape[-1] ** -0.5)
-    return mix(scores_of(query, key, scoring, window, begin), value)
+    scoring = scoring or ScoreTransform(query.shape[-1] ** -0.5)
+    return average_values(masked_scores(query, key, scoring, window, begin), value)
 
 
-def scores_of(
+def masked_scores(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch attended kv_heads head_dim"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: jax.Array | None,
     begin: jax.Array | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
@@ -60,10 +60,10 @@ def scores_of(
     products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
     queries = jnp.arange(length) if begin is None else begin + jnp.arange(length)
     distance = queries[:, None, None] - jnp.arange(key.shape[1])  # (q, 1, k)
-    return hide_others(score(products, distance, scoring, window))
+    return mask_other_segments(transform_scores(products, distance, scoring, window))
 
 
-def mix(
+def average_values(
     scores: Float[Array, "batch kv_heads query group key"],
     value: Float[Array, "batch seq kv_heads head_dim"],
 ) -> Float[Array, "batch seq heads head_dim"]:

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from graphtrain.models.attention.kernel_support import BLOCK
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.attention.segment_mask import numbers
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import placement, size_of, split_of
 
@@ -42,7 +42,7 @@ def flash_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     platform: str,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -65,7 +65,7 @@ def flash_attention(
     if size_of("kv_heads") * size_of("attention_kv_heads") != found.shape.size(heads):
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
     split = PartitionSpec(split_of("batch") or None, None, heads or None)
-    documents = numbers()
+    documents = segment_ids()
     further = () if documents is None else (documents,)
     local = jax.shard_map(
         kernel,
@@ -83,7 +83,7 @@ def flash_attention(
     return local(query, key, value, *further)
 
 
-def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
+def tpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = False) -> Kernel:
     """Return JAX's splash attention for TPUs, which skips blocks that the mask hides completely.
 
     `interpret` runs the kernel without a TPU, for tests.
@@ -126,7 +126,7 @@ def tpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
     return attend
 
 
-def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) -> Kernel:
+def gpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = False) -> Kernel:
     """Return JAX's Triton attention for NVIDIA GPUs, which compiles without a GPU.
 
     The kernel requires as many key and value heads as query heads: they are repeated for the
@@ -152,7 +152,7 @@ def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
         query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         mixed, log_sum = library.mha(
-            *_repeated(query, key, value),
+            *_repeat_kv_heads(query, key, value),
             documents,
             sm_scale=scoring.scale,
             causal=True,
@@ -165,17 +165,17 @@ def gpu_kernel(scoring: Scoring, window: int | None, interpret: bool = False) ->
 
     def backward(kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         query, key, value, documents, mixed, log_sum = kept
-        whole = (*_repeated(query, key, value), documents, mixed, log_sum)
+        whole = (*_repeat_kv_heads(query, key, value), documents, mixed, log_sum)
         rest = "triton", None, 2, None, interpret, False, False
         found = library.mha.bwd(scoring.scale, True, sizes, *rest, whole, gradient)
-        own = found[0], _summed(found[1], key), _summed(found[2], value)
+        own = found[0], _sum_over_group(found[1], key), _sum_over_group(found[2], value)
         return own if documents is None else (*own, None)
 
     attend.defvjp(forward, backward)
     return attend
 
 
-def _repeated(
+def _repeat_kv_heads(
     query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Repeat key and value heads, so that there is one for each query head."""
@@ -183,7 +183,7 @@ def _repeated(
     return query, repeat(key), repeat(value)
 
 
-def _summed(gradient: jax.Array, of: jax.Array) -> jax.Array:
+def _sum_over_group(gradient: jax.Array, of: jax.Array) -> jax.Array:
     """Sum the gradient over the repetitions of each head of `of`."""
     parts = gradient.reshape(*of.shape[:3], -1, of.shape[3])
     return parts.sum(3, dtype=jnp.float32).astype(of.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.config.schema import HowAttended, Model, Program
+from graphtrain.config.schema import AttentionImplementation, Model, Program
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
@@ -16,28 +16,28 @@ from sharding_rules.rules import Rules
 
 _POSITIONS = ("attending", "attended")  # array axes of positions inside attention
 BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
-_WIDEST = {"tpu": 256, "cuda": 128}  # largest head_dim whose blocks fit in on-chip memory
-_NARROWEST = {"tpu": 64, "cuda": 16}  # head_dim is a multiple of it
+_MAX_HEAD_DIM = {"tpu": 256, "cuda": 128}  # largest head_dim whose blocks fit in on-chip memory
+_HEAD_DIM_MULTIPLE = {"tpu": 64, "cuda": 16}  # head_dim is a multiple of it
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionSpec:
     """Attention that a model needs, the same for all its layers."""
 
     dtype: str
     length: int
     head_dim: int
     window: bool = False  # sliding window
-    window_varies: bool = False  # only some layers have the window
-    cap: bool = False  # soft cap of scores
-    slopes: bool = False  # ALiBi
-    split_positions: bool = False  # positions are sharded: ring attention
-    each_copy: bool = False  # gradients are computed for each data-parallel replica separately
+    window_varies_by_layer: bool = False  # only some layers have the window
+    soft_cap: bool = False  # soft cap of scores
+    alibi: bool = False  # ALiBi
+    sharded_positions: bool = False  # positions are sharded: ring attention
+    per_replica: bool = False  # gradients are computed for each data-parallel replica separately
 
     @classmethod
     def of(
         cls, model: Model, length: int, *, split_positions: bool = False, each_copy: bool = False
-    ) -> Asked:
+    ) -> AttentionSpec:
         """Return the attention of a decoder for sequences of `length` tokens."""
         assert model.head_dim
         return cls(
@@ -45,15 +45,15 @@ class Asked:
             length=length,
             head_dim=model.head_dim,
             window=model.window is not None,
-            window_varies=model.full_every is not None,
-            cap=model.score_cap is not None,
-            slopes=model.positions == "alibi",
-            split_positions=split_positions,
-            each_copy=each_copy,
+            window_varies_by_layer=model.full_every is not None,
+            soft_cap=model.score_cap is not None,
+            alibi=model.positions == "alibi",
+            sharded_positions=split_positions,
+            per_replica=each_copy,
         )
 
 
-def in_step(program: Program, rules: Rules, mesh: MeshShape) -> bool:
+def step_uses_flash_kernel(program: Program, rules: Rules, mesh: MeshShape) -> bool:
     """Return whether a program's training step uses the flash kernel.
 
     Raises:
@@ -62,51 +62,55 @@ def in_step(program: Program, rules: Rules, mesh: MeshShape) -> bool:
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
     each_copy = batch.reduce == "last" and copies > 1
-    asked = Asked.of(program.model, batch.length, split_positions=split, each_copy=each_copy)
-    return takes_kernel(program.model.attention, asked, Target.parse(program.target))
+    asked = AttentionSpec.of(
+        program.model, batch.length, split_positions=split, each_copy=each_copy
+    )
+    return uses_flash_kernel(program.model.attention, asked, Target.parse(program.target))
 
 
-def takes_kernel(how: HowAttended, asked: Asked, target: Target) -> bool:
+def uses_flash_kernel(
+    implementation: AttentionImplementation, spec: AttentionSpec, target: Target
+) -> bool:
     """Return whether attention is computed by the target's flash kernel.
 
     Raises:
         LoweringError: the setting requires the kernel and there is none; the message says why.
     """
-    if how == "scores":
+    if implementation == "scores":
         return False
-    reason = obstacle(asked, target)
-    if reason and how == "flash":
+    reason = why_no_kernel(spec, target)
+    if reason and implementation == "flash":
         raise LoweringError(
             f'program.model.attention = "flash": {reason}; set it to "auto" or "scores"'
         )
     return not reason
 
 
-def obstacle(asked: Asked, target: Target) -> str:
+def why_no_kernel(asked: AttentionSpec, target: Target) -> str:
     """Return why the target's kernel cannot compute this attention; empty if it can."""
     platform = target.platform
-    if platform not in _WIDEST:
+    if platform not in _MAX_HEAD_DIM:
         return f"{target} has no flash attention kernel; only TPUs and NVIDIA GPUs have one"
-    if asked.split_positions:
+    if asked.sharded_positions:
         return "the rules shard positions inside attention, and ring attention uses no kernel"
-    if asked.each_copy:
+    if asked.per_replica:
         return 'kernels do not support batch.reduce = "last", which computes gradients per replica'
     if asked.dtype != "bfloat16":
         return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"
-    if asked.slopes:
+    if asked.alibi:
         return "kernels do not support ALiBi"
-    if asked.window_varies:
+    if asked.window_varies_by_layer:
         return "kernels support one window for all layers, and full_every makes some layers global"
-    if platform == "cuda" and (asked.window or asked.cap):
+    if platform == "cuda" and (asked.window or asked.soft_cap):
         return (
             f"the kernel of {target} does not support "
             f"{'a sliding window' if asked.window else 'a soft cap of scores'}"
         )
-    return _shape_obstacle(asked, target)
+    return _why_no_kernel_for_shape(asked, target)
 
 
-def _shape_obstacle(asked: Asked, target: Target) -> str:
-    multiple, widest = _NARROWEST[target.platform], _WIDEST[target.platform]
+def _why_no_kernel_for_shape(asked: AttentionSpec, target: Target) -> str:
+    multiple, widest = _HEAD_DIM_MULTIPLE[target.platform], _MAX_HEAD_DIM[target.platform]
     if asked.head_dim % multiple or asked.head_dim > widest:
         return (
             f"the kernel of {target} requires head_dim to be a multiple of {multiple} up to "

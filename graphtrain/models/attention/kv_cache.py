@@ -18,18 +18,18 @@ from lowering.tracing.context import scoped
 
 
 @dataclass
-class Kept:
+class LayerCache:
     """KV cache of one layer: keys and values, each (batch, longest, kv_heads, head_dim)."""
 
     key: jax.Array
     value: jax.Array
 
-    def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def update(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Write the new tokens' keys and values at the cache offset; return all of the cache.
 
         `key` and `value` are (batch, seq, kv_heads, head_dim).
         """
-        begin = _begin.get()
+        begin = _offset.get()
         assert begin is not None
         for name, added in (("key", key), ("value", value)):
             whole = getattr(self, name)
@@ -39,47 +39,47 @@ class Kept:
 
 
 @dataclass
-class Wanted:
+class CacheShapeRecorder:
     """Recorder with the interface of Kept, to find the shapes that a KV cache needs."""
 
     heads: list[tuple[int, int]] = field(default_factory=list)  # (kv_heads, head_dim) of each call
 
-    def add(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def update(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Record the shape of key; return key and value unchanged."""
         self.heads.append((key.shape[2], key.shape[3]))
         return key, value
 
 
-_begin: ContextVar[jax.Array | None] = ContextVar("begin", default=None)
-_kept: ContextVar[Kept | Wanted | None] = ContextVar("kept", default=None)
+_offset: ContextVar[jax.Array | None] = ContextVar("begin", default=None)
+_layer_cache: ContextVar[LayerCache | CacheShapeRecorder | None] = ContextVar("kept", default=None)
 
 
-def begins() -> jax.Array | None:
+def cache_offset() -> jax.Array | None:
     """Return the cache offset, the position of the first token; None without a KV cache."""
-    return _begin.get()
+    return _offset.get()
 
 
-def places(length: int) -> jax.Array | None:
+def cache_positions(length: int) -> jax.Array | None:
     """Return the positions of `length` new tokens, int32 (length,); None without a KV cache."""
-    begin = _begin.get()
+    begin = _offset.get()
     return None if begin is None else begin + jnp.arange(length)
 
 
-def kept() -> Kept | Wanted | None:
+def layer_cache() -> LayerCache | CacheShapeRecorder | None:
     """Return the KV cache of the layer being traced; None without a KV cache."""
-    return _kept.get()
+    return _layer_cache.get()
 
 
-def beginning(begin: jax.Array) -> AbstractContextManager[Any]:
+def at_cache_offset(offset: jax.Array) -> AbstractContextManager[Any]:
     """Set the cache offset, the position of the first token, for the code traced inside."""
-    return scoped(_begin, begin)
+    return scoped(_offset, offset)
 
 
-def keeping(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
+def use_cache(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
     """Let attention traced inside use and update a layer's KV cache, the Kept that this yields."""
-    return scoped(_kept, Kept(key, value))
+    return scoped(_layer_cache, LayerCache(key, value))
 
 
-def wanting() -> AbstractContextManager[Any]:
+def record_cache_shapes() -> AbstractContextManager[Any]:
     """Record the KV cache shapes of attention traced inside, in the Wanted that this yields."""
-    return scoped(_kept, Wanted())
+    return scoped(_layer_cache, CacheShapeRecorder())

@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from graphtrain.config.schema import HowAttended, Model
+from graphtrain.config.schema import AttentionImplementation, Model
 from graphtrain.models import init
-from graphtrain.models.attention.blockwise import blocked_attention
-from graphtrain.models.attention.dot_product import attention
+from graphtrain.models.attention.blockwise import blockwise_attention
+from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.flash import flash_attention
-from graphtrain.models.attention.kernel_support import Asked, takes_kernel
-from graphtrain.models.attention.kv_cache import begins, kept
-from graphtrain.models.attention.operator_region import fused_attention, is_fused
+from graphtrain.models.attention.kernel_support import AttentionSpec, uses_flash_kernel
+from graphtrain.models.attention.kv_cache import cache_offset, layer_cache
+from graphtrain.models.attention.operator_region import fused_attention, uses_fused_operator
 from graphtrain.models.attention.positions import frequencies, rotate
 from graphtrain.models.attention.ring import ring_attention
 from graphtrain.models.attention.ring_order import positions
-from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.norms import Norm
-from graphtrain.models.projection import project, projects
+from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain, size_of, split_of
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Attention(nnx.Module):
     """Query, key and value projections, attention, and output projection."""
 
-    def __init__(self, model: Model, keys: init.Keys):
+    def __init__(self, model: Model, keys: init.ParameterKeys):
         self.model = model
         self.query = init.normal(model, keys, "embed", "heads", "head_dim")
         self.key = init.normal(model, keys, "embed", "kv_heads", "head_dim")
@@ -64,16 +64,16 @@ class Attention(nnx.Module):
             full: Whether this layer has global attention although the model has a sliding window;
                 without it, the model's window applies.
         """
-        query, key, value = projects(self, ("query", "key", "value"), "bse,ehd->bshd", x)
+        query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
         if self.model.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
             places, turns = positions(x.shape[1]), frequencies(self.model, full)
             query, key = rotate(query, places, turns), rotate(key, places, turns)
-        if (before := kept()) is not None:
-            key, value = before.add(key, value)
+        if (before := layer_cache()) is not None:
+            key, value = before.update(key, value)
         model = self.model
-        scoring, window = Scoring.of(model), self._window(full)
+        scoring, window = ScoreTransform.of(model), self._window(full)
         mixed = attend(
             query, key, value, scoring, window, model.remat, model.unroll, model.attention
         )
@@ -90,11 +90,11 @@ def attend(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch attended kv_heads head_dim"],
     value: Float[Array, "batch attended kv_heads head_dim"],
-    scoring: Scoring,
+    transform: ScoreTransform,
     window: int | jax.Array | None = None,
     remat: str = "none",
     unroll: int = 1,
-    how: HowAttended = "auto",
+    implementation: AttentionImplementation = "auto",
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention by the implementation that the rules and the target determine.
 
@@ -114,35 +114,47 @@ def attend(
     Raises:
         LoweringError: the kernel is required and there is none; the message has the reason.
     """
-    arrays = _inside(query, QUERY), _inside(key, KEY), _inside(value, KEY)
+    arrays = (
+        _to_attention_sharding(query, QUERY_AXES),
+        _to_attention_sharding(key, KEY_AXES),
+        _to_attention_sharding(value, KEY_AXES),
+    )
     # Kernels have no mask for decoding with a KV cache.
-    target = traced_target() if begins() is None and not is_fused(scoring) else None
-    if target and takes_kernel(how, _asked(arrays[0], scoring, window), target):
+    target = (
+        traced_target() if cache_offset() is None and not uses_fused_operator(transform) else None
+    )
+    if target and uses_flash_kernel(implementation, _spec(arrays[0], transform, window), target):
         near = None if window is None else int(window)
-        return _outside(flash_attention(*arrays, scoring, target.platform, near), QUERY)
+        return _to_projection_sharding(
+            flash_attention(*arrays, transform, target.platform, near), QUERY_AXES
+        )
     far = None if window is None else jnp.asarray(window, jnp.int32)
-    return _outside(_mix(*arrays, scoring, far, remat, unroll), QUERY)
+    return _to_projection_sharding(
+        _without_kernel(*arrays, transform, far, remat, unroll), QUERY_AXES
+    )
 
 
-def _asked(query: jax.Array, scoring: Scoring, window: int | jax.Array | None) -> Asked:
-    return Asked(
+def _spec(
+    query: jax.Array, scoring: ScoreTransform, window: int | jax.Array | None
+) -> AttentionSpec:
+    return AttentionSpec(
         dtype=query.dtype.name,
         length=query.shape[1],
         head_dim=query.shape[-1],
         window=window is not None,
-        window_varies=isinstance(window, jax.Array),
-        cap=scoring.cap is not None,
-        slopes=scoring.slopes is not None,
-        split_positions=bool(split_of("attending") or split_of("attended")),
-        each_copy=bool(jax.typeof(query).mat.varying),
+        window_varies_by_layer=isinstance(window, jax.Array),
+        soft_cap=scoring.cap is not None,
+        alibi=scoring.slopes is not None,
+        sharded_positions=bool(split_of("attending") or split_of("attended")),
+        per_replica=bool(jax.typeof(query).mat.varying),
     )
 
 
-def _mix(
+def _without_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: jax.Array | None,
     remat: str,
     unroll: int,
@@ -150,11 +162,11 @@ def _mix(
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := split_of("attended"):
         return ring_attention(query, key, value, scoring, ring, window)
-    if is_fused(scoring) and begins() is None:  # no mask for decoding
+    if uses_fused_operator(scoring) and cache_offset() is None:  # no mask for decoding
         return fused_attention(query, key, value, scoring, window)
-    if on_cpu() and begins() is None:
-        return blocked_attention(query, key, value, scoring, window)
-    own = partial(attention, scoring=scoring, begin=begins())
+    if on_cpu() and cache_offset() is None:
+        return blockwise_attention(query, key, value, scoring, window)
+    own = partial(dot_product_attention, scoring=scoring, begin=cache_offset())
     if remat == "attention":  # recompute the scores, the largest array
         own = jax.checkpoint(own, prevent_cse=unroll > 1)
     return own(query, key, value, window=window)
@@ -162,11 +174,11 @@ def _mix(
 
 # Array axes inside attention: positions, heads, and the heads within one shard of the heads axis.
 # Ulysses (all-to-all of positions for heads) shards the last and moves nothing along the second.
-QUERY = ("attending", "heads", "attention_heads")
-KEY = ("attended", "kv_heads", "attention_kv_heads")
+QUERY_AXES = ("attending", "heads", "attention_heads")
+KEY_AXES = ("attended", "kv_heads", "attention_kv_heads")
 
 
-def _inside(
+def _to_attention_sharding(
     x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
 ) -> Float[Array, "batch seq repeated head_dim"]:
     """Reshard x from the projections' sharding to attention's; any communication is here.
@@ -174,24 +186,26 @@ def _inside(
     Key and value heads are repeated until there is one for each device.
     """
     positions, heads, further = axes
-    x = _grouped(constrain(x, "batch", "seq", heads, "head_dim"), heads)
+    x = _split_heads_by_shard(constrain(x, "batch", "seq", heads, "head_dim"), heads)
     devices = size_of(further)
-    if axes == KEY and (times := devices // math.gcd(x.shape[3], devices)) > 1:
+    if axes == KEY_AXES and (times := devices // math.gcd(x.shape[3], devices)) > 1:
         x = jnp.repeat(x, times, 3)
     x = constrain(x, "batch", "seq", heads, None, "head_dim")
     x = constrain(x, "batch", positions, heads, further, "head_dim")
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _outside(
+def _to_projection_sharding(
     x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Reshard x from attention's sharding to that of the projections."""
     positions, heads, further = axes
-    split = constrain(_grouped(x, heads), "batch", positions, heads, further, "head_dim")
+    split = constrain(
+        _split_heads_by_shard(x, heads), "batch", positions, heads, further, "head_dim"
+    )
     return constrain(split, "batch", "seq", heads, None, "head_dim").reshape(x.shape)
 
 
-def _grouped(x: jax.Array, heads: str) -> jax.Array:
+def _split_heads_by_shard(x: jax.Array, heads: str) -> jax.Array:
     """Split the heads dimension in two: shards of the heads axis, and heads within a shard."""
     return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])

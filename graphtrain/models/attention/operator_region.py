@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.attention.dot_product import attention, mix, scores_of
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.attention.segment_mask import apart, numbers
+from graphtrain.models.attention.dot_product import (
+    average_values,
+    dot_product_attention,
+    masked_scores,
+)
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.segment_mask import isolate_documents, segment_ids
 from lowering.tracing.operator_regions import is_marked, region
 
 if TYPE_CHECKING:
@@ -23,10 +27,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORWARD, BACKWARD = "attention", "attention_gradient"
-_REPEATED = 8  # copies of each softmax statistic in the operators' format
+_STATISTIC_COPIES = 8  # copies of each softmax statistic in the operators' format
 
 
-def is_fused(scoring: Scoring) -> bool:
+def uses_fused_operator(scoring: ScoreTransform) -> bool:
     """Return whether attention is a region: operators support neither soft cap nor ALiBi."""
     return is_marked(FORWARD) and scoring.cap is None and scoring.slopes is None
 
@@ -35,29 +39,29 @@ def fused_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute `mixing.attention` as one region forward and another backward.
 
     `window` is the sliding window in positions; without it, a query sees all earlier keys.
     """
-    given = {"window": window, "documents": numbers()}
+    given = {"window": window, "documents": segment_ids()}
     hiding = {name: one for name, one in given.items() if one is not None}
     settings = {"scale": scoring.scale, "hiding": list(hiding)}
 
     def whole(*arrays: jax.Array) -> jax.Array:
         query, key, value, *hidden = arrays
         by_name = dict(zip(hiding, hidden, strict=True))
-        with apart(by_name.get("documents")):
-            return attention(query, key, value, scoring, by_name.get("window"))
+        with isolate_documents(by_name.get("documents")):
+            return dot_product_attention(query, key, value, scoring, by_name.get("window"))
 
     def with_statistics(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         query, key, value, *hidden = arrays
         by_name = dict(zip(hiding, hidden, strict=True))
-        with apart(by_name.get("documents")):
-            scores = scores_of(query, key, scoring, by_name.get("window"))
-        return mix(scores, value), *_statistics(scores)
+        with isolate_documents(by_name.get("documents")):
+            scores = masked_scores(query, key, scoring, by_name.get("window"))
+        return average_values(scores, value), *_statistics(scores)
 
     def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         gradient, _, _, _, query, key, value, *hidden = arrays
@@ -93,6 +97,6 @@ def _statistics(
     def by_head(x: Float[Array, "batch kv_heads query group"]) -> jax.Array:
         batch, kv_heads, length, group = x.shape
         x = jnp.moveaxis(x, 2, 3).reshape(batch, kv_heads * group, length, 1)
-        return jnp.broadcast_to(x, (*x.shape[:3], _REPEATED))
+        return jnp.broadcast_to(x, (*x.shape[:3], _STATISTIC_COPIES))
 
     return by_head(highest[..., 0]), by_head(total)

@@ -52,14 +52,14 @@ def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " h
     def of(base: float) -> Float[Array, " half"]:
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
-    everywhere = _stretched(of(model.rope_base), model.rope_scaling)
+    everywhere = _scaled(of(model.rope_base), model.rope_scaling)
     if model.window_rope_base is None:
         return everywhere
     near = of(model.window_rope_base)
     return near if full is None else jnp.where(full, everywhere, near)
 
 
-def _stretched(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
+def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     if scaling is None:
         return turns
     slow = turns / scaling.factor

@@ -38,17 +38,17 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 
 from graphtrain.models.attention.ring_blocks import (
-    Mixed,
-    Pair,
+    ChunkOffsets,
+    PartialAttention,
     attend,
-    divide_keys,
-    divide_queries,
+    chunk_keys,
     gradients,
-    join_keys,
-    join_queries,
     merge,
+    tile_queries,
+    unchunk_keys,
+    untile_queries,
 )
-from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import Placement, by_hand, placement
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-FIRST, LAST = 0, 1  # indices of a device's two chunks, from either end of a sequence
+HEAD_CHUNK, TAIL_CHUNK = 0, 1  # indices of a device's two chunks, from either end of a sequence
 Chunk = int | jax.Array
 
 
@@ -64,7 +64,7 @@ def ring_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     mesh_axes: tuple[str, ...],
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -80,7 +80,7 @@ def ring_attention(
     """
     found = placement()  # read now: the gradient may be traced outside of `placed`
     assert found is not None, "a ring needs a mesh"
-    over = partial(_over, found, mesh_axes, scoring)
+    over = partial(_shard_mapped, found, mesh_axes, scoring)
     by_position, by_chunk = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
     # The window is an array input, because it may differ between layers.
     windows = () if window is None else (window,)
@@ -112,10 +112,10 @@ def ring_attention(
     return ring(query, key, value, windows)
 
 
-def _over(
+def _shard_mapped(
     found: Placement,
     mesh_axes: tuple[str, ...],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     local: Callable,
     ins: tuple,
     outs: tuple,
@@ -152,12 +152,12 @@ class _Ring:
         """Index of this device in the ring."""
         return lax.axis_index(self.mesh_axes)
 
-    def send(self, tree: Any) -> Any:
+    def rotate(self, tree: Any) -> Any:
         """Send arrays to the next device; return those of the previous device."""
         pairs = [(device, (device + 1) % self.size) for device in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.mesh_axes, pairs), tree)
 
-    def pairs(self, step: int | jax.Array, length: int) -> list[tuple[Chunk, Chunk, Pair]]:
+    def pairs(self, step: int | jax.Array, length: int) -> list[tuple[Chunk, Chunk, ChunkOffsets]]:
         """Return the pairs (query chunk, key chunk, their first positions) to compute in a step.
 
         Args:
@@ -166,23 +166,27 @@ class _Ring:
         """
         source = (self.index - step) % self.size
         if isinstance(step, int) and step == 0:
-            chunks: list[tuple[Chunk, Chunk]] = [(FIRST, FIRST), (LAST, LAST), (LAST, FIRST)]
+            chunks: list[tuple[Chunk, Chunk]] = [
+                (HEAD_CHUNK, HEAD_CHUNK),
+                (TAIL_CHUNK, TAIL_CHUNK),
+                (TAIL_CHUNK, HEAD_CHUNK),
+            ]
         else:
-            same_end = jnp.where(source < self.index, FIRST, LAST)
-            chunks = [(LAST, FIRST), (same_end, same_end)]
+            same_end = jnp.where(source < self.index, HEAD_CHUNK, TAIL_CHUNK)
+            chunks = [(TAIL_CHUNK, HEAD_CHUNK), (same_end, same_end)]
 
         def begin(device: jax.Array, chunk: Chunk) -> jax.Array:
-            return length * jnp.where(chunk == FIRST, device, 2 * self.size - 1 - device)
+            return length * jnp.where(chunk == HEAD_CHUNK, device, 2 * self.size - 1 - device)
 
         return [
-            (here, there, Pair(begin(self.index, here), begin(source, there)))
+            (here, there, ChunkOffsets(begin(self.index, here), begin(source, there)))
             for here, there in chunks
         ]
 
 
 def _forward(
     ring: _Ring,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -193,29 +197,31 @@ def _forward(
     The output is (batch, seq, heads, head_dim), the log-sum-exp (chunk, tile, batch, kv_heads,
     query, group).
     """
-    queries = divide_queries(query, key.shape[2])
-    keys = divide_keys(key), divide_keys(value)
+    queries = tile_queries(query, key.shape[2])
+    keys = chunk_keys(key), chunk_keys(value)
     length = query.shape[1] // 2
 
-    def step(mixed: Mixed, keys: Any, number: int | jax.Array) -> Mixed:
+    def step(mixed: PartialAttention, keys: Any, number: int | jax.Array) -> PartialAttention:
         for here, there, pair in ring.pairs(number, length):
-            part = attend(_pick(queries, here), _pick(keys, there), pair, scoring, window)
-            mixed = _put(mixed, here, merge(_pick(mixed, here), part))
+            part = attend(
+                _read_chunk(queries, here), _read_chunk(keys, there), pair, scoring, window
+            )
+            mixed = _write_chunk(mixed, here, merge(_read_chunk(mixed, here), part))
         return mixed
 
-    def step_and_send(carry: tuple[Mixed, Any], number: jax.Array) -> tuple[Any, None]:
+    def step_and_send(carry: tuple[PartialAttention, Any], number: jax.Array) -> tuple[Any, None]:
         mixed, keys = carry
-        return (step(mixed, keys, number), ring.send(keys)), None
+        return (step(mixed, keys, number), ring.rotate(keys)), None
 
-    start = step(Mixed.nothing(queries), keys, 0), ring.send(keys)
+    start = step(PartialAttention.empty(queries), keys, 0), ring.rotate(keys)
     (mixed, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
     mixed = step(mixed, keys, ring.size - 1)
-    return join_queries(mixed.values).astype(query.dtype), mixed.log_sum
+    return untile_queries(mixed.values).astype(query.dtype), mixed.log_sum
 
 
 def _backward(
     ring: _Ring,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -226,31 +232,33 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of query, key and value."""
     kv_heads, length = key.shape[2], query.shape[1] // 2
-    queries, incoming = divide_queries(query, kv_heads), divide_queries(gradient, kv_heads)
-    products = incoming.astype(jnp.float32) * divide_queries(mixed, kv_heads)
+    queries, incoming = tile_queries(query, kv_heads), tile_queries(gradient, kv_heads)
+    products = incoming.astype(jnp.float32) * tile_queries(mixed, kv_heads)
     rows = queries, incoming, log_sum, products.sum(-1)
-    keys = divide_keys(key), divide_keys(value)
+    keys = chunk_keys(key), chunk_keys(value)
 
     def step(of_queries: Any, of_keys: Any, keys: Any, number: int | jax.Array) -> tuple[Any, Any]:
         for here, there, pair in ring.pairs(number, length):
-            added = gradients(_pick(rows, here), _pick(keys, there), pair, scoring, window)
-            of_queries = _add(of_queries, here, added[0])
-            of_keys = _add(of_keys, there, added[1])
+            added = gradients(
+                _read_chunk(rows, here), _read_chunk(keys, there), pair, scoring, window
+            )
+            of_queries = _add_to_chunk(of_queries, here, added[0])
+            of_keys = _add_to_chunk(of_keys, there, added[1])
         return of_queries, of_keys
 
     def send_and_step(carry: tuple[Any, ...], number: jax.Array) -> tuple[Any, None]:
         of_queries, of_keys, keys = carry
         # Neither transfer depends on this step's products, so both overlap with them.
-        further, arrived = ring.send(keys), ring.send(of_keys)
+        further, arrived = ring.rotate(keys), ring.rotate(of_keys)
         return (*step(of_queries, arrived, keys, number), further), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (queries, keys))
-    start = (*step(zeros[0], zeros[1], keys, 0), ring.send(keys))
+    start = (*step(zeros[0], zeros[1], keys, 0), ring.rotate(keys))
     (of_queries, of_keys, keys), _ = lax.scan(send_and_step, start, jnp.arange(1, ring.size - 1))
-    of_queries, of_keys = step(of_queries, ring.send(of_keys), keys, ring.size - 1)
-    for_key, for_value = (join_keys(each) for each in ring.send(of_keys))  # to their owner
+    of_queries, of_keys = step(of_queries, ring.rotate(of_keys), keys, ring.size - 1)
+    for_key, for_value = (unchunk_keys(each) for each in ring.rotate(of_keys))  # to their owner
     return (
-        join_queries(of_queries).astype(query.dtype),
+        untile_queries(of_queries).astype(query.dtype),
         for_key.astype(key.dtype),
         for_value.astype(value.dtype),
     )
@@ -259,13 +267,13 @@ def _backward(
 # Slices along the first axis: XLA's partitioner crashes on scatters inside a shard_map (jax 0.11).
 
 
-def _pick(tree: Any, chunk: Chunk) -> Any:
+def _read_chunk(tree: Any, chunk: Chunk) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), tree)
 
 
-def _put(tree: Any, chunk: Chunk, new: Any) -> Any:
+def _write_chunk(tree: Any, chunk: Chunk, new: Any) -> Any:
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, chunk, 0), tree, new)
 
 
-def _add(tree: Any, chunk: Chunk, added: Any) -> Any:
-    return _put(tree, chunk, jax.tree.map(jnp.add, _pick(tree, chunk), added))
+def _add_to_chunk(tree: Any, chunk: Chunk, added: Any) -> Any:
+    return _write_chunk(tree, chunk, jax.tree.map(jnp.add, _read_chunk(tree, chunk), added))

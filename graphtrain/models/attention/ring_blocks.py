@@ -15,33 +15,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from graphtrain.models.attention.score_mods import Scoring, score, steepness
+from graphtrain.models.attention.score_mods import (
+    ScoreTransform,
+    score_derivative,
+    transform_scores,
+)
 from graphtrain.models.matmul import dot
 
 _TILE = 512  # maximum queries per tile; scores of one tile exist at a time
 
 
-class Pair(NamedTuple):
+class ChunkOffsets(NamedTuple):
     """First positions of a chunk of queries and of a chunk of keys."""
 
     query: jax.Array
     key: jax.Array
 
 
-class Mixed(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention output over some of the keys, and the log-sum-exp of those keys' scores."""
 
     values: jax.Array  # float32, in the shape of the queries
     log_sum: jax.Array  # the same shape without head_dim
 
     @classmethod
-    def nothing(cls, queries: jax.Array) -> Mixed:
+    def empty(cls, queries: jax.Array) -> PartialAttention:
         """Return the output over no keys: zeros, with a log-sum-exp of minus infinity."""
         values = jnp.zeros_like(queries, jnp.float32)
         return cls(values, jnp.full_like(values[..., 0], -jnp.inf))
 
 
-def divide_queries(x: jax.Array, kv_heads: int) -> jax.Array:
+def tile_queries(x: jax.Array, kv_heads: int) -> jax.Array:
     """Reshape (batch, seq, heads, head_dim), with two chunks in seq, to chunks and tiles."""
     batch, length, heads, head_dim = x.shape
     tile = next(size for size in range(_TILE, 0, -1) if length // 2 % size == 0)
@@ -49,20 +53,20 @@ def divide_queries(x: jax.Array, kv_heads: int) -> jax.Array:
     return tiles.transpose(1, 2, 0, 4, 3, 5, 6)
 
 
-def join_queries(x: jax.Array) -> jax.Array:
+def untile_queries(x: jax.Array) -> jax.Array:
     """Undo divide_queries."""
     chunks, tiles, batch, kv_heads, tile, group, head_dim = x.shape
     whole = x.transpose(2, 0, 1, 4, 3, 5, 6)
     return whole.reshape(batch, chunks * tiles * tile, kv_heads * group, head_dim)
 
 
-def divide_keys(x: jax.Array) -> jax.Array:
+def chunk_keys(x: jax.Array) -> jax.Array:
     """Reshape (batch, seq, kv_heads, head_dim), with two chunks in seq, to chunks."""
     batch, length, kv_heads, head_dim = x.shape
     return x.reshape(batch, 2, length // 2, kv_heads, head_dim).transpose(1, 0, 3, 2, 4)
 
 
-def join_keys(x: jax.Array) -> jax.Array:
+def unchunk_keys(x: jax.Array) -> jax.Array:
     """Undo divide_keys."""
     chunks, batch, kv_heads, length, head_dim = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, chunks * length, kv_heads, head_dim)
@@ -71,37 +75,37 @@ def join_keys(x: jax.Array) -> jax.Array:
 def attend(
     queries: jax.Array,
     keys: tuple[jax.Array, jax.Array],
-    pair: Pair,
-    scoring: Scoring,
+    pair: ChunkOffsets,
+    scoring: ScoreTransform,
     window: jax.Array | None = None,
-) -> Mixed:
+) -> PartialAttention:
     """Compute attention of a chunk of queries as if this chunk of keys and values were all."""
     key, value = keys
 
-    def one(tile: tuple[jax.Array, jax.Array]) -> Mixed:
+    def one(tile: tuple[jax.Array, jax.Array]) -> PartialAttention:
         query, begin = tile
-        _, scores = _scores(query, key, Pair(begin, pair.key), scoring, window)
+        _, scores = _scores(query, key, ChunkOffsets(begin, pair.key), scoring, window)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
         # A window may hide all these keys from a query; -inf - (-inf) would be NaN.
         base = log_sum if window is None else jnp.where(jnp.isfinite(log_sum), log_sum, 0)
         shares = jnp.exp(scores - base[..., None])
-        return Mixed(dot("bhqgk,bhkd->bhqgd", shares, value, jnp.float32), log_sum)
+        return PartialAttention(dot("bhqgk,bhkd->bhqgd", shares, value, jnp.float32), log_sum)
 
-    return lax.map(one, (queries, _begins(queries, pair)))
+    return lax.map(one, (queries, _tile_offsets(queries, pair)))
 
 
-def merge(one: Mixed, other: Mixed) -> Mixed:
+def merge(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     """Merge two outputs over different keys into the output over all of them."""
     log_sum = jnp.logaddexp(one.log_sum, other.log_sum)
     shares = [jnp.exp(each.log_sum - log_sum)[..., None] for each in (one, other)]
-    return Mixed(one.values * shares[0] + other.values * shares[1], log_sum)
+    return PartialAttention(one.values * shares[0] + other.values * shares[1], log_sum)
 
 
 def gradients(
     rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     keys: tuple[jax.Array, jax.Array],
-    pair: Pair,
-    scoring: Scoring,
+    pair: ChunkOffsets,
+    scoring: ScoreTransform,
     window: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return a pair of chunks' gradients of its queries, and of its keys and values.
@@ -118,31 +122,35 @@ def gradients(
 
     def one(sums: tuple[jax.Array, jax.Array], tile: tuple) -> tuple[tuple, jax.Array]:
         (query, gradient, log_sum, mean), begin = tile
-        products, scores = _scores(query, key, Pair(begin, pair.key), scoring, window)
+        products, scores = _scores(query, key, ChunkOffsets(begin, pair.key), scoring, window)
         shares = jnp.exp(scores - log_sum[..., None])
         of_shares = dot("bhqgd,bhkd->bhqgk", gradient, value, jnp.float32)
-        of_products = shares * (of_shares - mean[..., None]) * steepness(products, scoring)
+        of_products = shares * (of_shares - mean[..., None]) * score_derivative(products, scoring)
         of_query = dot("bhqgk,bhkd->bhqgd", of_products, key, jnp.float32)
         of_key = dot("bhqgk,bhqgd->bhkd", of_products, query, jnp.float32)
         of_value = dot("bhqgk,bhqgd->bhkd", shares, gradient, jnp.float32)
         return (sums[0] + of_key, sums[1] + of_value), of_query
 
     zeros = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
-    tiles = rows, _begins(rows[0], pair)
+    tiles = rows, _tile_offsets(rows[0], pair)
     of_keys, of_queries = lax.scan(one, zeros, tiles)
     return of_queries, of_keys
 
 
 def _scores(
-    query: jax.Array, key: jax.Array, pair: Pair, scoring: Scoring, window: jax.Array | None
+    query: jax.Array,
+    key: jax.Array,
+    pair: ChunkOffsets,
+    scoring: ScoreTransform,
+    window: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a tile's products and masked scores (batch, kv_heads, query, group, key), float32."""
     products = dot("bhqgd,bhkd->bhqgk", query, key, jnp.float32)
     within = jnp.arange(query.shape[2])[:, None, None] - jnp.arange(key.shape[2])
     distance = pair.query - pair.key + within  # (query, 1, key)
-    return products, score(products, distance, scoring, window)
+    return products, transform_scores(products, distance, scoring, window)
 
 
-def _begins(queries: jax.Array, pair: Pair) -> jax.Array:
+def _tile_offsets(queries: jax.Array, pair: ChunkOffsets) -> jax.Array:
     """Return the first position of each tile."""
     return pair.query + queries.shape[3] * jnp.arange(queries.shape[0])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.attention import kv_cache
-from graphtrain.models.attention.segment_mask import places
+from graphtrain.models.attention.segment_mask import segment_positions
 from lowering.tracing.constrain import constrain, size_of, split_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
@@ -27,9 +27,9 @@ def positions(length: int) -> jax.Array:
     Where documents are isolated, return positions in the document, (batch, length). With a KV
     cache, positions start at the cache offset.
     """
-    if (of_documents := places()) is not None:
+    if (of_documents := segment_positions()) is not None:
         return of_documents
-    if (continued := kv_cache.places(length)) is not None:
+    if (continued := kv_cache.cache_positions(length)) is not None:
         return continued
     devices = size_of("attended")
     if devices == 1:
@@ -40,7 +40,7 @@ def positions(length: int) -> jax.Array:
     return (size * chunks[..., None] + jnp.arange(size)).reshape(length)
 
 
-def order_batch(batch: Tree) -> Tree:
+def to_ring_order(batch: Tree) -> Tree:
     """Reorder a step's arrays (..., batch, seq) to ring order; without a ring, return them as is.
 
     Raises:
@@ -60,10 +60,10 @@ def order_batch(batch: Tree) -> Tree:
 def _order(x: jax.Array) -> jax.Array:
     axes = ("microbatch", "batch", "seq")[-x.ndim :]
     whole = constrain(x, *axes[:-1], None)  # small: gather, do not exchange chunks
-    return constrain(ordered(whole, x.ndim - 1), *axes)
+    return constrain(axis_to_ring_order(whole, x.ndim - 1), *axes)
 
 
-def ordered(x: jax.Array, axis: int) -> jax.Array:
+def axis_to_ring_order(x: jax.Array, axis: int) -> jax.Array:
     """Reorder an axis of positions to ring order; without a ring, return x unchanged.
 
     Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreTransform:
     """Transformation of query-key products into scores, the same for all layers of a model."""
 
     scale: float
@@ -25,17 +25,17 @@ class Scoring:
     slopes: tuple[float, ...] | None = None  # ALiBi slope of each query head
 
     @classmethod
-    def of(cls, model: Model) -> Scoring:
+    def of(cls, model: Model) -> ScoreTransform:
         """Return the transformation of a model's settings."""
         assert model.head_dim
         slopes = tuple(alibi_slopes(model.heads)) if model.positions == "alibi" else None
         return cls((model.score_divisor or model.head_dim) ** -0.5, model.score_cap, slopes)
 
 
-def score(
+def transform_scores(
     products: Float[Array, "batch kv_heads query group key"],
     distance: Int[Array, "query 1 key"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Return scores; minus infinity for keys after the query and for keys outside of the window.
@@ -46,7 +46,7 @@ def score(
         scoring: Scale, soft cap and ALiBi slopes.
         window: Sliding window: keys at this distance or farther are masked.
     """
-    scores = cap(products * scoring.scale, scoring.cap)
+    scores = soft_cap(products * scoring.scale, scoring.cap)
     if scoring.slopes is not None:
         by_head = jnp.array(scoring.slopes, jnp.float32).reshape(products.shape[1], 1, -1, 1)
         scores = scores - by_head * distance
@@ -56,7 +56,7 @@ def score(
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def cap(scores: jax.Array, limit: float | None) -> jax.Array:
+def soft_cap(scores: jax.Array, limit: float | None) -> jax.Array:
     """Apply the soft cap `limit`; None leaves scores unchanged.
 
     Source: Gemma Team 2024, "Gemma 2", section 2, https://arxiv.org/abs/2408.00118
@@ -64,7 +64,7 @@ def cap(scores: jax.Array, limit: float | None) -> jax.Array:
     return scores if limit is None else limit * jnp.tanh(scores / limit)
 
 
-def steepness(products: jax.Array, scoring: Scoring) -> float | jax.Array:
+def score_derivative(products: jax.Array, scoring: ScoreTransform) -> float | jax.Array:
     """Return the derivative of an unmasked score with respect to its product."""
     if scoring.cap is None:
         return scoring.scale

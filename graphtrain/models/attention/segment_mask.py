@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-_numbers: ContextVar[jax.Array | None] = ContextVar("documents", default=None)
+_segment_ids: ContextVar[jax.Array | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
-def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
+def isolate_documents(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
     """Isolate documents in the code traced inside.
 
     Args:
@@ -33,18 +33,18 @@ def apart(documents: Int[Array, "batch seq"] | None) -> Iterator[None]:
     """
     if documents is not None:
         documents = constrain(documents, "batch", None)  # small: replicated along positions
-    with scoped(_numbers, documents):
+    with scoped(_segment_ids, documents):
         yield
 
 
-def numbers() -> Int[Array, "batch seq"] | None:
+def segment_ids() -> Int[Array, "batch seq"] | None:
     """Return the segment ids; None where documents are not isolated."""
-    return _numbers.get()
+    return _segment_ids.get()
 
 
-def places() -> Int[Array, "batch seq"] | None:
+def segment_positions() -> Int[Array, "batch seq"] | None:
     """Return each token's position in its document; None where documents are not isolated."""
-    found = numbers()
+    found = segment_ids()
     if found is None:
         return None
     index = jnp.arange(found.shape[1])
@@ -52,11 +52,11 @@ def places() -> Int[Array, "batch seq"] | None:
     return index - jax.lax.cummax(jnp.where(begins, index, 0), 1)
 
 
-def hide_others(
+def mask_other_segments(
     scores: Float[Array, "batch kv_heads query group key"],
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Set scores to minus infinity where query and key belong to different documents."""
-    found = numbers()
+    found = segment_ids()
     if found is None:
         return scores
     same = found[:, :, None] == found[:, None, :]

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Program
-from graphtrain.models.lora.quantize import NF4, Kind
-from graphtrain.models.lora.trainable import CODES, SCALES, A, B, adapted_paths
-from graphtrain.models.matmul import dot, dots
+from graphtrain.models.lora.quantize import NF4, QuantizationKind
+from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES, lora_paths
+from graphtrain.models.matmul import dot, dot_many
 from graphtrain.models.shapes import parameter_arrays
 from lowering.tracing.constrain import constrain, draw, size_of
 from lowering.trees import Tree, flatten, unflatten
@@ -29,14 +29,14 @@ _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", 
     data_fields=["codes", "scales"],
     meta_fields=["kind", "dtype", "axes"],
 )
-class Quantised:
+class QuantizedWeight:
     """Block-wise quantized weights, as codes and scales; see `models.blocks`."""
 
     def __init__(
         self,
         codes: jax.Array,
         scales: jax.Array | None,  # None: codes are the weights, in bfloat16
-        kind: Kind | None,
+        kind: QuantizationKind | None,
         dtype: DTypeLike,
         axes: tuple[str | None, ...],  # array axes of the weights in one layer
     ):
@@ -44,7 +44,7 @@ class Quantised:
         self.axes = axes
 
     @jax.named_scope("dequantise")
-    def whole(self) -> jax.Array:
+    def dequantize(self) -> jax.Array:
         """Return the dequantized weights, in the dtype of the computation."""
         codes = self._gathered(self.codes)
         if self.scales is None:
@@ -72,12 +72,12 @@ class Quantised:
     data_fields=["weight", "a", "b", "key"],
     meta_fields=["scale", "dropout"],
 )
-class Adapted:
+class LoraWeight:
     """Frozen weight and its two LoRA factors."""
 
     def __init__(
         self,
-        weight: jax.Array | Quantised,
+        weight: jax.Array | QuantizedWeight,
         a: jax.Array,
         b: jax.Array,
         key: jax.Array | None,  # dropout key, one per layer; None: no dropout
@@ -88,10 +88,10 @@ class Adapted:
         self.scale, self.dropout = scale, dropout
 
 
-Weight = jax.Array | Quantised | Adapted
+Weight = jax.Array | QuantizedWeight | LoraWeight
 
 
-def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
+def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
     """Return the decoder's parameters, built from trained and frozen weights.
 
     With an adapter every adapted weight becomes an `Adapted`.
@@ -105,79 +105,79 @@ def combine(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None
     adapter = program.adapter
     if adapter is None:
         return trained
-    weights = flatten(reference(program, frozen))
+    weights = flatten(reference_parameters(program, frozen))
     given = flatten(trained)
-    paths = adapted_paths(program.model, adapter)
+    paths = lora_paths(program.model, adapter)
     for index, path in enumerate(paths):
         keys = None
         if key is not None and adapter.dropout:
             keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
-        a, b = given.pop(f"{path}/{A}"), given.pop(f"{path}/{B}")
-        weights[path] = Adapted(weights[path], a, b, keys, adapter.scale, adapter.dropout)
+        a, b = given.pop(f"{path}/{LORA_A}"), given.pop(f"{path}/{LORA_B}")
+        weights[path] = LoraWeight(weights[path], a, b, keys, adapter.scale, adapter.dropout)
     return unflatten(weights | given)
 
 
-def reference(program: Program, frozen: Tree) -> Tree:
+def reference_parameters(program: Program, frozen: Tree) -> Tree:
     """Return the frozen weights alone, as parameters of the decoder."""
     dtype = jnp.dtype(program.model.dtype)
     weights, arrays = flatten(frozen), parameter_arrays(program.model)
     for path in [path for path in weights if path.endswith(f"/{CODES}")]:
         stem = path.removesuffix(f"/{CODES}")
         codes, scales = weights.pop(path), weights.pop(f"{stem}/{SCALES}")
-        kind: Kind = "int8" if codes.dtype == jnp.int8 else "nf4"
-        weights[stem] = Quantised(codes, scales, kind, dtype, arrays[stem].axes[1:])
+        kind: QuantizationKind = "int8" if codes.dtype == jnp.int8 else "nf4"
+        weights[stem] = QuantizedWeight(codes, scales, kind, dtype, arrays[stem].axes[1:])
     for path, weight in weights.items():
         # `dot` computes in bfloat16 if either operand is, and model.dtype must decide instead.
         if weight.dtype == jnp.bfloat16 != dtype:
             axes = arrays[path].axes
             in_layers = axes[0] == "layers"
             weights[path] = (
-                Quantised(weight, None, None, dtype, axes[1:])
+                QuantizedWeight(weight, None, None, dtype, axes[1:])
                 if in_layers
                 else weight.astype(dtype)
             )
     return unflatten(weights)
 
 
-def whole(weight: Weight) -> jax.Array:
+def plain_array(weight: Weight) -> jax.Array:
     """Return a weight as a plain array; the weight must not have an adapter."""
-    assert not isinstance(weight, Adapted)
-    return weight.whole() if isinstance(weight, Quantised) else weight
+    assert not isinstance(weight, LoraWeight)
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
-def product(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
+def multiply(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
     """Multiply x by a weight: a plain array, a quantized weight, or one with LoRA factors.
 
     `equation` is an einsum equation of x and the weight of one layer.
     """
-    return products(equation, x, [weight])[0]
+    return multiply_many(equation, x, [weight])[0]
 
 
-def products(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
+def multiply_many(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
     """Multiply one x by several weights; see product."""
-    base = [weight.weight if isinstance(weight, Adapted) else weight for weight in several]
+    base = [weight.weight if isinstance(weight, LoraWeight) else weight for weight in several]
     results = _frozen_products(equation, x, base)
     return [
-        result + _adapter(equation, x, weight) if isinstance(weight, Adapted) else result
+        result + _adapter(equation, x, weight) if isinstance(weight, LoraWeight) else result
         for result, weight in zip(results, several, strict=True)
     ]
 
 
 def _frozen_products(
-    equation: str, x: jax.Array, several: Sequence[jax.Array | Quantised]
+    equation: str, x: jax.Array, several: Sequence[jax.Array | QuantizedWeight]
 ) -> list[jax.Array]:
-    def multiply(x: jax.Array, several: Sequence[jax.Array | Quantised]) -> list[jax.Array]:
-        plain = [whole(weight) for weight in several]
-        return [dot(equation, x, plain[0])] if len(plain) == 1 else dots(equation, x, plain)
+    def multiply(x: jax.Array, several: Sequence[jax.Array | QuantizedWeight]) -> list[jax.Array]:
+        plain = [plain_array(weight) for weight in several]
+        return [dot(equation, x, plain[0])] if len(plain) == 1 else dot_many(equation, x, plain)
 
-    if any(isinstance(weight, Quantised) for weight in several):
+    if any(isinstance(weight, QuantizedWeight) for weight in several):
         # The backward pass dequantizes again, instead of saving the dequantized weights.
         multiply = jax.checkpoint(multiply, prevent_cse=False)
     return multiply(x, several)
 
 
 @jax.named_scope("adapter")
-def _adapter(equation: str, x: jax.Array, adapted: Adapted) -> jax.Array:
+def _adapter(equation: str, x: jax.Array, adapted: LoraWeight) -> jax.Array:
     """Return the LoRA product: x times both factors, times the scale.
 
     Source: Hu et al. 2021, "LoRA", section 4.1, https://arxiv.org/abs/2106.09685
@@ -192,7 +192,7 @@ def _adapter(equation: str, x: jax.Array, adapted: Adapted) -> jax.Array:
     return dot(f"{rows}r,r{kept}->{out}", narrow, adapted.b) * adapted.scale
 
 
-def _dropped(x: jax.Array, adapted: Adapted, letters: str) -> jax.Array:
+def _dropped(x: jax.Array, adapted: LoraWeight, letters: str) -> jax.Array:
     key, rate = adapted.key, adapted.dropout
     if key is None:
         return x

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["int8", "nf4"]
+QuantizationKind = Literal["int8", "nf4"]
 
 # 4-bit NormalFloat: quantiles of a normal distribution scaled to [-1, 1], with an exact zero.
 # Source: Dettmers et al. 2023, "QLoRA", appendix E, https://arxiv.org/abs/2305.14314
@@ -41,15 +41,17 @@ _LARGEST = 64  # maximum weights per block; QLoRA's choice
 
 # Maximum error of a weight relative to the largest magnitude of its block: half of the widest gap
 # between adjacent levels.
-WORST = {"int8": 0.5 / _LEVELS, "nf4": float(np.diff(NF4).max()) / 2}
+MAX_RELATIVE_ERROR = {"int8": 0.5 / _LEVELS, "nf4": float(np.diff(NF4).max()) / 2}
 
 
-def block_of(size: int) -> int:
+def block_size(size: int) -> int:
     """Return the number of weights per block of an axis: the largest divisor up to 64."""
     return max(n for n in range(1, min(size, _LARGEST) + 1) if size % n == 0)
 
 
-def quantise(weights: np.ndarray, kind: Kind, block: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    weights: np.ndarray, kind: QuantizationKind, block: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Quantize weights (..., n) to codes and float32 scales.
 
     Codes of int8 are (..., n). Codes of nf4 are (..., n / 2), two in each byte, the first in the
@@ -65,7 +67,9 @@ def quantise(weights: np.ndarray, kind: Kind, block: int) -> tuple[np.ndarray, n
     return pairs[..., 0] | pairs[..., 1] << 4, scales
 
 
-def restore(codes: np.ndarray, scales: np.ndarray, kind: Kind, block: int) -> np.ndarray:
+def dequantize(
+    codes: np.ndarray, scales: np.ndarray, kind: QuantizationKind, block: int
+) -> np.ndarray:
     """Return the float32 weights of codes and scales, as a training step dequantizes them."""
     if kind == "int8":
         relative = codes.astype(np.float32) * np.float32(1 / _LEVELS)
@@ -75,7 +79,7 @@ def restore(codes: np.ndarray, scales: np.ndarray, kind: Kind, block: int) -> np
     return relative * np.repeat(scales, block, -1)
 
 
-def rounded(weights: np.ndarray, kind: Kind) -> np.ndarray:
+def fake_quantize(weights: np.ndarray, kind: QuantizationKind) -> np.ndarray:
     """Quantize and dequantize weights (..., n): return the values that quantization leaves."""
-    block = block_of(weights.shape[-1])
-    return restore(*quantise(weights, kind, block), kind, block)
+    block = block_size(weights.shape[-1])
+    return dequantize(*quantize(weights, kind, block), kind, block)

@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from graphtrain.config.schema import Adapter, Model, Program
-from graphtrain.models.lora.quantize import block_of
+from graphtrain.models.lora.quantize import block_size
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules, matches
 
-A, B = "lora_a", "lora_b"
+LORA_A, LORA_B = "lora_a", "lora_b"
 CODES, SCALES = "codes", "scales"
 
 Arrays = dict[str, ArraySpec]
 
 
-def keeps_weights(program: Program) -> bool:
+def has_frozen_weights(program: Program) -> bool:
     """Return whether the program has frozen weights, as an input that no step changes."""
     return program.adapter is not None or program.loss.kind == "preference"
 
@@ -40,10 +40,10 @@ def trained_arrays(program: Program) -> Arrays:
     arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
         return arrays
-    trained = {path: arrays[path] for path in whole_paths(program.model, adapter)}
-    for path in adapted_paths(program.model, adapter):
-        first, second = _thin(arrays[path], adapter.rank)
-        trained |= {f"{path}/{A}": first, f"{path}/{B}": second}
+    trained = {path: arrays[path] for path in fully_trained_paths(program.model, adapter)}
+    for path in lora_paths(program.model, adapter):
+        first, second = _lora_factors(arrays[path], adapter.rank)
+        trained |= {f"{path}/{LORA_A}": first, f"{path}/{LORA_B}": second}
     return trained
 
 
@@ -54,21 +54,23 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
         ShardingError: a pattern of the adapter matches no eligible array, or the last axis of an
             nf4 array is odd.
     """
-    if not keeps_weights(program):
+    if not has_frozen_weights(program):
         return {}
     arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
     # DPO's reference model also needs the initial values of arrays that are trained in full.
-    trained = () if program.loss.kind == "preference" else whole_paths(program.model, adapter)
+    trained = (
+        () if program.loss.kind == "preference" else fully_trained_paths(program.model, adapter)
+    )
     frozen: Arrays = {}
     for path, spec in arrays.items():
         if path not in trained:
-            frozen |= _kept(path, replace(spec, role="frozen"), adapter, rules, mesh)
+            frozen |= _stored_form(path, replace(spec, role="frozen"), adapter, rules, mesh)
     return frozen
 
 
-def adapted_paths(model: Model, adapter: Adapter) -> list[str]:
+def lora_paths(model: Model, adapter: Adapter) -> list[str]:
     """Return the paths of the weights that have LoRA factors.
 
     Raises:
@@ -76,11 +78,11 @@ def adapted_paths(model: Model, adapter: Adapter) -> list[str]:
     """
     able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
     chosen = _matching(adapter.targets, able, "targets")
-    whole = whole_paths(model, adapter)
+    whole = fully_trained_paths(model, adapter)
     return [path for path in able if path in chosen and path not in whole]
 
 
-def whole_paths(model: Model, adapter: Adapter) -> list[str]:
+def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
     """Return the paths of the arrays that are trained in full beside LoRA.
 
     Raises:
@@ -91,18 +93,18 @@ def whole_paths(model: Model, adapter: Adapter) -> list[str]:
     return [path for path in arrays if path in chosen]
 
 
-def is_quantised(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
+def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
     few = adapter.base in ("int8", "nf4")
     return few and path.startswith("layers/") and _is_matrix(spec) and "routes" not in spec.axes
 
 
-def is_rounded(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
+def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored in bfloat16.
 
     These are the matrices that are not quantized, except routers, unless the base is float32.
     """
-    if adapter.base == "float32" or is_quantised(path, spec, adapter):
+    if adapter.base == "float32" or is_quantized(path, spec, adapter):
         return False
     return _is_matrix(spec) and "routes" not in spec.axes
 
@@ -136,7 +138,7 @@ def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> se
     return found
 
 
-def _thin(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
+def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
     """Return the specs of a weight's two LoRA factors.
 
     embed is the first axis of an input projection and the last axis of an output projection.
@@ -149,11 +151,13 @@ def _thin(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
     return first, second
 
 
-def _kept(path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: MeshShape) -> Arrays:
+def _stored_form(
+    path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: MeshShape
+) -> Arrays:
     """Return the arrays that store a frozen array: itself, in bfloat16, or as codes and scales."""
-    if is_rounded(path, spec, adapter):
+    if is_bfloat16(path, spec, adapter):
         return {path: replace(spec, dtype="bfloat16")}
-    if not is_quantised(path, spec, adapter):
+    if not is_quantized(path, spec, adapter):
         return {path: spec}
     size, axis = spec.shape[-1], spec.axes[-1]
     pair = 2 if adapter.base == "nf4" else 1
@@ -171,10 +175,10 @@ def _kept(path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: Mesh
         return replace(spec, shape=shape, axes=axes, dtype=dtype)
 
     codes = part(size // pair, "uint8" if pair == 2 else "int8")
-    return {f"{path}/{CODES}": codes, f"{path}/{SCALES}": part(size // block_of(size), "float32")}
+    return {f"{path}/{CODES}": codes, f"{path}/{SCALES}": part(size // block_size(size), "float32")}
 
 
-def count_of(arrays: Mapping[str, ArraySpec]) -> int:
+def weight_count(arrays: Mapping[str, ArraySpec]) -> int:
     """Return the number of weights in arrays: two per byte of nf4 codes, none per scale."""
     return sum(
         math.prod(spec.shape) * (2 if spec.dtype == "uint8" else 1)

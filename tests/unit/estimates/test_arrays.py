@@ -4,7 +4,7 @@ import pytest
 
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
-from graphtrain.cost_model.weights import place_weights
+from graphtrain.cost_model.weights import shard_weights
 from graphtrain.graphs.build import state_specs_of
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.flops import parameter_count
@@ -72,7 +72,7 @@ def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
     )
     shape, table = mesh_shape(program), Rules.load(rules)
     plan = make_plan(flatten({"state": state_specs_of(program)}), table, shape)
-    weights = place_weights(program, table, shape)
+    weights = shard_weights(program, table, shape)
     assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
     counters = sum(
         plan.bytes_of(path)

@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 
-from graphtrain.models.attention.module import attention
+from graphtrain.models.attention.module import dot_product_attention
 from graphtrain.models.attention.positions import alibi_slopes
-from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.score_mods import ScoreTransform
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 9, 6, 2, 4
 
@@ -37,23 +37,25 @@ def inputs(dtype: str) -> list[jax.Array]:
 @pytest.mark.parametrize(
     ("scoring", "window"),
     [
-        (Scoring(0.5), LENGTH),
-        (Scoring(0.5, slopes=tuple(alibi_slopes(HEADS))), LENGTH),
-        (Scoring(0.3, cap=0.7), 3),
+        (ScoreTransform(0.5), LENGTH),
+        (ScoreTransform(0.5, slopes=tuple(alibi_slopes(HEADS))), LENGTH),
+        (ScoreTransform(0.3, cap=0.7), 3),
     ],
     ids=["plain", "alibi", "capped in a window"],
 )
 def test_attention_equals_one_query_at_a_time(scoring, window, dtype, tolerance):
     arrays = inputs(dtype)
     want = reference(*(np.asarray(x, np.float64) for x in arrays), scoring, window)
-    got = attention(*arrays, scoring, None if window == LENGTH else jax.numpy.int32(window))
+    got = dot_product_attention(
+        *arrays, scoring, None if window == LENGTH else jax.numpy.int32(window)
+    )
     assert got.dtype == dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance)
 
 
 def test_no_position_sees_a_later_one():
     query, key, value = inputs("float32")
-    before = attention(query, key, value)
-    after = attention(query, key.at[:, 5:].set(7.0), value.at[:, 5:].set(-7.0))
+    before = dot_product_attention(query, key, value)
+    after = dot_product_attention(query, key.at[:, 5:].set(7.0), value.at[:, 5:].set(-7.0))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert not np.allclose(before[:, 5:], after[:, 5:])

@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from graphtrain.config.schema import Model
-from graphtrain.models.decoder import forward, initialise, parameter_specs
+from graphtrain.models.decoder import forward, initialize, parameter_specs
 from graphtrain.models.flops import flops_per_token, parameter_count
 
 SMALL: dict[str, Any] = {"layers": 3, "embed": 24, "heads": 6, "mlp": 40, "vocab": 50}
@@ -53,7 +53,7 @@ def test_flops_equal_the_matrix_products_of_a_training_step(settings):
     model = Model(**SMALL, **settings, remat="none")
     tokens = jax.numpy.zeros((2, 16), jax.numpy.int32)
     step = jax.grad(lambda parameters: forward(model, parameters, tokens)[0].sum())
-    shapes = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: initialize(model, jax.random.key(0)))
     jaxpr = jax.make_jaxpr(step)(shapes)
     assert flops_per_token(model, 16) * tokens.size == matrix_flops(jaxpr.jaxpr)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from graphtrain.config.schema import Model
-from graphtrain.models.decoder import before_head, forward, initialise, parameter_specs
+from graphtrain.models.decoder import forward, head_inputs, initialize, parameter_specs
 
 LLAMA = Model(
     layers=2,
@@ -42,7 +42,7 @@ def logits(*arguments: Any, **options: Any) -> jax.Array:
 
 
 run = jax.jit(logits, static_argnums=0)
-create = jax.jit(initialise, static_argnums=0)
+create = jax.jit(initialize, static_argnums=0)
 
 
 def random_parameters(model: Model) -> Any:
@@ -60,7 +60,7 @@ def loss(model: Model, parameters: Any, tokens: Any, key: jax.Array | None) -> j
 def lowered(model: Model) -> str:
     """The program of loss and gradients, from shapes alone."""
     step = jax.jit(jax.value_and_grad(loss, 1), static_argnums=0)
-    parameters = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
+    parameters = jax.eval_shape(lambda: initialize(model, jax.random.key(0)))
     key = jax.eval_shape(lambda: jax.random.key(0))
     return step.lower(model, parameters, TOKENS, key).as_text()
 
@@ -84,7 +84,7 @@ def test_parameters_have_names_shapes_and_axes():
 def test_new_parameters_are_as_the_specs_say(model, dtype):
     specs = parameter_specs(model)
     model = replace(model, dtype=dtype)
-    parameters = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
+    parameters = jax.eval_shape(lambda: initialize(model, jax.random.key(0)))
     assert jax.tree.structure(specs) == jax.tree.structure(parameters)
     for spec, array in zip(jax.tree.leaves(specs), jax.tree.leaves(parameters), strict=True):
         assert (spec.shape, spec.dtype) == (array.shape, "float32")
@@ -124,7 +124,7 @@ def test_bfloat16_is_close_to_float32(model):
 
 def test_logits_are_the_head_s_product_with_what_it_reads():
     parameters = random_parameters(LLAMA)
-    read, head, _ = jax.jit(before_head, static_argnums=0)(LLAMA, parameters, TOKENS)
+    read, head, _ = jax.jit(head_inputs, static_argnums=0)(LLAMA, parameters, TOKENS)
     want = run(LLAMA, parameters, TOKENS)
     np.testing.assert_allclose(read @ head, want, rtol=1e-5, atol=1e-5)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphtrain.models.matmul import dot, dots
+from graphtrain.models.matmul import dot, dot_many
 from lowering.machine.target import Target
 from lowering.tracing.current_target import tracing_for
 
@@ -76,7 +76,7 @@ def test_an_accelerator_is_asked_for_bfloat16_but_not_for_weights_gradients(mach
     several = [weight.astype("float32"), weight.astype("float32")]
 
     def loss(x, several):
-        return sum(jnp.sum(y * cotangent) for y in dots("bse,em->bsm", x, several))
+        return sum(jnp.sum(y * cotangent) for y in dot_many("bse,em->bsm", x, several))
 
     with tracing_for(Target(machine, (8,))):
         program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, several))

@@ -10,16 +10,23 @@ import pytest
 from graphtrain.config.schema import Model
 from graphtrain.models.attention import flash
 from graphtrain.models.attention.flash import gpu_kernel, tpu_kernel
-from graphtrain.models.attention.kernel_support import Asked, obstacle, takes_kernel
-from graphtrain.models.attention.score_mods import Scoring
+from graphtrain.models.attention.kernel_support import (
+    AttentionSpec,
+    uses_flash_kernel,
+    why_no_kernel,
+)
+from graphtrain.models.attention.score_mods import ScoreTransform
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 1, 64
 DOCUMENTS = np.repeat([[0, 1, 2], [0, 0, 1]], [100, 56, 100], axis=1).astype(np.int32)
 LLAMA = Model(layers=2, embed=256, heads=4, mlp=512, vocab=256)
-ASKED = Asked.of(LLAMA, 1024)
-CASES = {"tpu": (tpu_kernel, Scoring(0.2, cap=2.0), 70), "gpu": (gpu_kernel, Scoring(0.2), None)}
+ASKED = AttentionSpec.of(LLAMA, 1024)
+CASES = {
+    "tpu": (tpu_kernel, ScoreTransform(0.2, cap=2.0), 70),
+    "gpu": (gpu_kernel, ScoreTransform(0.2), None),
+}
 
 
 def arrays() -> list[np.ndarray]:
@@ -29,7 +36,7 @@ def arrays() -> list[np.ndarray]:
 
 
 def exact(
-    query: jax.Array, key: jax.Array, value: jax.Array, scoring: Scoring, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, scoring: ScoreTransform, window: int | None
 ) -> jax.Array:
     """Every score at once, in the arrays' dtype."""
     key, value = (jnp.repeat(x, HEADS // KV_HEADS, 2) for x in (key, value))
@@ -80,16 +87,16 @@ def test_what_no_kernel_computes_has_a_reason_and_is_computed_by_scores(
     target, model, length, how, reason
 ):
     there = Target.parse(target)
-    asked = Asked.of(replace(LLAMA, **model), length, **how)
-    assert reason in obstacle(asked, there)
-    assert not takes_kernel("auto", asked, there)
+    asked = AttentionSpec.of(replace(LLAMA, **model), length, **how)
+    assert reason in why_no_kernel(asked, there)
+    assert not uses_flash_kernel("auto", asked, there)
     with pytest.raises(LoweringError, match=r'attention = "flash": .* set it to "auto"'):
-        takes_kernel("flash", asked, there)
+        uses_flash_kernel("flash", asked, there)
 
 
 @pytest.mark.parametrize("target", ["h100:8", "a100:8", "v5e:2x4", "v5p:2x2x1"])
 def test_a_plain_decoder_has_a_kernel_unless_it_asks_for_scores(target):
     there = Target.parse(target)
-    assert takes_kernel("auto", ASKED, there)
-    assert takes_kernel("flash", ASKED, there)
-    assert not takes_kernel("scores", ASKED, there)
+    assert uses_flash_kernel("auto", ASKED, there)
+    assert uses_flash_kernel("flash", ASKED, there)
+    assert not uses_flash_kernel("scores", ASKED, there)

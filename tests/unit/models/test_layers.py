@@ -6,7 +6,7 @@ from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models.block import apply_layers, dropout, stack_layers
-from graphtrain.models.init import Keys
+from graphtrain.models.init import ParameterKeys
 
 MODEL = Model(
     layers=3,
@@ -23,7 +23,9 @@ MODEL = Model(
 
 def test_the_scan_equals_a_loop_over_the_same_weights():
     random = np.random.default_rng(0)
-    block, shapes = nnx.split(nnx.eval_shape(lambda: stack_layers(MODEL, Keys(jax.random.key(0)))))
+    block, shapes = nnx.split(
+        nnx.eval_shape(lambda: stack_layers(MODEL, ParameterKeys(jax.random.key(0))))
+    )
     parameters = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype("float32"), shapes)
     x, key = random.normal(size=(2, 8, 16)).astype("float32"), jax.random.key(0)
 

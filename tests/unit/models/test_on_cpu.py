@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from graphtrain.graphs.optimizer import _clip
-from graphtrain.models.activations import activated
+from graphtrain.models.activations import apply_activation
 from graphtrain.models.attention import blockwise
-from graphtrain.models.attention.blockwise import blocked_attention
-from graphtrain.models.attention.dot_product import attention
-from graphtrain.models.attention.score_mods import Scoring
-from graphtrain.models.attention.segment_mask import apart
+from graphtrain.models.attention.blockwise import blockwise_attention
+from graphtrain.models.attention.dot_product import dot_product_attention
+from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.loss import cross_entropy
 from lowering.machine.target import Target
 from lowering.tracing.cpu_hints import KEEP_BARRIERS, cast, computed_once
@@ -38,9 +38,9 @@ def with_gradients(function, arrays, gradient):
 @pytest.mark.parametrize(
     ("scoring", "window", "documents"),
     [
-        (Scoring(0.5), None, False),
-        (Scoring(0.5, cap=2.0), 3, True),
-        (Scoring(0.5, slopes=(0.5, 0.2, 0.1, 0.3)), None, False),
+        (ScoreTransform(0.5), None, False),
+        (ScoreTransform(0.5, cap=2.0), 3, True),
+        (ScoreTransform(0.5, slopes=(0.5, 0.2, 0.1, 0.3)), None, False),
     ],
     ids=["plain", "capped in a window of documents", "alibi"],
 )
@@ -53,10 +53,10 @@ def test_attention_in_blocks_is_attention(
     gradient = normal(3, 2, LENGTH, 4, 8, dtype=dtype)
     numbers = jnp.cumsum(normal(4, 2, LENGTH) > 1, 1).astype(jnp.int32) if documents else None
     window = None if window is None else jnp.int32(window)
-    with apart(numbers):
+    with isolate_documents(numbers):
         want, got = (
             with_gradients(lambda *three, f=f: f(*three, scoring, window), arrays, gradient)
-            for f in (attention, blocked_attention)
+            for f in (dot_product_attention, blockwise_attention)
         )
     assert len(list(blockwise._blocks(LENGTH))) > 1
     for a, b in zip(want, got, strict=True):
@@ -70,7 +70,7 @@ def test_activations_in_float32_are_activations(products):
 
     def run(target):
         with tracing_for(Target.parse(target)):
-            return with_gradients(lambda *x: activated(jax.nn.silu, list(x)), wide, gradient)
+            return with_gradients(lambda *x: apply_activation(jax.nn.silu, list(x)), wide, gradient)
 
     for want, got in zip(run("v5e:1x1"), run("cpu:1"), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)

@@ -16,8 +16,14 @@ from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.errors import WeightsError
 from graphtrain.models.decoder import forward
-from graphtrain.models.lora.layers import combine
-from graphtrain.models.lora.trainable import A, B, adapted_paths, frozen_arrays, trained_arrays
+from graphtrain.models.lora.layers import apply_lora
+from graphtrain.models.lora.trainable import (
+    LORA_A,
+    LORA_B,
+    frozen_arrays,
+    lora_paths,
+    trained_arrays,
+)
 from graphtrain.models.loss import cross_entropy
 from graphtrain.weights.convert import from_hugging_face, read_config
 from graphtrain.weights.factors import Table, from_peft
@@ -111,7 +117,7 @@ def test_logits_and_gradients_are_those_of_peft(case, tmp_path):
     targets, weights = np.roll(TOKENS, -1, 1), np.ones(TOKENS.shape, np.float32)
 
     def loss(trained):
-        out = forward(program.model, combine(program, trained, frozen), TOKENS)[0]
+        out = forward(program.model, apply_lora(program, trained, frozen), TOKENS)[0]
         return cross_entropy(out, targets, weights)[0], out
 
     (_, got), gradients = quickly(jax.value_and_grad(loss, has_aux=True))(unflatten(adapter.arrays))
@@ -134,7 +140,7 @@ def assert_gradients(program, side, got, tuned):
     theirs = {name: one.grad for name, one in tuned.named_parameters() if "lora_" in name}
     compared = 0
     for piece in family.pieces(program.model):
-        paths = [path for path in piece.row.paths if f"{path}/{A}" in got]
+        paths = [path for path in piece.row.paths if f"{path}/{LORA_A}" in got]
         if not paths:
             continue
         module = "base_model.model." + piece.names[0].removesuffix(".weight")
@@ -142,12 +148,12 @@ def assert_gradients(program, side, got, tuned):
             theirs[f"{module}.lora_{name}.default.weight"].numpy() for name in ("A", "B")
         )
         want = from_peft(piece, first, second, program.model)
-        total = sum(got[f"{path}/{A}"][piece.layer] for path in paths)
+        total = sum(got[f"{path}/{LORA_A}"][piece.layer] for path in paths)
         assert_close(total, want[paths[0]][0])
         for path in paths:
-            assert_close(got[f"{path}/{B}"][piece.layer], want[path][1])
+            assert_close(got[f"{path}/{LORA_B}"][piece.layer], want[path][1])
             compared += 1
-    assert compared == len(adapted_paths(program.model, program.adapter)) * program.model.layers
+    assert compared == len(lora_paths(program.model, program.adapter)) * program.model.layers
 
 
 @pytest.mark.parametrize(
@@ -180,7 +186,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp
     loaded = peft.PeftModel.from_pretrained(source, tmp_path / "written").double().eval()
     with torch.no_grad():
         want = loaded(torch.tensor(TOKENS)).logits.numpy()
-    weights = combine(program, unflatten(ours), frozen_of(tmp_path, program))
+    weights = apply_lora(program, unflatten(ours), frozen_of(tmp_path, program))
     assert_close(quickly(lambda tree: forward(program.model, tree, TOKENS)[0])(weights), want)
 
 

@@ -15,8 +15,8 @@ from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Pipelin
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.build import parameter_specs_of
 from graphtrain.models.decoder import parameter_specs
-from graphtrain.models.lora.quantize import rounded
-from graphtrain.models.pipeline_stages import arrange
+from graphtrain.models.lora.quantize import fake_quantize
+from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.run.generate import _weights
 from graphtrain.run.initial_weights import Beginning
 from graphtrain.weights.base import check_adapter
@@ -79,7 +79,7 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
     whole["head"] = np.pad(whole["head"], ((0, 0), (0, 7)))
     stages = stages_of(made.program)
     assert stages is not None
-    jax.tree.map(np.testing.assert_array_equal, got, arrange(unflatten(whole), stages))
+    jax.tree.map(np.testing.assert_array_equal, got, to_pipeline_layout(unflatten(whole), stages))
 
 
 def test_another_model_is_refused_with_what_differs(converted):
@@ -124,7 +124,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
     )
     found = flatten(_weights(begun, begun.program, described, None))
     (up, down) = Converted(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
-    np.testing.assert_array_equal(found["layers/mlp/up"][1], rounded(up, "nf4"))
+    np.testing.assert_array_equal(found["layers/mlp/up"][1], fake_quantize(up, "nf4"))
     np.testing.assert_array_equal(found["layers/mlp/down"][1], down)  # trained whole
 
 
