@@ -1,4 +1,4 @@
-"""What people read: plans as tables, the loss as a curve."""
+"""Human-readable output: plans as tables, the loss as a text chart."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
-    """The named arrays of a plan: shape, axis names, how each is split, what one device holds."""
+    """Return a table of the named arrays: shape, axes, sharding, and bytes per device."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -29,7 +29,7 @@ def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
 
 
 def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
-    """The rows of plan_table for programs."""
+    """Return the layouts of all arrays as JSON-compatible rows; sizes in bytes per device."""
     return [
         {
             "path": path,
@@ -46,7 +46,13 @@ def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
-    """The loss by step, of training and validation, drawn with characters."""
+    """Return the training and validation loss by step as a text chart.
+
+    Args:
+        records: Records of the journal.
+        width: Columns of the chart.
+        height: Lines of the chart.
+    """
     from plotext import figure
 
     figure.clear()

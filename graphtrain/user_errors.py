@@ -1,4 +1,7 @@
-"""All errors that a user can fix, of every package; graphtrain.errors imports no other package."""
+"""Errors of all packages that a user can fix.
+
+Separate from graphtrain.errors, which imports no other package.
+"""
 
 from graphtrain.errors import GraphtrainError
 from lowering.errors import LoweringError
