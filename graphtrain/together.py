@@ -88,8 +88,8 @@ def _difference(one: str, other: str) -> str:
     )
     if not differences:
         return (
-            "the same key was compiled twice, on hosts that do not share a cache; copy the cache of "
-            "one host to all others, or use a shared one"
+            "the same key was compiled twice, on hosts that do not share a cache; copy the cache "
+            "of one host to all others, or use a shared one"
         )
     first = differences[0]
     return f"{' '.join(first.path)}: {first.mine} and {first.theirs}; make it equal on all hosts"

@@ -86,7 +86,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
         return
     unrepaired = sum(not problem.repaired for problem in report.problems)
     remedy = "" if repair else "; run: graphtrain cache verify --repair"
-    raise CacheError(f"{sound}, {unrepaired} entries cannot be used{remedy}")
+    raise CacheError(f"{sound}, unusable: {unrepaired}{remedy}")
 
 
 @command.command("explain")

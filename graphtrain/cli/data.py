@@ -28,8 +28,8 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
             multiple=True,
             default=("text",),
             show_default=True,
-            help="Key of the text in a JSON object, or column of a table. May be repeated; the texts "
-            "are joined by a blank line.",
+            help="Key of the text in a JSON object, or column of a table. May be repeated; the "
+            "texts are joined by a blank line.",
         ),
         click.option(
             "--clean",

@@ -78,7 +78,7 @@ def _compile_options(function: Callable) -> Callable:
         click.option(
             "--simulator",
             is_flag=True,
-            help="Compile the entries in neuronxcc-0.0.0.0+simulator, which run on no Neuron device.",
+            help="Compile the entries in neuronxcc-0.0.0.0+simulator, which no device can run.",
         ),
         _stale_after,
     ):

@@ -108,7 +108,7 @@ def _ending(summary, directory: str) -> str:
             "the same command resumes from there"
         )
     resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
-    return f"trained {summary.steps} steps{resumed}{told}; in {directory}"
+    return f"trained {summary.steps} steps{resumed}{told}; saved in {directory}"
 
 
 @contextmanager
