@@ -170,7 +170,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 @_files_options
 @click.option("--output", required=True, type=_PATH, help="Directory for the datasets.")
 @click.option(
-    "--tokenizer", required=True, help="Tokenizer of the model to fine-tune, in a form of prepare."
+    "--tokenizer", required=True, help="Tokenizer of the model to fine-tune, as in prepare."
 )
 @click.option(
     "--template",

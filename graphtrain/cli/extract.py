@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     envvar="GRAPHTRAIN_TORCH_XLA_PYTHON",
     show_envvar=True,
     default=sys.executable,
-    show_default="this one",
+    show_default="the one that runs graphtrain",
     metavar="FILE",
     help="Python interpreter in whose environment torch-xla is installed.",
 )

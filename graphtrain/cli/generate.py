@@ -77,7 +77,7 @@ def command(
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise click.BadParameter("the prompt is not valid UTF-8", param_hint="PROMPT") from None
+        raise click.BadParameter("the prompt is not UTF-8 text", param_hint="PROMPT") from None
     file = config / "config.toml" if config.is_dir() else config
     settings = load_config(file, overrides, target)
     tokenizer = _tokenizer(settings)

@@ -35,8 +35,8 @@ workers_option = click.option(
 @overrides_option
 @cache_option
 @workers_option
-@click.option("--partition", help="Slurm partition of both jobs. [default: Slurm's]")
-@click.option("--account", help="Slurm account of both jobs. [default: Slurm's]")
+@click.option("--partition", help="Slurm partition of both jobs. [default: that of the cluster]")
+@click.option("--account", help="Slurm account of both jobs. [default: that of the user]")
 @click.option(
     "--time",
     "limit",

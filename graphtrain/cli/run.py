@@ -34,7 +34,7 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     "--compile",
     "compile_missing",
     is_flag=True,
-    help="Compile missing graphs first. [default: exit with 3 if a graph is missing]",
+    help="Compile missing graphs first, instead of exiting with 3.",
 )
 def command(
     config: Path,

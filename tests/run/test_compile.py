@@ -62,7 +62,7 @@ def test_a_refusal_is_remembered_until_it_is_asked_for_again(cold):
     _, err = cold.command(*words[:2], "other.toml", *words[2:], status=2)
     assert "other.toml train: failed before" in err
     _, err = cold.command(*words, "--retry-failed", status=2)
-    assert "train: tracing" in err and "as before" not in err
+    assert "train: tracing" in err and "failed before" not in err
 
 
 @pytest.mark.usefixtures("compiled_quickly")

@@ -124,7 +124,7 @@ def test_a_lock_holds_until_placement_memory_or_communication_change(place, plan
     plan("lock", "config.toml", *CUBE)
     assert (place.path / "config.plan").read_text().startswith("# A plan")
     out, _ = plan("check", "config.toml", *CUBE)
-    assert out == "config.plan holds\n"
+    assert out == "config.plan is up to date\n"
     out, err = plan("check", "config.toml", *CUBE, "--set", "program.batch.sequences=16", status=5)
     assert "-batch/tokens  int32  1x8(data+fsdp)x32  256" in out.splitlines()
     assert "graphtrain plan lock" in err

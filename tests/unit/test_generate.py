@@ -113,7 +113,7 @@ def test_what_is_no_number_is_refused(wrong):
 
 def test_a_prompt_of_other_bytes_than_text_is_refused():
     result = CliRunner().invoke(command, ["c.toml", "\udcff"])
-    assert result.exit_code == 2 and "not UTF-8" in result.output
+    assert result.exit_code == 2 and "the prompt is not UTF-8 text" in result.output
 
 
 def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, tmp_path):
