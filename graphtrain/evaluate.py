@@ -62,9 +62,8 @@ def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program)
     Raises:
         DataError: the validation set cannot be used, or its loss mask is empty.
     """
-    rows = (
-        2 if program.loss.kind == "preference" else 1
-    )  # rows per example, each of which must have a target
+    # A pair of rows is one example; both must have a target.
+    rows = 2 if program.loss.kind == "preference" else 1
     for batch in batches:
         counts = (batch["weights"] != 0).any(-1)
         if counts.reshape(-1, rows).all(-1).any():

@@ -23,11 +23,8 @@ from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules
 
 _NAMES = ("prefill", "decode")
-_PER_POSITION = (
-    "sequence",
-    "context",
-    "ulysses",
-)  # rules that split the sequence, of which decode has one token
+# Rules that split the sequence axis, which has length 1 in decode.
+_PER_POSITION = ("sequence", "context", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,14 +259,11 @@ class _Loop:
     open_journal: Callable[[], Report]
     start: int
     _write: Report = field(init=False)
-    _pending: tuple[int, Tree, float, float] | None = (
-        None  # step, metrics, learning rate, seconds waited for data
-    )
+    # Last started step: its number, metrics, learning rate, and seconds waited for data.
+    _pending: tuple[int, Tree, float, float] | None = None
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
-    _flops: dict[str, float] = field(
-        init=False
-    )  # useful FLOPs per token, by name of the utilization metric
+    _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
     def __post_init__(self) -> None:
         program = self.config.program
@@ -378,7 +375,5 @@ class _Loop:
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self._target)
         self._write({"step": done, "validation_loss": loss})
-        self._settled_at = (
-            time.perf_counter()
-        )  # exclude the evaluation from the time of the next step
+        self._settled_at = time.perf_counter()  # do not count the evaluation as step time
         return loss
