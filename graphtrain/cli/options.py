@@ -70,7 +70,8 @@ def process_options(command: Callable) -> Callable:
             "--rank",
             type=int,
             envvar="GRAPHTRAIN_RANK",
-            help="Rank of this process, from 0. [default: $GRAPHTRAIN_RANK, else from Slurm]",
+            help="Rank of this process, from 0. [default: $GRAPHTRAIN_RANK, else from Slurm or the "
+            "TPU slice]",
         ),
         click.option(
             "--processes",
@@ -78,14 +79,14 @@ def process_options(command: Callable) -> Callable:
             type=click.IntRange(1),
             envvar="GRAPHTRAIN_PROCESSES",
             help="Number of processes of the run, one per host. [default: $GRAPHTRAIN_PROCESSES, "
-            "else from Slurm, else 1]",
+            "else from Slurm or the TPU slice, else 1]",
         ),
         click.option(
             "--coordinator",
             metavar="HOST:PORT",
             envvar="GRAPHTRAIN_COORDINATOR",
             help="Address of rank 0; requires --processes and --rank. "
-            "[default: $GRAPHTRAIN_COORDINATOR, else from Slurm]",
+            "[default: $GRAPHTRAIN_COORDINATOR, else from Slurm or the TPU slice]",
         ),
     ):
         command = option(command)
