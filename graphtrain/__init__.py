@@ -1,4 +1,5 @@
-"""The product: configuration, models, the cache, the loop, the command.
+"""Training stack: configuration, models, data, program cache, training loop and command line.
 
-May import `lowering` and `sharding_rules`. Importing this package imports neither them nor JAX.
+May import `lowering` and `sharding_rules`. Importing this package alone imports neither of them,
+nor JAX.
 """

@@ -1,4 +1,4 @@
-"""`python -m graphtrain`: the command."""
+"""Entry point of `python -m graphtrain`."""
 
 from graphtrain.cli import main
 

@@ -1,4 +1,4 @@
-"""What this machine can compile for and run on, and what would make it do more."""
+"""Checks of what this machine can compile for and run on, with remedies for what is missing."""
 
 import importlib.util
 import platform
@@ -14,16 +14,19 @@ from lowering.machine.toolchain import Toolchain
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check."""
 
     subject: str
     state: str
     good: bool
-    remedy: str = ""  # the command that would mend it
+    remedy: str = ""  # command that fixes it; empty if there is nothing to fix
 
 
 def examine(cache: Path) -> list[Finding]:
-    """Look at the interpreter, the toolchain, the devices and the store; changes nothing."""
+    """Check the interpreter, the packages, the targets, the memory and the cache directory.
+
+    Changes nothing.
+    """
     return [_python(), *_packages(), *_targets(), _memory(), _store(cache)]
 
 
@@ -63,23 +66,31 @@ def _targets() -> list[Finding]:
 
 def _accelerator(name: str, module: str, extra: str) -> Finding:
     if importlib.util.find_spec(module) is not None:
-        return Finding(f"target {name}", "compiles; runs where the machine is", True)
+        return Finding(f"target {name}", "compiles; runs on a machine that has the devices", True)
     return Finding(
-        f"target {name}", f"estimates only; pip install 'graphtrain[{extra}]' compiles", True
+        f"target {name}", f"estimates only; to compile, pip install 'graphtrain[{extra}]'", True
     )
 
 
 def _ascend() -> Finding:
     if not here.has_mindspore():
-        state = f"{here.INSTALL} runs it"
+        state = f"to run, {here.INSTALL}"
     else:
-        state = "runs" if here.has_cann() else "runs where CANN is; ascend-cpu runs"
+        state = (
+            "runs"
+            if here.has_cann()
+            else "runs on a machine with CANN; ascend-cpu runs on this machine"
+        )
     return Finding("target ascend", f"compiles; {state}", True)
 
 
 def _neuron() -> Finding:
     compiler = shutil.which("neuronx-cc")
-    state = f"compiles: {compiler}" if compiler else "writes bundles; neuronx-cc is not installed"
+    state = (
+        f"compiles: {compiler}"
+        if compiler
+        else "writes bundles, because neuronx-cc is not installed"
+    )
     return Finding("target neuron", f"{state}; neuron-sim compiles and runs", True)
 
 
@@ -90,7 +101,7 @@ def _memory() -> Finding:
 def _store(cache: Path) -> Finding:
     place = cache if cache.exists() else cache.absolute().parent
     if not place.exists():
-        return Finding("cache", f"{place} is missing", False, f"mkdir -p {place}")
+        return Finding("cache", f"{place} does not exist", False, f"mkdir -p {place}")
     free = shutil.disk_usage(place).free
     enough = free > 1e9
     return Finding(

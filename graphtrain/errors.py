@@ -1,11 +1,11 @@
-"""What a user can fix; the command prints these in one line and exits with their status."""
+"""Errors that a user can fix. The command prints them in one line and exits with their status."""
 
 from lowering.errors import LoweringError
 from sharding_rules.errors import ShardingError
 
 
 class GraphtrainError(Exception):
-    """Base of the errors of this package that a user can fix."""
+    """Base class of the errors of this package that a user can fix."""
 
     exit_status = 2
 
@@ -15,37 +15,37 @@ class ConfigError(GraphtrainError):
 
 
 class DataError(GraphtrainError):
-    """A corpus, tokenizer or dataset cannot be used."""
+    """A corpus, tokenizer or dataset is missing, damaged or unsuitable."""
 
 
 class CacheError(GraphtrainError):
-    """The store of compiled programs cannot be used."""
+    """The cache of compiled programs, or a program in it, cannot be used."""
 
 
 class MissingProgram(GraphtrainError):
-    """`graphtrain run` found no compiled program for what it was asked."""
+    """A compiled program that a run needs is not in the cache."""
 
     exit_status = 3
 
 
 class TrainingError(GraphtrainError):
-    """A run stopped: the loss is not finite, or its directory cannot be used."""
+    """A run cannot start or continue: for example a loss that is not finite."""
 
 
 class PlanError(GraphtrainError):
-    """A plan cannot be made, or compared with what it should be compared with."""
+    """A plan cannot be made, or cannot be compared with another."""
 
 
 class LaunchError(GraphtrainError):
-    """A run cannot be handed to a scheduler."""
+    """A run cannot be submitted to a cluster scheduler."""
 
 
 class WeightsError(GraphtrainError):
-    """Weights cannot be converted, or are of another model."""
+    """Weights cannot be read or converted, or belong to another model."""
 
 
 class ExtractionError(GraphtrainError):
-    """The graphs of a torch-xla script cannot be extracted, or read."""
+    """The graphs of a torch-xla script cannot be extracted or read."""
 
 
 class ImportedModelError(GraphtrainError):

@@ -1,6 +1,7 @@
-"""The command. Each module is one command or group; it parses, calls, prints, and decides nothing.
+"""The command line. Each module defines one command or group: it parses, calls and prints.
 
-Modules are imported when their command is asked for, so that no command pays for another's imports.
+A module is imported only when its command is used, so that no command pays for the imports of
+others.
 """
 
 import importlib
@@ -15,25 +16,25 @@ from typing import NoReturn
 import click
 
 _COMMANDS = {
-    "cache": "list, explain, verify and collect compiled programs",
-    "compile": "compile every graph of a run into the cache, in parallel",
-    "config": "show a resolved configuration, or the JSON schema for editors",
-    "convert": "bring weights from other formats and back, and runs to other layouts",
-    "data": "make a sample corpus; prepare text and conversations for training",
-    "doctor": "say what this machine can compile for and run on",
-    "evaluate": "measure the validation loss of a trained model",
-    "extract": "compile the graphs of a torch-xla script, without running it",
-    "generate": "continue a prompt with a trained model",
-    "launch": "compile and run on a cluster with Slurm or Kubernetes",
-    "neuron-cache": "look into, finish and clean a cache of AWS's Neuron tools",
-    "neuron-finish": "compile bundles where neuronx-cc is, into the cache",
-    "plan": "show where every array lives and what each device holds",
-    "run": "train from compiled programs; never traces or compiles",
+    "cache": "List, explain, verify, share and remove compiled programs.",
+    "compile": "Compile every graph of a run into the cache, in parallel.",
+    "config": "Show a resolved configuration, or the JSON schema for editors.",
+    "convert": "Convert weights from and to other formats; reshard checkpoints.",
+    "data": "Tokenize text and conversations for training; inspect datasets.",
+    "doctor": "Report what this machine can compile for and run on.",
+    "evaluate": "Measure the validation loss of a checkpoint.",
+    "extract": "Compile the graphs of a torch-xla script, without training.",
+    "generate": "Generate text that continues a prompt.",
+    "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
+    "neuron-cache": "Inspect, complete and clean a cache of AWS's Neuron tools.",
+    "neuron-finish": "Compile bundles into the cache, where neuronx-cc is installed.",
+    "plan": "Show the memory, communication and time of each device.",
+    "run": "Train from compiled programs, without tracing or compiling.",
 }
 
 
 class _Stopped(BaseException):
-    """A signal asks to end; what is open is closed on the way, as for Ctrl-C in Python."""
+    """Raised by the signal handler, so that files and locks are released, as with Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -41,8 +42,10 @@ class _Stopped(BaseException):
 
 
 class _Lazy(click.Group):
-    """A group whose commands are the function `command` of the module of the same name; a module's
-    name has _ for a command's -."""
+    """Command group that imports each command on first use.
+
+    A command is the object `command` of the module of the same name, with _ in place of -.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -60,14 +63,14 @@ class _Lazy(click.Group):
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="graphtrain")
 def _root() -> None:
-    """Train language models the way a compiler builds programs."""
+    """Plan, compile and train language models. Programs are compiled once and then cached."""
 
 
 def main() -> None:
-    """Entry point: print what a user can fix as one line and exit with its status."""
+    """Run the command line: print an error that the user can fix in one line, without traceback."""
     warnings.showwarning = lambda message, *about: click.echo(f"warning: {message}", err=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _stop)
     try:
         _root.main(prog_name="graphtrain")
@@ -80,7 +83,7 @@ def main() -> None:
         elif _others_wait():
             traceback.print_exc()
         else:
-            raise  # our defect: keep the traceback, exit 1
+            raise  # a defect of graphtrain: keep the traceback, exit 1
         _exit(status or 1)
 
 
@@ -89,7 +92,11 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _exit(status: int) -> NoReturn:
-    """End; a process of several at once, as JAX would first wait for those who wait for it."""
+    """Exit with `status`.
+
+    One of several processes exits without JAX's exit handlers, which would wait for the others,
+    while the others wait for this process.
+    """
     if _others_wait():
         sys.stdout.flush()
         sys.stderr.flush()

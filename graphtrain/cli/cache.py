@@ -1,4 +1,4 @@
-"""`graphtrain cache`: list, show, verify, explain and prune compiled programs."""
+"""`graphtrain cache`: list, show, verify, explain, share and remove compiled programs."""
 
 import json
 import time
@@ -17,22 +17,22 @@ from graphtrain.cli.cache_sharing import exchange, exchange_options, key
 from graphtrain.cli.options import Size, cache_as, json_option, overrides_option, target_option
 from graphtrain.errors import CacheError
 
-_DIGITS = 12  # of a digest in a table
-_LINES = 20  # differences of one explanation
+_DIGITS = 12  # shown of a digest in a table
+_LINES = 20  # differences shown in one explanation
 
 _store = cache_as(Cache)
 
 
 @click.group("cache")
 def command() -> None:
-    """List, show, verify, explain and prune compiled programs."""
+    """List, show, verify, explain, share and remove compiled programs."""
 
 
 @command.command("ls")
 @_store
 @json_option
 def ls(cache: Cache, as_json: bool) -> None:
-    """List the stored programs, last used first; times are UTC."""
+    """List the stored programs, most recently used first. Times are in UTC."""
     entries = cache.list()
     pinned = cache.pinned()
     if as_json:
@@ -54,7 +54,10 @@ command.add_command(ls, "list")
 @_store
 @json_option
 def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
-    """Show what is recorded of a program; a request's digest shows its program."""
+    """Show the stored record of a program.
+
+    DIGEST_PREFIX is the start of the digest of the program, or of a request that it answers.
+    """
     facts = cache.describe(digest_prefix)
     if as_json:
         _print_json(facts)
@@ -64,10 +67,10 @@ def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
 
 @command.command("verify")
 @_store
-@click.option("--repair", is_flag=True, help="Move what is damaged to quarantine.")
+@click.option("--repair", is_flag=True, help="Move damaged programs to quarantine.")
 @json_option
 def verify(cache: Cache, repair: bool, as_json: bool) -> None:
-    """Read every byte stored and say what is wrong; exits 2 if something is."""
+    """Read every stored byte and report damaged entries. Exits with 2 if there are any."""
     report = cache.verify(repair=repair)
     if as_json:
         facts = asdict(report)
@@ -77,13 +80,13 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
     else:
         for problem in report.problems:
             click.echo(f"{problem.kind}: {problem.path}: {problem.reason}")
-    sound = f"{report.programs} programs and {report.requests} requests are sound"
+    sound = f"{report.programs} programs and {report.requests} requests are intact"
     if report.sound:
         click.echo(f"{sound}; {len(report.problems)} repaired" if repair else sound, err=True)
         return
     unrepaired = sum(not problem.repaired for problem in report.problems)
     remedy = "" if repair else "; run: graphtrain cache verify --repair"
-    raise CacheError(f"{sound}, {unrepaired} more cannot be used{remedy}")
+    raise CacheError(f"{sound}, unusable: {unrepaired}{remedy}")
 
 
 @command.command("explain")
@@ -95,9 +98,9 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
 def explain(
     config: Path, target: str | None, overrides: tuple[str, ...], cache: Cache, as_json: bool
 ) -> None:
-    """Say for every graph of CONFIG whether it is stored, and if not, what changed.
+    """Report whether each graph of CONFIG is cached and, if not, which part of its key changed.
 
-    CONFIG is a configuration, or a directory that graphtrain extract has filled.
+    CONFIG is a configuration file, or a directory written by graphtrain extract.
     """
     explanations = cache.explain_all(_requests(config, target, overrides))
     if as_json:
@@ -108,7 +111,7 @@ def explain(
 
 
 def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dict[str, CacheKey]:
-    """By the names of their graphs."""
+    """Return the request keys of a configuration or of extracted graphs, by graph name."""
     if config.is_dir():
         from graphtrain.compile import extracted_graphs
         from graphtrain.torch_xla import graphs
@@ -123,12 +126,29 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
 
 @command.command("gc")
 @_store
-@click.option("--max-size", type=Size(), help="Remove until no more is stored, as 20GB.")
-@click.option("--max-age-days", type=click.FloatRange(min=0), help="Remove what is unused longer.")
 @click.option(
-    "--other-toolchains", is_flag=True, help="Remove what other versions than these have made."
+    "--max-size",
+    type=Size(),
+    help="Remove the least recently used programs until at most this much is stored, for example "
+    "20GB. [default: no limit]",
 )
-@click.option("--keep", multiple=True, metavar="DIGEST", help="A program that stays in any case.")
+@click.option(
+    "--max-age-days",
+    type=click.FloatRange(min=0),
+    help="Remove programs not used for this many days, and records of failures that are older. "
+    "[default: no limit]",
+)
+@click.option(
+    "--other-toolchains",
+    is_flag=True,
+    help="Remove programs made with package versions other than those on this machine.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="DIGEST",
+    help="Digest of a program that is not removed. May be repeated.",
+)
 def gc(
     cache: Cache,
     max_size: int | None,
@@ -136,7 +156,11 @@ def gc(
     other_toolchains: bool,
     keep: tuple[str, ...],
 ) -> None:
-    """Remove what is left over, and programs beyond a limit, oldest use first; no pinned ones."""
+    """Remove leftovers, and programs beyond the given limits, least recently used first.
+
+    Leftovers are requests without a program, temporary files and quarantined entries. Pinned
+    programs, and programs in use, are never removed.
+    """
     kept = [cache.resolve(prefix) for prefix in keep]
     done = cache.gc(
         max_bytes=max_size,
@@ -147,7 +171,7 @@ def gc(
     for entry in done.removed:
         click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {readable(entry.nbytes)}")
     for entry in done.locked:
-        click.echo(f"in use, kept {entry.program[:_DIGITS]} {entry.graph}", err=True)
+        click.echo(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}", err=True)
     freed, remaining = readable(done.removed_bytes), readable(done.kept_bytes)
     click.echo(
         f"removed {len(done.removed)} programs ({freed}) and {done.leftovers} leftovers; "
@@ -160,7 +184,7 @@ def gc(
 @click.argument("digest_prefix")
 @_store
 def pin(digest_prefix: str, cache: Cache) -> None:
-    """Keep a program, whatever limits gc is given."""
+    """Protect a program from gc, whatever its limits."""
     click.echo(f"pinned {cache.pin(digest_prefix)[:_DIGITS]}")
 
 
@@ -168,7 +192,7 @@ def pin(digest_prefix: str, cache: Cache) -> None:
 @click.argument("digest_prefix")
 @_store
 def unpin(digest_prefix: str, cache: Cache) -> None:
-    """Let gc remove a program again."""
+    """Allow gc to remove a program again."""
     click.echo(f"unpinned {cache.unpin(digest_prefix)[:_DIGITS]}")
 
 
@@ -187,7 +211,7 @@ def _print_explanation(explanation: Explanation) -> None:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Plain columns: a table of rich takes seconds for thousands of rows."""
+    """Print aligned columns. A rich table of thousands of rows would take seconds."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -204,9 +228,10 @@ def _print_json(value: Any) -> None:
 @exchange_options
 @_store
 def push(cache: Cache, **about: Any) -> None:
-    """Send programs, signed with your key, to STORE: a directory or a URL.
+    """Sign programs with your key and upload them to STORE, a directory or a URL.
 
-    Of all programs, or of those that CONFIGS need; what is there already is not sent again.
+    Sends the programs that CONFIGS need, or every program if none is given. Programs that STORE
+    already has are skipped.
     """
     exchange(["push"], cache, **about)
 
@@ -215,7 +240,11 @@ def push(cache: Cache, **about: Any) -> None:
 @exchange_options
 @_store
 def pull(cache: Cache, **about: Any) -> None:
-    """Fetch programs from STORE that a key you trust has signed; others are refused (status 2)."""
+    """Download programs from STORE, a directory or a URL.
+
+    Fetches the programs that CONFIGS need, or every program if none is given. Programs that no
+    trusted key has signed are refused (status 2).
+    """
     exchange(["pull"], cache, **about)
 
 
@@ -223,7 +252,7 @@ def pull(cache: Cache, **about: Any) -> None:
 @exchange_options
 @_store
 def sync(cache: Cache, **about: Any) -> None:
-    """Pull, then push."""
+    """Pull from STORE, then push to it."""
     exchange(["pull", "push"], cache, **about)
 
 

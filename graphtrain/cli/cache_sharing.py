@@ -1,4 +1,4 @@
-"""`graphtrain cache push | pull | sync | key`: programs to and from other people's stores."""
+"""`graphtrain cache push | pull | sync | key`: exchange programs with a remote cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REFUSED = 2  # exit status
 
 
 def exchange_options(function: Callable) -> Callable:
-    """A store, and the configurations to whose programs the exchange is limited."""
+    """Add the arguments STORE and CONFIGS, and the options of push, pull and sync."""
     for option in (
         click.argument("configs", nargs=-1, type=click.Path(path_type=Path)),
         click.argument("store", metavar="STORE"),
@@ -43,7 +43,7 @@ def exchange(
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Do the verbs, one after the other, and say what went and came."""
+    """Push, pull, or both in the given order, and print what was sent and received."""
     from graphtrain.cache import exchange
     from graphtrain.cache.remote import Remote
     from graphtrain.cache.trust import Keys, default_directory
@@ -67,7 +67,7 @@ def exchange(
 def _requests(
     configs: Sequence[Path], target: str | None, overrides: Sequence[str]
 ) -> list[str] | None:
-    """Digests of what configurations need; None for everything."""
+    """Return the request digests that configurations need; None means every program."""
     if not configs:
         return None
     from graphtrain.compile.request_keys import request_keys
@@ -85,7 +85,7 @@ def _print(verb: str, store: str, done: Exchanged) -> None:
         f"{len(done.requests)} requests"
     )
     if done.absent:
-        click.echo(f"{len(done.absent)} of the requests are not there", err=True)
+        click.echo(f"{len(done.absent)} of the requested graphs are not in {store}", err=True)
 
 
 @contextmanager
@@ -103,18 +103,18 @@ def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
 
 @click.group("key")
 def key() -> None:
-    """Whose programs may run here, and the key that signs yours."""
+    """Manage the key that signs your programs, and the keys that you trust."""
 
 
 @key.command("new")
 def new() -> None:
-    """Make a key to sign with, and print its public half for others to trust."""
+    """Create a signing key, and print its public half for others to trust."""
     click.echo(json.dumps(_keys().new(), indent=1))
 
 
 @key.command("show")
 def show() -> None:
-    """Print the public half of your key."""
+    """Print the public half of your signing key."""
     click.echo(json.dumps(_keys().own(), indent=1))
 
 
@@ -122,22 +122,22 @@ def show() -> None:
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path))
 def trust(name: str, file: Path) -> None:
-    """Let programs run here that the owner of a public key signed."""
+    """Trust the public key in FILE, as NAME: programs signed with it may run on this machine."""
     _keys().trust(name, file)
-    click.echo(f"programs signed by {name} may run here")
+    click.echo(f"programs signed by {name} may run on this machine")
 
 
 @key.command("untrust")
 @click.argument("name")
 def untrust(name: str) -> None:
-    """Take no more programs from them; what was pulled before stays."""
+    """Stop trusting the key NAME. Programs pulled before stay in the cache."""
     _keys().untrust(name)
-    click.echo(f"no more programs are taken from {name}")
+    click.echo(f"programs signed by {name} are no longer accepted")
 
 
 @key.command("ls")
 def ls() -> None:
-    """List the keys whose programs may run here."""
+    """List the trusted keys."""
     for name, public in _keys().trusted().items():
         click.echo(f"{name}  {public['keyid']}")
 

@@ -1,4 +1,4 @@
-"""graphtrain compile: every graph of a run into the cache, in parallel."""
+"""graphtrain compile: compile every graph of a run into the cache, in parallel."""
 
 import json
 import sys
@@ -25,33 +25,42 @@ if TYPE_CHECKING:
 
 
 def limits_options(command: Callable) -> Callable:
-    """What this machine gives to compiling, and where the summary goes."""
+    """Add the options that limit compilation on this machine and that write the summary."""
     options = (
-        click.option("--jobs", type=click.IntRange(1), help="Graphs at once; the number of cores."),
+        click.option(
+            "--jobs",
+            type=click.IntRange(1),
+            help="Number of graphs to compile in parallel. [default: number of cores]",
+        ),
         click.option(
             "--memory",
             type=Size(),
             metavar="SIZE",
-            help="Of this machine, for all graphs at once, as 64GB; what is free at the start.",
+            help="Host memory for all compilations together, for example 64GB. "
+            "[default: memory available at the start]",
         ),
         click.option(
             "--retries",
             type=click.IntRange(0),
             default=1,
             show_default=True,
-            help="Further attempts for a compiler that was killed.",
+            help="Number of further attempts after a compiler process is killed.",
         ),
         click.option(
-            "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for each graph."
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Seconds after which the compilation of a graph is stopped. [default: no limit]",
         ),
         click.option(
-            "--retry-failed", is_flag=True, help="Also what this compiler is known to have refused."
+            "--retry-failed",
+            is_flag=True,
+            help="Also compile graphs that this compiler version failed to compile before.",
         ),
         click.option(
             "--report",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="Write the summary as JSON.",
+            help="Write the summary to FILE as JSON.",
         ),
     )
     for option in reversed(options):
@@ -79,10 +88,11 @@ def command(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Compile every graph of the runs CONFIGS describe, with no accelerator, into the cache.
+    """Compile every graph of the runs in CONFIGS into the cache. No accelerator is needed.
 
-    Exits with 2 if a graph failed; the others are stored all the same. A graph whose compiler is
-    not on this machine becomes a bundle, which graphtrain neuron-finish compiles where it is.
+    Exits with 2 if a graph failed; the other graphs are stored all the same. If neuronx-cc is not
+    installed on this machine, graphs for Neuron are written as bundles, which graphtrain
+    neuron-finish compiles on a machine that has it.
     """
     from graphtrain.cache import Cache
     from graphtrain.compile.driver import compile_tasks
@@ -117,7 +127,7 @@ def command(
 
 @contextmanager
 def progress() -> Iterator["Observer"]:
-    """A live line for each graph on a terminal; elsewhere a line for each change."""
+    """Show a live line for each graph on a terminal; elsewhere print a line for each change."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -139,24 +149,22 @@ def progress() -> Iterator["Observer"]:
 
 
 def print_problems(report: "Report") -> None:
-    """What went wrong, and what may, to standard error."""
+    """Print failures and warnings to standard error."""
     for outcome in report.outcomes:
         for warning in (outcome.preflight or {}).get("warnings", ()):
             click.echo(f"{outcome.label}: warning: {warning}", err=True)
         if outcome.status == "failed":
-            again = (
-                "" if outcome.attempts else " (as before; --retry-failed asks the compiler again)"
-            )
+            again = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
             click.echo(f"{outcome.label} failed: {outcome.error}{again}", err=True)
             if outcome.failure:
-                click.echo(f"  its StableHLO and log: {outcome.failure}", err=True)
+                click.echo(f"  StableHLO and compiler log: {outcome.failure}", err=True)
     bundled = (outcome.error for outcome in report.outcomes if outcome.status == "bundled")
     for reason in dict.fromkeys(bundled):
         click.echo(reason, err=True)
 
 
 def print_report(report: "Report") -> None:
-    """The summary that people who compile ahead of a run look for."""
+    """Print how many graphs were compiled, cached and failed, the time, and the peak memory."""
     from graphtrain.cache.sizes import readable
 
     for outcome in report.outcomes:
@@ -171,23 +179,23 @@ def print_report(report: "Report") -> None:
     click.echo(f"Seconds:           {report.seconds:.1f}")
     peaks = [outcome.peak_bytes for outcome in report.outcomes if outcome.peak_bytes]
     if peaks:
-        click.echo(f"Memory of one:     {readable(max(peaks))} at most")
+        click.echo(f"Peak memory:       {readable(max(peaks))} per compilation")
     if bundles:
         click.echo("Finish the bundles on a machine with neuronx-cc:")
         click.echo(f"  graphtrain neuron-finish {' '.join(map(str, bundles))}")
 
 
 def _print_what_a_run_lacks(target: str, run: str) -> None:
-    """Of a target whose graphs take nothing to be written, and a run takes what may not be here."""
-    if not target.startswith("ascend"):  # spares the import
+    """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
+    if not target.startswith("ascend"):  # avoids the import
         return
     from lowering.ascend.here import lacks
     from lowering.machine.target import Target
 
     if lacking := lacks(Target.parse(target)):
         click.echo(
-            f"The graphs for {target} are complete, and not loaded: for that this machine lacks "
-            f"{lacking}.\nWhere that is, with this cache:\n  {run}"
+            f"The graphs for {target} are compiled, but this machine cannot run them: it lacks "
+            f"{lacking}.\nOn a machine that has it, with this cache, run:\n  {run}"
         )
 
 

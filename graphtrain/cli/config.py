@@ -1,4 +1,4 @@
-"""`graphtrain config`: what a configuration file resolves to, and the schema of such files."""
+"""`graphtrain config`: print a resolved configuration, or the JSON schema of configurations."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,10 @@ def command() -> None:
 @target_option
 @json_option
 def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: bool) -> None:
-    """Check CONFIG and print every setting, defaults included, as TOML that loads to the same."""
+    """Validate CONFIG and print every setting, including defaults, as TOML.
+
+    The output is a configuration file with the same settings.
+    """
     from dataclasses import asdict
 
     from graphtrain.config import load_config, render
@@ -30,7 +33,7 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
 
 @command.command()
 def schema() -> None:
-    """Print the JSON schema of configuration files; editors complete and check with it."""
+    """Print the JSON schema of configuration files, for completion and checks in editors."""
     from graphtrain.config.settings import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))

@@ -1,4 +1,4 @@
-"""`graphtrain convert`: weights from other formats and back, and runs to other layouts."""
+"""`graphtrain convert`: convert weights from and to other formats; reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.group("convert")
 def command() -> None:
-    """Bring weights from other formats and back."""
+    """Convert weights from and to other formats; reshard checkpoints."""
 
 
 @command.command("hf-to-graphtrain")
@@ -28,10 +28,10 @@ def command() -> None:
 @click.argument("destination", type=_FOLDER)
 @json_option
 def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
-    """Make DESTINATION, which a run can start from, of SOURCE, a folder of Hugging Face.
+    """Convert SOURCE, a Hugging Face model directory, to DESTINATION.
 
-    SOURCE holds config.json and weights as .safetensors or .bin, in one file or in several with an
-    index.
+    SOURCE contains config.json and the weights as .safetensors or .bin, in one file or in several
+    with an index. A run can start from DESTINATION (run.initial).
     """
     from graphtrain.weights.convert import from_hugging_face
 
@@ -47,22 +47,24 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
 @click.option(
     "--model",
     metavar="PRESET|FILE",
-    help="What model it is, where the checkpoint does not say: a preset's name, or a .toml file "
-    "with a [program.model].",
+    help="Model of the checkpoint, if the checkpoint does not record it: the name of a preset, or "
+    "a .toml file with a [program.model] section.",
 )
 @click.option(
     "--vocab",
     type=click.IntRange(1),
-    help="Rows of the vocabulary to keep; the checkpoint's own vocab_size if left out, else all.",
+    help="Number of rows of the vocabulary to keep. [default: vocab_size of the checkpoint, or all "
+    "rows if it records none]",
 )
 @json_option
 def megatron_to_graphtrain(
     source: Path, destination: Path, model: str | None, vocab: int | None, as_json: bool
 ) -> None:
-    """Make DESTINATION, which a run can start from, of SOURCE, a checkpoint of Megatron-LM.
+    """Convert SOURCE, a checkpoint of Megatron-LM, to DESTINATION.
 
-    SOURCE is in the layout torch-dist or of folders mp_rank_XX, of any degrees of tensor, pipeline
-    and expert parallelism; or a folder of several, of which the latest is taken.
+    SOURCE has the torch-dist format or mp_rank_XX directories, with any degree of tensor, pipeline
+    and expert parallelism. Of a directory with several checkpoints, the latest is converted. A run
+    can start from DESTINATION (run.initial).
     """
     from graphtrain.weights.megatron.convert import from_megatron
 
@@ -75,16 +77,23 @@ def megatron_to_graphtrain(
 @command.command("graphtrain-to-hf")
 @click.argument("source", type=_FOLDER)
 @click.argument("destination", type=_FOLDER)
-@click.option("--step", type=click.IntRange(0), help="Of a run's checkpoint; the last one.")
-@click.option("--adapter", is_flag=True, help="Only the adapter that a run trained, for peft.")
+@click.option(
+    "--step",
+    type=click.IntRange(0),
+    help="Step of the checkpoint to convert. [default: the last]",
+)
+@click.option(
+    "--adapter", is_flag=True, help="Write only the trained LoRA adapter, in the format of PEFT."
+)
 @json_option
 def graphtrain_to_hf(
     source: Path, destination: Path, step: int | None, adapter: bool, as_json: bool
 ) -> None:
-    """Make DESTINATION, which transformers loads, of SOURCE: a run's directory or a converted one.
+    """Convert SOURCE to DESTINATION, a Hugging Face model directory.
 
-    Configuration, tokenizer and chat template are those that the weights began with. An adapter
-    that the run trained is merged into them; --adapter writes it alone, as peft loads it.
+    SOURCE is the directory of a run, or converted weights. Configuration, tokenizer and chat
+    template are those of the initial weights. A trained LoRA adapter is merged into the weights;
+    with --adapter it is written alone, in the format of PEFT.
     """
     if adapter:
         from graphtrain.weights.peft import to_peft_folder
@@ -106,21 +115,26 @@ def graphtrain_to_hf(
     type=click.Path(path_type=Path),
     required=True,
     metavar="CONFIG|STRATEGY",
-    help="The program to make it for: a configuration, or what graphtrain plan --save-strategy "
-    "wrote (.json).",
+    help="Configuration of the new run, or the strategy (.json) that graphtrain plan "
+    "--save-strategy wrote.",
 )
-@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
+@click.option(
+    "--step",
+    type=click.IntRange(0),
+    help="Step of the checkpoint to convert. [default: the last]",
+)
 @json_option
 def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json: bool) -> None:
-    """Make DESTINATION, a run to go on from, of SOURCE, a run of another mesh or pipeline.
+    """Convert a checkpoint of the run SOURCE to another mesh or pipeline, as the run DESTINATION.
 
-    A run does this by itself when it loads; here it is done once, and on no device.
+    graphtrain run does the same each time that it loads a checkpoint of another mesh; this command
+    does it once, on the CPU.
     """
     import jax
 
     from graphtrain.checkpoints.reshard import reshard as make
 
-    jax.config.update("jax_platforms", "cpu")  # Orbax would take an accelerator
+    jax.config.update("jax_platforms", "cpu")  # Orbax would initialize an accelerator
     with _progress() as show:
         summary = make(source, destination, to, show, step)
     if as_json:
@@ -128,13 +142,13 @@ def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json
         return
     click.echo(
         f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes; "
-        f"{summary.moved} with layers in other rows"
+        f"layers reordered in {summary.moved} arrays"
     )
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere nothing."""
+    """Show a progress bar on a terminal; elsewhere nothing."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -146,8 +160,8 @@ def _progress() -> Iterator[Progress]:
 def _tell_use(destination: Path, as_json: bool) -> None:
     if not as_json:
         click.echo(
-            f'in a configuration: [program.model] preset = "{destination}/model.toml" and '
-            f'[run] initial = "{destination}"'
+            f"to use it, set in a configuration: [program.model] preset = "
+            f'"{destination}/model.toml" and [run] initial = "{destination}"'
         )
 
 

@@ -1,4 +1,4 @@
-"""`graphtrain data`: make a corpus or a tokenizer, prepare text, look into and join datasets."""
+"""`graphtrain data`: train tokenizers; tokenize, inspect, check and merge datasets."""
 
 import json
 import os
@@ -16,11 +16,11 @@ _FRACTION = click.FloatRange(0, 1, max_open=True)
 
 @click.group("data")
 def command() -> None:
-    """Make a sample corpus; prepare text for training."""
+    """Tokenize text and conversations for training; inspect, check and merge datasets."""
 
 
 def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
-    """What says which text of which files is read."""
+    """Add the arguments and options that select the text to read from files."""
     options = [
         click.option(
             "--key",
@@ -28,20 +28,22 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
             multiple=True,
             default=("text",),
             show_default=True,
-            help="of the text in a JSON object or a table; several are joined by a blank line",
+            help="Key of the text in a JSON object, or column of a table. May be repeated; the "
+            "texts are joined by a blank line.",
         ),
         click.option(
             "--clean",
             multiple=True,
             metavar="MODULE:FUNCTION",
-            help="given a text, returns what to keep of it, or None; may be repeated",
+            help="Function that receives a text and returns the text to keep, or None to drop the "
+            "document. May be repeated.",
         ),
         click.option(
             "--text-document",
             type=click.Choice(["line", "paragraph", "file"]),
             default="paragraph",
             show_default=True,
-            help="what of a .txt file is a document",
+            help="Part of a .txt file that is one document.",
         ),
     ]
     for option in reversed(options):
@@ -50,7 +52,7 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _files_options(function: Callable[..., None]) -> Callable[..., None]:
-    """What says which files are read, and what of them is held out."""
+    """Add the arguments and options that select input files and the held-out documents."""
     options = [
         click.argument("inputs", nargs=-1, required=True, type=_PATH),
         click.option(
@@ -58,16 +60,21 @@ def _files_options(function: Callable[..., None]) -> Callable[..., None]:
             type=_FRACTION,
             default=0.05,
             show_default=True,
-            help="fraction of the documents; 0 for none",
+            help="Fraction of the documents for the validation set; 0 for none.",
         ),
         click.option(
             "--test",
             type=_FRACTION,
             default=0.0,
             show_default=True,
-            help="fraction of the documents",
+            help="Fraction of the documents for the test set; 0 for none.",
         ),
-        click.option("--seed", default=0, show_default=True, help="chooses the held out documents"),
+        click.option(
+            "--seed",
+            default=0,
+            show_default=True,
+            help="Seed for the choice of the validation and test documents.",
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -82,12 +89,14 @@ def _files_options(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(["text", "instructions", "preferences"]),
     default="text",
     show_default=True,
-    help="preferences: a right answer and a wrong one",
+    help="Kind of documents to write.",
 )
 def sample(output: Path, megabytes: float, kind: str) -> None:
-    """Write a corpus of real text that every Python carries, without a network.
+    """Write a sample corpus from the docs and sources of this Python; no network is needed.
 
-    Instructions and preferences ask what a function does; its docstring answers.
+    --megabytes limits its size. With --kind instructions, each document is a question about a
+    function and its docstring as the answer; with --kind preferences, a question with a right and a
+    wrong answer.
     """
     from graphtrain.data.samples.instructions import write_instructions, write_preferences
     from graphtrain.data.samples.text import write_sample
@@ -101,14 +110,16 @@ def sample(output: Path, megabytes: float, kind: str) -> None:
 
 @command.command()
 @_corpus_options
-@click.option("--output", required=True, type=_PATH, help="a directory")
+@click.option("--output", required=True, type=_PATH, help="Directory for the tokenizer.")
 @click.option("--kind", type=click.Choice(["sentencepiece", "bpe"]), default="sentencepiece")
-@click.option("--vocab", type=click.IntRange(min=1), required=True, help="number of tokens")
-@click.option("--special", multiple=True, help="a token that is never cut; may be repeated")
+@click.option("--vocab", type=click.IntRange(min=1), required=True, help="Number of tokens.")
+@click.option("--special", multiple=True, help="Token that is never split. May be repeated.")
 def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **corpus: Any) -> None:
-    """Learn a tokenizer: sentencepiece's tokenizer.model, or bpe, GPT-2's way, tokenizer.json.
+    """Train a tokenizer on the training documents of a corpus.
 
-    It learns from the documents that `prepare`, given the same options, trains on.
+    --kind sentencepiece (the default) writes tokenizer.model; --kind bpe trains a byte-level BPE
+    tokenizer as GPT-2's and writes tokenizer.json. The documents are those that `prepare`, with the
+    same options, puts into the training set.
     """
     from graphtrain.data.tokenizers.train import train_tokenizer
 
@@ -122,22 +133,31 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 
 @command.command()
 @_corpus_options
-@click.option("--output", required=True, type=_PATH, help="a directory")
+@click.option("--output", required=True, type=_PATH, help="Directory for the datasets.")
 @click.option(
     "--tokenizer",
     default="bytes",
     show_default=True,
-    help="bytes, sentencepiece:VOCAB to learn one, FILE.model, tokenizer.json, "
-    "VOCAB.json,MERGES.txt, or a folder that holds one",
+    help="bytes, sentencepiece:VOCAB to train one of VOCAB tokens, FILE.model, tokenizer.json, "
+    "VOCAB.json,MERGES.txt, or a directory with one of these.",
 )
-@click.option("--eod/--no-eod", "append_eod", default=True, help="end each document with a mark")
-@click.option("--eod-token", "eod", help="the mark, where it is not the tokenizer's own")
-@click.option("--workers", type=click.IntRange(min=1), help="processes; left out: as many as pay")
+@click.option(
+    "--eod/--no-eod",
+    "append_eod",
+    default=True,
+    help="Append the end-of-document token to each document. [default: --eod]",
+)
+@click.option("--eod-token", "eod", help="End-of-document token. [default: the tokenizer's own]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Number of worker processes. [default: by the size of the corpus, at most one per core]",
+)
 def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
-    """Make train, validation and test datasets from files of text.
+    """Tokenize text files into train, validation and test datasets.
 
-    Files are JSON lines (.jsonl, also .gz and .zst), .parquet, .arrow, .txt, and folders that
-    `datasets` saved. Killed, the same command goes on from where it was.
+    INPUTS are JSON lines (.jsonl, also .gz and .zst), .parquet, .arrow and .txt files, and
+    directories saved by the `datasets` library. If it is interrupted, the same command resumes.
     """
     from graphtrain.data.prepare.text import prepare as prepare_data
 
@@ -148,14 +168,16 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 
 @command.command()
 @_files_options
-@click.option("--output", required=True, type=_PATH, help="a directory")
-@click.option("--tokenizer", required=True, help="as for prepare; that of the model to be tuned")
+@click.option("--output", required=True, type=_PATH, help="Directory for the datasets.")
+@click.option(
+    "--tokenizer", required=True, help="Tokenizer of the model to fine-tune, as in prepare."
+)
 @click.option(
     "--template",
     default="own",
     show_default=True,
-    help="the tokenizer's own, one of alpaca, baichuan, baichuan2, chatml, internlm, internlm2, "
-    "llama2, llama3, qwen, or a file",
+    help="Chat template: own for the tokenizer's own, one of alpaca, baichuan, baichuan2, chatml, "
+    "internlm, internlm2, llama2, llama3, qwen, or a file.",
 )
 @click.option(
     "--format",
@@ -164,22 +186,29 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     type=click.Choice(
         ["auto", "alpaca", "belle", "leetcode", "messages", "moss", "preference", "sharegpt"]
     ),
-    help="of the records; auto: by their keys",
+    help="Format of the records; auto recognizes it by their keys.",
 )
 @click.option(
     "--learn",
     default="answers",
     show_default=True,
     type=click.Choice(["answers", "last", "all"]),
-    help="all answers, the last of a conversation, or every token",
+    help="Tokens to train on (the loss mask): all answers, the last answer of each conversation, "
+    "or every token.",
 )
-@click.option("--eod-token", "eod", help="what ends an answer, where it is not the tokenizer's own")
-@click.option("--workers", type=click.IntRange(min=1), help="processes; left out: as many as pay")
+@click.option(
+    "--eod-token", "eod", help="Token that ends an answer. [default: the tokenizer's own]"
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Number of worker processes. [default: by the size of the corpus, at most one per core]",
+)
 def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
-    """Make datasets of conversations, of which the answers are learned, or of preferred answers.
+    """Tokenize conversations, or pairs of a chosen and a rejected answer, into datasets.
 
-    Files are those that `prepare` takes, and JSON arrays. Killed, the same command goes on from
-    where it was.
+    Each dataset also stores a loss mask: by default only the answers are trained on. INPUTS are
+    files that `prepare` reads, and JSON arrays. If it is interrupted, the same command resumes.
     """
     from graphtrain.data.prepare.instructions import instruct as instruct_data
 
@@ -187,16 +216,17 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
         made = instruct_data(inputs, output, tokenizer, report=report, **settings)
     _tell_splits(made, output, _conversations)
     if made.skipped_records:
-        click.echo(f"{made.skipped_records} records without an answer are left out", err=True)
+        click.echo(f"{made.skipped_records} records without an answer were skipped", err=True)
     if made.spelled_out:
         click.echo(
-            f"the tokenizer has no tokens for {', '.join(made.spelled_out)}; they are spelled out",
+            f"the tokenizer has no token for {', '.join(made.spelled_out)} of the chat template; "
+            "encoded as ordinary text",
             err=True,
         )
 
 
 def _tell_splits(made: Any, output: Path, describe: Callable[[Any], str]) -> None:
-    """Where each dataset is and what is in it."""
+    """Print the path and the contents of each dataset."""
     if made.up_to_date:
         click.echo(f"{output}: up to date, nothing to do", err=True)
     for name in ("train", "validation", "test"):
@@ -210,27 +240,35 @@ def _documents(split: Any) -> str:
 
 
 def has_colours() -> bool:
-    """Whether output goes to a terminal that shows them."""
+    """Return whether standard output is a terminal with colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def _conversations(split: Any) -> str:
     about = split.conversations
     count = f"{split.documents // 2} pairs" if about.pairs else f"{split.documents} conversations"
-    return f"{count}, {split.tokens} tokens, {about.learned} of them learned"
+    return f"{count}, {split.tokens} tokens, {about.learned} of them trained on"
 
 
 @command.command()
 @click.argument("prefix")
-@click.option("--first", type=click.IntRange(min=0), default=0, help="the document to begin with")
+@click.option(
+    "--first",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Index of the first document. [default: 0]",
+)
 @click.option("--documents", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option(
-    "--length", type=click.IntRange(min=1), help="also say how rows of so many tokens are filled"
+    "--length",
+    type=click.IntRange(min=1),
+    help="Also report how full rows of this many tokens are when documents are packed into them.",
 )
 def preview(prefix: str, first: int, documents: int, length: int | None) -> None:
-    """Show documents of a dataset: green what is learned, dim what is not.
+    """Show documents of a dataset: tokens that are trained on in green, others dimmed.
 
-    Where there are no colours, what is learned is between >>> and <<<.
+    Without colours, the tokens that are trained on stand between >>> and <<<. --documents is the
+    number of documents to show.
     """
     from graphtrain.data.preview import masked_documents, packing_report
 
@@ -250,9 +288,14 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
 
 @command.command()
 @click.argument("prefixes", nargs=-1, required=True)
-@click.option("--output", required=True, help="a prefix, as theirs")
+@click.option(
+    "--output", required=True, help="Prefix of the merged dataset: its path without .bin and .idx."
+)
 def merge(prefixes: tuple[str, ...], output: str) -> None:
-    """Write the documents of datasets, one dataset after another, as one dataset."""
+    """Concatenate the documents of several datasets into one dataset.
+
+    PREFIXES are paths of datasets, without .bin and .idx.
+    """
     from graphtrain.data.indexed.description import summary
     from graphtrain.data.indexed.merge import merge as merge_data
 
@@ -263,21 +306,25 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
 
 @command.command()
 @click.argument("prefixes", nargs=-1, required=True)
-@click.option("--vocab", type=click.IntRange(min=1), help="tokens; left out: the description's")
+@click.option(
+    "--vocab",
+    type=click.IntRange(min=1),
+    help="Vocabulary size that token ids must be below. [default: that of PREFIX.json]",
+)
 def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
-    """Read datasets to the last token and check all that they say of themselves."""
+    """Read every token of datasets, and check them against their indexes and descriptions."""
     from graphtrain.data.indexed.verify import verify as verify_data
 
     for prefix in prefixes:
         found = verify_data(prefix, vocab)
-        click.echo(f"{prefix}: {found['documents']} documents, {found['tokens']} tokens, sound")
+        click.echo(f"{prefix}: {found['documents']} documents, {found['tokens']} tokens, intact")
 
 
 @command.command()
 @click.argument("prefix")
-@click.option("--json", "as_json", is_flag=True, help="for programs")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(prefix: str, as_json: bool) -> None:
-    """Say what a dataset holds. PREFIX is its name without .bin and .idx."""
+    """Print a summary of a dataset. PREFIX is its path without .bin and .idx."""
     from graphtrain.data.indexed.description import summary
 
     facts = summary(prefix)
@@ -291,7 +338,7 @@ def inspect(prefix: str, as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on the terminal, where there is one."""
+    """Show a progress bar on a terminal; elsewhere nothing."""
     from rich.console import Console
     from rich.progress import Progress
 

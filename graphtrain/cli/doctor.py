@@ -1,4 +1,4 @@
-"""graphtrain doctor: what this machine can do, what is missing, and the command that mends it."""
+"""graphtrain doctor: report what this machine can do and what is missing, with remedies."""
 
 import json
 import sys
@@ -14,7 +14,10 @@ from graphtrain.cli.options import cache_option, json_option
 @cache_option
 @json_option
 def command(cache: Path, as_json: bool) -> None:
-    """Say what this machine can compile for and run on. Exits with 2 if something is missing."""
+    """Report what this machine can compile for and run on.
+
+    Exits with 2 if something that graphtrain requires is missing.
+    """
     from graphtrain.doctor import examine
 
     findings = examine(cache)

@@ -1,4 +1,4 @@
-"""graphtrain evaluate: the validation loss of a trained model."""
+"""graphtrain evaluate: measure the validation loss of a checkpoint."""
 
 import json
 import math
@@ -26,8 +26,12 @@ from graphtrain.cli.options import (
 @overrides_option
 @cache_option
 @process_options
-@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
-@click.option("--bigram", is_flag=True, help="Also measure an add-one-smoothed bigram model.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
+@click.option(
+    "--bigram",
+    is_flag=True,
+    help="Also measure a bigram model of the training data, with add-one smoothing.",
+)
 @json_option
 def command(
     config: Path,
@@ -41,7 +45,11 @@ def command(
     bigram: bool,
     as_json: bool,
 ) -> None:
-    """Measure the loss of a run's checkpoint on its whole validation set, in nats per token."""
+    """Measure the mean loss of a checkpoint on the entire validation set, in nats per token.
+
+    For a run without checkpoints, measures the weights that it would start from. For a preference
+    loss (DPO), the mean is per pair.
+    """
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
@@ -61,4 +69,6 @@ def command(
     click.echo(f"validation loss of step {result['step']}: {result['validation_loss']:.4f}")
     click.echo(f"perplexity: {result['perplexity']:.2f}")
     if bigram:
-        click.echo(f"validation loss of an add-one bigram model: {result['bigram_loss']:.4f}")
+        click.echo(
+            f"validation loss of a bigram model (add-one smoothing): {result['bigram_loss']:.4f}"
+        )

@@ -1,4 +1,4 @@
-"""graphtrain extract: the graphs of a torch-xla script into the cache, without running it."""
+"""graphtrain extract: compile the graphs of a torch-xla script, without training."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "source",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Compile what was extracted into DIRECTORY before, here or on another machine.",
+    help="Compile the graphs in DIRECTORY, which were extracted before on this or another machine.",
 )
 @click.option(
     "--output",
@@ -32,37 +32,41 @@ if TYPE_CHECKING:
     metavar="DIRECTORY",
     default="extracted",
     show_default=True,
-    help="Where the graphs go, as HASH.hlo.pb, with graphs.json.",
+    help="Directory for the extracted graphs (HASH.hlo.pb) and graphs.json.",
 )
 @click.option(
     "--python",
     envvar="GRAPHTRAIN_TORCH_XLA_PYTHON",
     show_envvar=True,
     default=sys.executable,
-    show_default="this one",
+    show_default="the one that runs graphtrain",
     metavar="FILE",
-    help="The interpreter that has torch-xla.",
+    help="Python interpreter in whose environment torch-xla is installed.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Steps of the script, after which it is ended.",
+    help="Number of training steps after which the script is ended.",
 )
 @click.option(
     "--reads",
     type=click.Choice(["refused", "zeros"]),
     default="refused",
     show_default=True,
-    help="What the script gets where it reads a value, as by loss.item().",
+    help="What happens if the script reads a value from the device, for example by loss.item(): "
+    "refused is an error, zeros returns zeros.",
 )
 @click.option(
     "--target",
     metavar="NAME",
-    help="The machine to compile for, as h100:8; a CPU with the script's number of devices.",
+    help="Machine to compile for, for example h100:8. [default: a CPU with the script's number of "
+    "devices]",
 )
-@click.option("--no-compile", is_flag=True, help="Only extract; compile later, with --from.")
+@click.option(
+    "--no-compile", is_flag=True, help="Only extract the graphs; compile them later with --from."
+)
 @cache_option
 @limits_options
 @json_option
@@ -80,14 +84,14 @@ def command(
 ) -> None:
     """Compile every graph of a torch-xla training SCRIPT into the cache, without training.
 
-    The script runs unmodified with ARGS; where it would have a graph compiled and run, the graph is
-    stored under torch-xla's own hash instead. Options stand before SCRIPT. Exits with 2 if the
-    script or a graph failed.
+    The script runs unmodified with ARGS. Each graph that it would compile and run is stored under
+    torch-xla's own hash instead. Options must precede SCRIPT. Exits with 2 if the script or a graph
+    failed.
     """
     from graphtrain.torch_xla import graphs
 
     if (script is None) == (source is None):
-        raise click.UsageError("give a SCRIPT to extract from, or --from DIRECTORY")
+        raise click.UsageError("give either a SCRIPT to extract graphs from, or --from DIRECTORY")
     if script is not None:
         found = _extract(script, arguments, output, about)
     else:
@@ -139,7 +143,7 @@ def _print_graphs(
     as_json: bool,
     file: Path | None,
 ) -> None:
-    """A row for each graph, and what became of it."""
+    """Print a row for each graph, with its result if it was compiled."""
     from graphtrain.cli.extract_report import as_dictionary, table
 
     told = as_dictionary(found, target, result)

@@ -1,4 +1,4 @@
-"""graphtrain generate: text from a trained model."""
+"""graphtrain generate: generate text that continues a prompt."""
 
 import json
 from collections.abc import Sequence
@@ -17,22 +17,33 @@ if TYPE_CHECKING:
 @click.command("generate")
 @click.argument("config", type=click.Path(path_type=Path), metavar="RUN|CONFIG")
 @click.argument("prompt")
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="At most.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Maximum number of tokens to generate.",
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
     default=0.0,
     show_default=True,
-    help="Scores are divided by it; 0 takes the best token.",
+    help="Divisor of the logits; 0 always chooses the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(1), help="Choose among so many of the best.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(1),
+    help="Sample only from this many most likely tokens. [default: all tokens]",
+)
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Choose among the fewest best whose shares add up to it.",
+    help="Sample only from the fewest most likely tokens whose probabilities add up to this. "
+    "[default: all tokens]",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the last one.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
 @target_option
 @overrides_option
 @cache_option
@@ -51,10 +62,12 @@ def command(
     cache: Path,
     as_json: bool,
 ) -> None:
-    """Continue PROMPT with a run's weights, or with those that it would start from.
+    """Generate text that continues PROMPT, with the weights of a run.
 
-    The two graphs that it takes are compiled into the cache the first time. It ends at the token
-    that ends a document, after --tokens, or at program.batch.length.
+    For a run without checkpoints, uses the weights that it would start from (run.initial). The
+    prefill and decode graphs are compiled into the cache on first use. Generation ends at the
+    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.length.
+    --seed is the seed of the sampling.
     """
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
@@ -64,7 +77,7 @@ def command(
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise click.BadParameter("it is not UTF-8", param_hint="PROMPT") from None
+        raise click.BadParameter("the prompt is not UTF-8 text", param_hint="PROMPT") from None
     file = config / "config.toml" if config.is_dir() else config
     settings = load_config(file, overrides, target)
     tokenizer = _tokenizer(settings)
@@ -82,10 +95,10 @@ def command(
 
 
 def _tokenizer(config: "Config") -> "Tokenizer":
-    """The one that came with the weights, or else of the data that the run trains on.
+    """Return the tokenizer stored with the weights, else that of the training data.
 
     Raises:
-        DataError: there is none, or it cannot be used.
+        DataError: there is no tokenizer, or it cannot be used.
     """
     from graphtrain.data.indexed.description import dataset_tokenizer
     from graphtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -93,7 +106,7 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     from graphtrain.weights.sources import SIDE
 
     folders = [Path(config.run.directory) / SIDE]
-    if config.run.initial is not None:  # of ours, or of a model as it is
+    if config.run.initial is not None:  # converted weights, or a Hugging Face folder
         folders += [Path(config.run.initial) / SIDE, Path(config.run.initial)]
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -103,6 +116,6 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         if (found := dataset_tokenizer(prefix)) is not None:
             return found
     raise DataError(
-        f"no tokenizer: neither {config.run.directory}/{SIDE} nor the data of run.data.train has "
-        "one; prepare the data with graphtrain data prepare"
+        f"no tokenizer in {config.run.directory}/{SIDE}, with the weights of run.initial, or with "
+        "the datasets of run.data.train; prepare the data with graphtrain data prepare"
     )

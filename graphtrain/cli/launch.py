@@ -1,4 +1,4 @@
-"""graphtrain launch: compile jobs and run jobs on a cluster."""
+"""graphtrain launch: submit jobs that compile and train on a cluster."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from graphtrain.cli.options import (
 
 @click.group("launch")
 def command() -> None:
-    """Compile and run on a cluster."""
+    """Compile and train on a cluster with Slurm or Kubernetes."""
 
 
 workers_option = click.option(
@@ -25,7 +25,7 @@ workers_option = click.option(
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Compile jobs that share the cache; each graph is compiled by one.",
+    help="Number of compile jobs, which share the cache; each graph is compiled by one of them.",
 )
 
 
@@ -35,24 +35,29 @@ workers_option = click.option(
 @overrides_option
 @cache_option
 @workers_option
-@click.option("--partition", help="Of both jobs.")
-@click.option("--account", help="Of both jobs.")
-@click.option("--time", "limit", help="Time limit of both jobs, as sbatch takes it.")
+@click.option("--partition", help="Slurm partition of both jobs. [default: that of the cluster]")
+@click.option("--account", help="Slurm account of both jobs. [default: that of the user]")
+@click.option(
+    "--time",
+    "limit",
+    help="Time limit of both jobs in the format of sbatch, for example 4:00:00. "
+    "[default: the partition's]",
+)
 @click.option(
     "--sbatch",
     "further",
     metavar="NAME=VALUE",
     multiple=True,
-    help="A further option of sbatch for both jobs, as in --sbatch qos=high. May be repeated.",
+    help="Additional sbatch option for both jobs, for example --sbatch qos=high. May be repeated.",
 )
 @click.option(
     "--warning",
     type=click.IntRange(1),
     default=300,
     show_default=True,
-    help="Seconds before the time limit at which the run saves and asks to be queued again.",
+    help="Seconds before the time limit at which the run saves a checkpoint and is requeued.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the scripts; submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the job scripts without submitting them.")
 def slurm(
     config: Path,
     target: str | None,
@@ -66,10 +71,10 @@ def slurm(
     warning: int,
     dry_run: bool,
 ) -> None:
-    """Submit a job that compiles CONFIG, and one that runs it once that is done.
+    """Submit a job that compiles CONFIG, and a job that trains after the first has succeeded.
 
-    The run takes one task on each host. Before its time limit, and when it is preempted, it saves,
-    is queued again, and goes on from there.
+    The run has one task on each host. Before its time limit, and when it is preempted, it saves a
+    checkpoint and is requeued; it then resumes from that checkpoint.
     """
     from graphtrain.launch import slurm as scheduler
 
@@ -79,13 +84,13 @@ def slurm(
     made = scheduler.scripts(job, options, warning=warning)
     if dry_run:
         click.echo(f"# {job.directory}/compile.sh\n{made.compile}")
-        click.echo(f"# {job.directory}/run.sh, after the first has succeeded\n{made.run}")
+        click.echo(f"# {job.directory}/run.sh, starts after compile.sh has succeeded\n{made.run}")
         return
     numbers = scheduler.submit(job, made)
     click.echo(f"compile: job {numbers['compile']}")
-    click.echo(f"run:     job {numbers['run']}, once that has succeeded")
+    click.echo(f"run:     job {numbers['run']}, starts after the compile job has succeeded")
     asked = ["graphtrain", "launch", "status", *arguments(config, None, overrides)]
-    click.echo(f"{shlex.join(asked)}; logs are in {job.directory}")
+    click.echo(f"status:  {shlex.join(asked)}\nlogs:    {job.directory}")
 
 
 @command.command("kubernetes")
@@ -94,9 +99,9 @@ def slurm(
 @overrides_option
 @cache_option
 @workers_option
-@click.option("--image", required=True, help="Container image with graphtrain.")
-@click.option("--claim", required=True, help="Volume claim that all pods share.")
-@click.option("--namespace", help="Of the JobSet.")
+@click.option("--image", required=True, help="Container image in which graphtrain is installed.")
+@click.option("--claim", required=True, help="Persistent volume claim that all pods share.")
+@click.option("--namespace", help="Namespace of the JobSet. [default: that of kubectl]")
 def kubernetes(
     config: Path,
     target: str | None,
@@ -107,7 +112,7 @@ def kubernetes(
     claim: str,
     namespace: str | None,
 ) -> None:
-    """Print a JobSet that compiles CONFIG and then runs it, for kubectl apply -f -."""
+    """Print a JobSet that compiles CONFIG and then trains, for kubectl apply -f -."""
     from graphtrain.launch.kubernetes import job_set
 
     job = _job(config, target, overrides, cache, workers)
@@ -118,7 +123,7 @@ def kubernetes(
 @config_argument
 @overrides_option
 def status(config: Path, overrides: Sequence[str]) -> None:
-    """Say how the jobs of CONFIG do, and how far its run is."""
+    """Show the state of the Slurm jobs of CONFIG, and the last step and loss of its run."""
     from graphtrain.config import load_config
     from graphtrain.launch.slurm import status
     from graphtrain.run.metrics import read_journal

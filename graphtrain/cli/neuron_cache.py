@@ -1,4 +1,4 @@
-"""graphtrain neuron-cache: the cache that AWS's tools share; listed, finished, cleaned."""
+"""graphtrain neuron-cache: list, complete and clean the cache that AWS's Neuron tools share."""
 
 import json
 import os
@@ -26,15 +26,20 @@ _stale_after = click.option(
     default=_STALE_AFTER,
     show_default=True,
     metavar="MINUTES",
-    help="Age from which a lock of another tool counts as left behind, if no neuronx-cc on this "
-    "machine has its entry.",
+    help="Age in minutes from which a lock of another tool counts as stale, unless a neuronx-cc "
+    "process on this machine is compiling its entry.",
 )
 
 
 def _compile_options(function: Callable) -> Callable:
-    """How entries are compiled."""
+    """Add the options that control how entries are compiled."""
     for option in (
-        click.option("--jobs", type=click.IntRange(1), help="Compilers at once; one for 64 GiB."),
+        click.option(
+            "--jobs",
+            type=click.IntRange(1),
+            help="Number of entries to compile in parallel. [default: one per 64 GiB of available "
+            "memory, at most the number of cores]",
+        ),
         click.option(
             "--retries",
             type=click.IntRange(0),
@@ -42,19 +47,38 @@ def _compile_options(function: Callable) -> Callable:
             show_default=True,
             envvar="NEURON_PARALLEL_COMPILE_MAX_RETRIES",
             show_envvar=True,
-            help="Further attempts for a compiler that was killed or crashed.",
+            help="Number of further attempts after a compiler is killed or crashes.",
         ),
-        click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds."),
-        click.option("--retry-failed", is_flag=True, help="Also what the compiler has refused."),
-        click.option("--wait", is_flag=True, help="For entries that others compile, to the end."),
         click.option(
-            "--target", "machine", metavar="NAME", help="For entries whose flags name no machine."
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Seconds after which a compilation is stopped. [default: no limit]",
         ),
-        click.option("--report", type=click.Path(path_type=Path), help="Write AWS's JSON here."),
+        click.option(
+            "--retry-failed",
+            is_flag=True,
+            help="Also compile entries that the compiler failed on before.",
+        ),
+        click.option(
+            "--wait",
+            is_flag=True,
+            help="Wait for entries that other processes are compiling, instead of skipping them.",
+        ),
+        click.option(
+            "--target",
+            "machine",
+            metavar="NAME",
+            help="Machine (neuronx-cc --target) of entries whose compiler flags name none.",
+        ),
+        click.option(
+            "--report",
+            type=click.Path(path_type=Path),
+            help="Write the results to this file, in the JSON of neuron_parallel_compile.",
+        ),
         click.option(
             "--simulator",
             is_flag=True,
-            help="Compile what stands in neuronxcc-0.0.0.0+simulator, for no Neuron device.",
+            help="Compile the entries in neuronxcc-0.0.0.0+simulator, which no device can run.",
         ),
         _stale_after,
     ):
@@ -64,9 +88,9 @@ def _compile_options(function: Callable) -> Callable:
 
 @click.group("neuron-cache")
 def command() -> None:
-    """Look into, finish and clean a cache that AWS's Neuron tools have made.
+    """Inspect, complete and clean a compilation cache of AWS's Neuron tools.
 
-    DIR is what NEURON_COMPILE_CACHE_URL names: /var/tmp/neuron-compile-cache unless it was set.
+    DIR is the value of NEURON_COMPILE_CACHE_URL; if unset, /var/tmp/neuron-compile-cache.
     """
 
 
@@ -75,7 +99,7 @@ def command() -> None:
 @_stale_after
 @json_option
 def scan(root: Path, stale_after: float, as_json: bool) -> None:
-    """List the entries of DIR with the state of each."""
+    """List the entries of DIR and their states."""
     entries = _entries(root, stale_after)
     if as_json:
         click.echo(json.dumps([_facts(entry) for entry in entries], indent=1))
@@ -90,9 +114,9 @@ def scan(root: Path, stale_after: float, as_json: bool) -> None:
 @_root
 @_compile_options
 def compile(root: Path, **about: Any) -> None:
-    """Compile the unfinished entries of DIR in parallel, each in its place.
+    """Compile the unfinished entries of DIR in parallel, in place.
 
-    Exits with 2 if one failed; the others are complete all the same.
+    Exits with 2 if an entry failed; the other entries are completed all the same.
     """
     _compile(root, **about)
 
@@ -100,9 +124,11 @@ def compile(root: Path, **about: Any) -> None:
 @command.command("clean-locks")
 @_root
 @_stale_after
-@click.option("--force", is_flag=True, help="Also locks of those who live, and still compile.")
+@click.option(
+    "--force", is_flag=True, help="Also remove the locks of processes that are still compiling."
+)
 def clean_locks(root: Path, stale_after: float, force: bool) -> None:
-    """Remove the locks that dead processes left in DIR."""
+    """Remove the stale locks of ended processes from DIR."""
     from lowering.neuron.persistent_cache import locks
 
     found = [lock for entry in _entries(root, stale_after) for lock in entry.locks]
@@ -120,7 +146,7 @@ def clean_locks(root: Path, stale_after: float, force: bool) -> None:
 @_stale_after
 @json_option
 def analyze(root: Path, stale_after: float, as_json: bool) -> None:
-    """Say in numbers what DIR holds, and what the compiler would refuse of what is unfinished."""
+    """Summarize the entries of DIR, and the problems that unfinished entries would meet."""
     from lowering.neuron.persistent_cache.analysis import summarise
 
     entries = _entries(root, stale_after)
@@ -135,23 +161,27 @@ def analyze(root: Path, stale_after: float, as_json: bool) -> None:
 @command.command("collect")
 @_root
 @click.argument("words", metavar="COMMAND...", nargs=-1, required=True)
-@click.option("--no-compile", is_flag=True, help="Only extract; compile later, anywhere.")
+@click.option(
+    "--no-compile",
+    is_flag=True,
+    help="Only extract the programs; compile them later, on any machine.",
+)
 @click.option(
     "--ignore-failure",
     is_flag=True,
     envvar="NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE",
     show_envvar=True,
-    help="Compile also what a COMMAND that fails had left.",
+    help="If COMMAND fails, compile the programs that it extracted before.",
 )
 @_compile_options
 def collect(
     root: Path, words: Sequence[str], no_compile: bool, ignore_failure: bool, **about: Any
 ) -> None:
-    """Run COMMAND for the programs it gives to Neuron's plugin, then compile those in DIR.
+    """Run COMMAND to extract its programs with the Neuron plugin, then compile them in DIR.
 
-    COMMAND trains for a few steps with the plugin of JAX or PyTorch, as in
-    graphtrain neuron-cache collect DIR -- python train.py --steps 3. The plugin executes nothing
-    meanwhile. graphtrain neuron-cache extract CONFIG is such a command.
+    COMMAND trains for a few steps with the Neuron plugin of JAX or PyTorch, for example graphtrain
+    neuron-cache collect DIR -- python train.py --steps 3. The plugin extracts programs without
+    executing them. graphtrain neuron-cache extract CONFIG is such a command.
     """
     from lowering.errors import LoweringError
     from lowering.neuron.plugin import extract
@@ -164,8 +194,8 @@ def collect(
     click.echo(f"extracted {len(appeared)} new programs into {root}", err=True)
     if not entries:
         raise LoweringError(
-            f"{words[0]} ended well and left no program in {root}: it has not used the Neuron "
-            "plugin; install libneuronxla with it, from AWS's index"
+            f"{words[0]} succeeded but extracted no program into {root}: it did not use the Neuron "
+            "plugin; install libneuronxla in its environment, from AWS's package index"
         )
     if not no_compile:
         _compile(root, **about)
@@ -176,7 +206,7 @@ def collect(
 @target_option
 @overrides_option
 def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
-    """Give every graph of CONFIG to JAX's plugin for Neuron; for neuron-cache collect."""
+    """Pass every graph of CONFIG to the Neuron plugin of JAX, as a COMMAND for collect."""
     from graphtrain.config import load_config
     from lowering.errors import LoweringError
     from lowering.machine.target import Target
@@ -201,11 +231,11 @@ def _entries(root: Path, stale_after: float) -> "list[Entry]":
 def _compile(
     root: Path, *, stale_after: float, report: Path | None, simulator: bool, **settings: Any
 ) -> None:
-    """Compile what is unfinished, print what became of it, and exit with 2 if something failed."""
+    """Compile the unfinished entries and print the results; exit with 2 if an entry failed."""
     from lowering.neuron.persistent_cache.compilation import Settings
     from lowering.neuron.persistent_cache.finishing import finish
 
-    # A job that is cancelled stops its compilers and gives its locks back, as on Ctrl-C.
+    # On SIGTERM, stop the compilers and release the locks, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = Settings(**settings, stale_after=stale_after * 60)
     finished = finish(
@@ -225,7 +255,7 @@ def _print_finished(finished: "Finished", file: Path | None) -> None:
 
     for outcome in finished.outcomes:
         if outcome.failure is not None:
-            known = "" if outcome.attempts else " (as before; --retry-failed compiles it again)"
+            known = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
             failure = outcome.failure
             click.echo(f"{outcome.program}: {failure.kind}: {failure.said}{known}", err=True)
     written = report.as_json(finished)

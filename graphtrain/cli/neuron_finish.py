@@ -1,4 +1,4 @@
-"""graphtrain neuron-finish: bundles into programs, where neuronx-cc is."""
+"""graphtrain neuron-finish: compile bundles, on a machine with neuronx-cc."""
 
 import sys
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from graphtrain.cli.options import cache_option
 )
 @cache_option
 def command(bundles: Sequence[Path], cache: Path) -> None:
-    """Compile the programs that BUNDLES hold into the cache.
+    """Compile BUNDLES into the cache.
 
     `graphtrain compile` writes a bundle for each graph whose compiler is not installed. A bundle
-    whose compile.sh has been run is not compiled again. Exits with 2 if one failed, after the
-    others.
+    whose compile.sh was run already is not compiled again. Exits with 2 if a bundle failed; the
+    others are stored all the same.
     """
     from graphtrain.cache import Cache
     from graphtrain.compile.neuron_bundles import finish

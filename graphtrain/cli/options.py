@@ -1,4 +1,4 @@
-"""Arguments and options that commands share."""
+"""Arguments and options that several commands share."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ import click
 
 
 class Size(click.ParamType):
-    """Bytes, as people write them."""
+    """Number of bytes with a unit, for example 500MB or 1.5GB."""
 
     name = "size"
 
@@ -30,16 +30,19 @@ overrides_option = click.option(
     "overrides",
     metavar="SECTION.NAME=VALUE",
     multiple=True,
-    help="Change a setting of CONFIG, as in --set run.steps=10. May be repeated.",
+    help="Change a setting of CONFIG, for example --set run.steps=10. The value is parsed as TOML; "
+    "anything else is taken as a string. May be repeated.",
 )
 
 target_option = click.option(
-    "--target", metavar="NAME", help="The machine to compile for, as in cpu:8; over program.target."
+    "--target",
+    metavar="NAME",
+    help="Machine to compile for, for example cpu:8 or h100:64. Overrides program.target.",
 )
 
 
 def cache_as(make: Callable[[Path], Any]) -> Callable:
-    """--cache; the command is given what is made of its path as `cache`."""
+    """Return the option --cache, whose directory `make` converts to the argument `cache`."""
     return click.option(
         "--cache",
         metavar="DIR",
@@ -47,7 +50,7 @@ def cache_as(make: Callable[[Path], Any]) -> Callable:
         default=_default_root,
         show_default="$GRAPHTRAIN_CACHE, else ./cache",
         callback=lambda _context, _option, root: make(root),
-        help="Store of compiled programs.",
+        help="Directory of compiled programs.",
     )
 
 
@@ -61,23 +64,29 @@ cache_option = cache_as(Path)
 
 
 def process_options(command: Callable) -> Callable:
-    """Who the other processes of a run are; Slurm tells by itself."""
+    """Add the options that connect the processes of a run; under Slurm none is needed."""
     for option in (
         click.option(
-            "--rank", type=int, envvar="GRAPHTRAIN_RANK", help="Which of the processes this is."
+            "--rank",
+            type=int,
+            envvar="GRAPHTRAIN_RANK",
+            help="Rank of this process, from 0. [default: $GRAPHTRAIN_RANK, else from Slurm or the "
+            "TPU slice]",
         ),
         click.option(
             "--processes",
             "count",
             type=click.IntRange(1),
             envvar="GRAPHTRAIN_PROCESSES",
-            help="How many processes make the run, one for each host.",
+            help="Number of processes of the run, one per host. [default: $GRAPHTRAIN_PROCESSES, "
+            "else from Slurm or the TPU slice, else 1]",
         ),
         click.option(
             "--coordinator",
             metavar="HOST:PORT",
             envvar="GRAPHTRAIN_COORDINATOR",
-            help="Where rank 0 listens. With --processes and --rank; Slurm tells by itself.",
+            help="Address of rank 0; requires --processes and --rank. "
+            "[default: $GRAPHTRAIN_COORDINATOR, else from Slurm or the TPU slice]",
         ),
     ):
         command = option(command)
@@ -85,10 +94,10 @@ def process_options(command: Callable) -> Callable:
 
 
 def enter_run(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
-    """Make this process one of a run: set up its memory, meet the others if there are any.
+    """Configure the memory of this process and connect it to the other processes of the run.
 
     Raises:
-        LoweringError: the target runs in another number of processes.
+        LoweringError: the target requires another number of processes, or they do not connect.
     """
     from lowering.machine import distributed, host
     from lowering.machine.target import Target
@@ -103,7 +112,7 @@ def enter_run(target: str, coordinator: str | None, count: int | None, rank: int
 
 
 def pull_shared(store: Any, programs: Iterable[Any]) -> None:
-    """Fetch what programs need and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
+    """Fetch the missing graphs of programs from $GRAPHTRAIN_SHARED_CACHE, if it is set."""
     if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
         return
     from graphtrain.compile.request_keys import request_keys
@@ -112,7 +121,7 @@ def pull_shared(store: Any, programs: Iterable[Any]) -> None:
 
 
 def pull_requests(store: Any, requests: Iterable[Any]) -> None:
-    """Fetch what answers requests and the store lacks from $GRAPHTRAIN_SHARED_CACHE, if set."""
+    """Fetch the missing programs of requests from $GRAPHTRAIN_SHARED_CACHE, if it is set."""
     if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
         return
     from graphtrain.cache.exchange import pull_shared
@@ -122,17 +131,17 @@ def pull_requests(store: Any, requests: Iterable[Any]) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all of a run."""
+    """Return whether this process is rank 0, which prints for all processes of a run."""
     from lowering.machine import distributed
 
     return distributed.rank() == 0
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write what an option asked to have in a file.
+    """Write the output file of an option.
 
     Raises:
-        GraphtrainError: it cannot be written.
+        GraphtrainError: the file cannot be written.
     """
     from graphtrain.errors import GraphtrainError
 
@@ -146,14 +155,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def compile_command(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
-    """The command that compiles what a command with these options needs."""
+    """Return the graphtrain compile command for the same configuration and options."""
     return command_line("compile", config, target, overrides, cache)
 
 
 def command_line(
     verb: str, config: Path, target: str | None, overrides: Sequence[str], cache: Path
 ) -> str:
-    """Another command with the options of this one."""
+    """Return a graphtrain command with the same configuration and options."""
     named = cache if cache != Path("cache") else None
     return shlex.join(["graphtrain", verb, *arguments(config, target, overrides, named)])
 
@@ -161,7 +170,7 @@ def command_line(
 def arguments(
     config: Path, target: str | None, overrides: Sequence[str], cache: Path | None = None
 ) -> list[str]:
-    """CONFIG and options, as words of a command."""
+    """Return CONFIG and its options as command-line words."""
     words = [str(config)]
     words += ["--target", target] if target else []
     words += [word for override in overrides for word in ("--set", override)]

@@ -1,6 +1,6 @@
-"""graphtrain plan: what each device of a run holds, sends and waits for.
+"""graphtrain plan: predict the memory, communication and time of each device of a run.
 
-`graphtrain plan CONFIG` is the command `show` of this group, whose name nobody has to write.
+`graphtrain plan CONFIG` runs the command `show` of this group, whose name is left out.
 """
 
 import importlib
@@ -8,17 +8,21 @@ from typing import Any
 
 import click
 
-# Name: the module that holds it, its function, its help.
+# name: module, function, help
 _COMMANDS = {
-    "diff": ("plan_diff", "diff", "what changes between two configurations, or by settings"),
-    "lock": ("plan_lock", "lock", "write the plan as text to keep in git"),
-    "check": ("plan_lock", "check", "compare with the lock; exit with 5 and the difference"),
-    "search": ("search", "command", "rank the strategies for a model and a machine"),
+    "diff": (
+        "plan_diff",
+        "diff",
+        "Show the differences between two configurations, or made by settings.",
+    ),
+    "lock": ("plan_lock", "lock", "Write the plan as text, to keep in version control."),
+    "check": ("plan_lock", "check", "Compare the plan with its lock; exit with 5 if they differ."),
+    "search": ("search", "command", "Rank the parallelism strategies for a model and a machine."),
 }
 
 
 class _Plan(click.Group):
-    """A group that takes what is none of its commands for the arguments of `show`."""
+    """Command group that passes arguments that name none of its commands to `show`."""
 
     def make_context(
         self,
@@ -56,9 +60,9 @@ def _load(module: str, function: str) -> click.Command:
 
 @click.command("plan", cls=_Plan)
 def command() -> None:
-    """Show what each device holds, sends and waits for when it trains as CONFIG says.
+    """Show the memory, communication and time of each device for the training step of CONFIG.
 
-    The training step is compiled for the target, into the cache and with no accelerator; a target
-    whose compiler is not installed is estimated. Exits with 4 if the step does not fit the device's
-    memory, after the cheapest changes with which it would.
+    The step is compiled for the target, into the cache and without an accelerator. If the compiler
+    of the target is not installed, the figures are estimates. If the step does not fit the memory
+    of a device, also prints the cheapest changes with which it fits, and exits with 4.
     """

@@ -1,4 +1,4 @@
-"""graphtrain plan diff: what changes between two programs."""
+"""graphtrain plan diff: show the differences between the plans of two programs."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from graphtrain.cli.plan_show import compile_option, console
     "changes",
     metavar="SECTION.NAME=VALUE",
     multiple=True,
-    help="Change a setting of AFTER alone, as in --with program.mesh.tensor=2. May be repeated.",
+    help="Change a setting of AFTER only, for example --with program.mesh.tensor=2. May be "
+    "repeated.",
 )
 @cache_option
 @compile_option
@@ -36,12 +37,15 @@ def diff(
     ask_compiler: bool,
     as_json: bool,
 ) -> None:
-    """Show what of placement, memory, communication and time differs between BEFORE and AFTER.
+    """Show how sharding, memory, communication and time differ between BEFORE and AFTER.
 
-    AFTER is BEFORE if left out, so that --with alone tells what a setting does.
+    If AFTER is left out, it is BEFORE with the changes of --with: this shows the effect of a
+    setting.
     """
     if after is None and not changes:
-        raise click.UsageError("give a second configuration, or what to change: --with NAME=VALUE")
+        raise click.UsageError(
+            "give a second configuration, or a setting to change: --with SECTION.NAME=VALUE"
+        )
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config

@@ -1,4 +1,4 @@
-"""graphtrain plan lock and check: a plan as text in git, and whether it still holds."""
+"""graphtrain plan lock and check: write a plan as text, and compare it with the current plan."""
 
 import sys
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _DIFFERS = 5  # exit status
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write; CONFIG with the suffix .plan if left out.",
+    help="File to write. [default: CONFIG with the suffix .plan]",
 )
 def lock(
     config: Path,
@@ -42,7 +42,7 @@ def lock(
     ask_compiler: bool,
     output: Path | None,
 ) -> None:
-    """Write the plan of CONFIG as text to keep in git: placement, memory, communication."""
+    """Write the plan of CONFIG (sharding, memory, communication) as text for version control."""
     from graphtrain.planning.lock import lock_path, lock_text
 
     assessment = _assess(config, target, overrides, cache, ask_compiler)
@@ -62,7 +62,7 @@ def lock(
     "locked",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The lock to compare with; CONFIG with the suffix .plan if left out.",
+    help="Lock to compare with. [default: CONFIG with the suffix .plan]",
 )
 def check(
     config: Path,
@@ -72,19 +72,22 @@ def check(
     ask_compiler: bool,
     locked: Path | None,
 ) -> None:
-    """Compare the plan of CONFIG with its lock; exit with 5 and the difference if they differ."""
+    """Compare the plan of CONFIG with its lock.
+
+    If they differ, prints the difference and exits with 5.
+    """
     from graphtrain.errors import PlanError
     from graphtrain.planning.lock import changes, lock_path
 
     path = locked or lock_path(config)
     if not path.exists():
-        raise PlanError(f"{path}: no such file; write it: graphtrain plan lock {config}")
+        raise PlanError(f"{path}: no such file; write it with: graphtrain plan lock {config}")
     found = changes(path.read_text(), _assess(config, target, overrides, cache, ask_compiler))
     if not found:
-        click.echo(f"{path} holds")
+        click.echo(f"{path} is up to date")
         return
     click.echo("\n".join(found))
-    click.echo(f"{path} does not hold; if the change is meant: graphtrain plan lock", err=True)
+    click.echo(f"{path} differs; if the change is intended, run: graphtrain plan lock", err=True)
     sys.exit(_DIFFERS)
 
 

@@ -1,4 +1,4 @@
-"""graphtrain plan CONFIG: one program on one target, or on several."""
+"""graphtrain plan CONFIG: show the plan of one program for one target, or for several."""
 
 import json
 import sys
@@ -27,39 +27,53 @@ compile_option = click.option(
     "--compile/--no-compile",
     "ask_compiler",
     default=True,
-    help="Ask the target's compiler, as is the default, or estimate in an instant.",
+    help="Compile the step for the target, or only estimate it. [default: --compile]",
 )
 
 
 @click.command("plan")
 @config_argument
 @target_option
-@click.option("--targets", metavar="A,B,...", help="Compare these machines, a line for each.")
+@click.option("--targets", metavar="A,B,...", help="Compare these machines, one line each.")
 @overrides_option
 @cache_option
 @compile_option
 @click.option(
     "--confirm/--no-confirm",
     default=True,
-    help="Compile the changes that would make it fit, as is the default, or estimate them.",
+    help="If the step does not fit, compile the changes that would make it fit, or only estimate "
+    "them. [default: --confirm]",
 )
-@click.option("--jobs", type=click.IntRange(1), help="With --targets: compilers at once.")
-@click.option("--array", "pattern", metavar="PATTERN", help="Only these arrays, as in '*mlp*'.")
-@click.option("--blame", is_flag=True, help="Only why every collective is there, a line for each.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="With --targets: number of compilations in parallel. [default: number of cores]",
+)
+@click.option(
+    "--array", "pattern", metavar="PATTERN", help="Show only these arrays, for example '*mlp*'."
+)
+@click.option(
+    "--blame", is_flag=True, help="Show only the cause of every collective, one line each."
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the plan to FILE as an HTML page.",
+)
 @click.option(
     "--results",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --html: what graphtrain plan search --json printed.",
+    help="With --html: output of graphtrain plan search --json, to show on the page.",
 )
 @click.option(
     "--save-strategy",
     "strategy",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Only write how every array is split, as JSON (.json) or as MindSpore reads it (.ckpt); "
-    "nothing is compiled.",
+    help="Only write the sharding of every array to FILE, as JSON (.json) or in MindSpore's format "
+    "(.ckpt); compiles nothing.",
 )
 @json_option
 def show(
@@ -78,9 +92,9 @@ def show(
     strategy: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what each device holds, sends and waits for when it trains as CONFIG says."""
+    """Show the memory, communication and time of each device for the training step of CONFIG."""
     if results is not None and html is None:
-        raise click.UsageError("--results is shown on a page; give --html FILE")
+        raise click.UsageError("--results is only shown on a page; add --html FILE")
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
 
@@ -127,7 +141,7 @@ def show(
 
 
 def _print_imported(program: "Program", store: Path) -> None:
-    """How a model of PyTorch was taken apart."""
+    """Print how an imported PyTorch model is traced and sharded."""
     from graphtrain.config.schema import is_imported
 
     if is_imported(program.model):
@@ -138,7 +152,7 @@ def _print_imported(program: "Program", store: Path) -> None:
 
 
 def console():
-    """The terminal; elsewhere wide enough that no table is cut."""
+    """Return a console for stdout; not a terminal, it is wide enough that no table is cut."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
@@ -182,7 +196,7 @@ def _print_json(found: "Answer", pattern: str | None) -> None:
 
 
 def _searched(results: Path) -> list[dict[str, Any]]:
-    """The strategies that a search printed."""
+    """Return the strategies in the output of graphtrain plan search --json."""
     from graphtrain.errors import PlanError
 
     try:
@@ -190,7 +204,7 @@ def _searched(results: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise PlanError(f"{results} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise PlanError(f"{results} is not what graphtrain plan search --json prints") from None
+        raise PlanError(f"{results} is not the output of graphtrain plan search --json") from None
 
 
 def _write_page(

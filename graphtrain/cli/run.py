@@ -21,7 +21,7 @@ from graphtrain.cli.options import (
     target_option,
 )
 
-_SIGNAL_STATUS = 128  # plus the number of the signal, as shells have it
+_SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
 
 
 @click.command("run")
@@ -30,7 +30,12 @@ _SIGNAL_STATUS = 128  # plus the number of the signal, as shells have it
 @overrides_option
 @cache_option
 @process_options
-@click.option("--compile", "compile_missing", is_flag=True, help="First compile what is missing.")
+@click.option(
+    "--compile",
+    "compile_missing",
+    is_flag=True,
+    help="Compile missing graphs first, instead of exiting with 3.",
+)
 def command(
     config: Path,
     target: str | None,
@@ -41,15 +46,15 @@ def command(
     rank: int | None,
     compile_missing: bool,
 ) -> None:
-    """Train as CONFIG says, from compiled programs and from the last checkpoint if there is one.
+    """Train CONFIG from compiled programs, and from the last checkpoint if there is one.
 
-    Nothing is traced or compiled: a missing program is an error (status 3), unless --compile.
-    SIGTERM and Ctrl-C save a checkpoint and stop; the same command goes on from there.
+    Nothing is traced or compiled: without --compile, a missing program is an error (status 3).
+    SIGTERM and Ctrl-C save a checkpoint and stop; the same command resumes from it.
     """
-    # Nothing of what is imported from here on is garbage, and looking for some is a fifth of the
-    # start; train() goes back to it before the first step.
+    # Garbage collection during the imports frees nothing and takes a fifth of the start-up time;
+    # train() enables it again before the first step.
     gc.disable()
-    # Threads for numpy's matrix products, which nothing here takes; a search for plugins.
+    # Skip start-up work that is not needed: threads for NumPy's matrix products, pydantic plugins.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from graphtrain.cache import Cache
@@ -85,7 +90,7 @@ def _compile_missing(config: Path, program, store) -> None:
     missing = [task.label for task in tasks if not store.has(task.request)]
     if not missing:
         return
-    click.echo(f"compiling what is missing: {', '.join(missing)}", err=True)
+    click.echo(f"compiling missing graphs: {', '.join(missing)}", err=True)
     with progress() as observe:
         report = compile_tasks(tasks, store, observe=observe)
     if report.count("failed") or report.count("bundled"):
@@ -100,15 +105,15 @@ def _ending(summary, directory: str) -> str:
     if summary.stopped_by:
         return (
             f"stopped by {summary.stopped_by} after step {summary.steps}; saved in {directory}; "
-            "the same command goes on from there"
+            "the same command resumes from there"
         )
     resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
-    return f"trained {summary.steps} steps{resumed}{told}; in {directory}"
+    return f"trained {summary.steps} steps{resumed}{told}; saved in {directory}"
 
 
 @contextmanager
 def reporting(steps: int, every: int) -> Iterator[Callable]:
-    """A progress line on a terminal; elsewhere a line each time a report is due."""
+    """Yield a function that shows progress: live on a terminal, elsewhere one line per report."""
     if not sys.stderr.isatty():
 
         def report(record) -> None:
@@ -161,7 +166,7 @@ def _told(record) -> str:
 
 
 def print_curve(directory: Path) -> None:
-    """The loss by step, of training and validation, as a chart of characters."""
+    """Print the training and validation loss by step as a text chart."""
     from graphtrain.run.loss_curve import loss_curve
     from graphtrain.run.metrics import read_journal
 

@@ -1,4 +1,4 @@
-"""graphtrain plan search: rank the strategies for a model, a batch and a machine."""
+"""graphtrain plan search: rank the parallelism strategies for a model, a batch and a machine."""
 
 import json
 import sys
@@ -35,15 +35,26 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Of the best that fit, how many to compile and rank again by what they hold and send.",
+    help="Number of the best fitting strategies to compile, and to rank again by their compiled "
+    "memory and communication.",
 )
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Rows to show.")
-@click.option("--jobs", type=click.IntRange(1), help="Compilers at once; the number of cores.")
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Number of strategies to show.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Number of strategies to compile in parallel. [default: number of cores]",
+)
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write CONFIG with the best strategy's settings.",
+    help="Write CONFIG with the settings of the best strategy to FILE.",
 )
 @json_option
 def command(
@@ -57,12 +68,12 @@ def command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Rank the strategies for CONFIG's model, batch and target.
+    """Rank the parallelism strategies for the model, batch and target of CONFIG.
 
-    Every mesh whose sizes divide is estimated, with its microbatches, schedules, ZeRO and
-    recomputation; CONFIG's own choice of these does not matter. The best are then compiled, into
-    the cache and with no accelerator, and ranked by what the compiler made of them. Exits with 4 if
-    no strategy fits.
+    Estimates every valid mesh with its microbatches, pipeline schedules, ZeRO and activation
+    checkpointing; the values of these in CONFIG do not matter. The best are then compiled, into the
+    cache and without an accelerator, and ranked again by their compiled memory and communication.
+    Exits with 4 if no strategy fits.
     """
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
@@ -94,10 +105,10 @@ def _print(program: "Program", found: "Found", ranked: "Sequence[Candidate]") ->
 
     out, batch = console(), program.batch
     out.print(
-        f"{program.target}, {batch.sequences} x {batch.length} tokens a step: "
+        f"{program.target}, {batch.sequences} x {batch.length} tokens per step: "
         f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
     )
-    out.print(table(ranked) if ranked else "none fits")
-    out.print("\nwhy the others lost")
+    out.print(table(ranked) if ranked else "no strategy fits")
+    out.print("\nwhy other strategies rank lower")
     for family, reason in found.lost.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

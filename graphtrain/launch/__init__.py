@@ -1,1 +1,4 @@
-"""Compile jobs and run jobs for the schedulers of clusters."""
+"""Compile and run jobs for cluster schedulers: Slurm and Kubernetes.
+
+May import the configuration and `lowering.target`; nothing here traces or compiles.
+"""

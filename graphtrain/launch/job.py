@@ -1,4 +1,4 @@
-"""What a scheduler is asked for, whatever scheduler it is."""
+"""Description of a compile job and a run job, independent of the scheduler."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from lowering.machine.target import Target
 
 @dataclass(frozen=True)
 class Job:
-    """A run and the programs it needs, as commands and hosts."""
+    """A run and the compilation before it: commands and required hosts."""
 
     name: str
-    directory: Path  # of scripts, logs and the numbers of the jobs
+    directory: Path  # for scripts, logs and job ids
     arguments: tuple[str, ...]  # CONFIG and its options, the same for compile and run
     hosts: int
-    cards: int  # of each host; 0 for CPUs and TPUs
+    cards: int  # GPUs per host; 0 for CPUs and TPUs
     workers: int  # compile jobs that share the cache
 
     def command(self, python: str, verb: str, *more: str) -> list[str]:
-        """A graphtrain command as words."""
+        """Return the words of the graphtrain command `verb` with the arguments of the job."""
         return [python, "-m", "graphtrain", verb, *self.arguments, *more]
 
 
 def job(config: Config, arguments: Sequence[str], workers: int) -> Job:
-    """The job of a run.
+    """Return the job for a run.
 
     Raises:
-        LaunchError: the number of hosts does not follow from the target.
+        LaunchError: the target does not determine the number of hosts.
     """
     target = Target.parse(config.program.target)
     if target.processes is None:
         raise LaunchError(
-            f"{target}: the hosts of a TPU slice are what its scheduler says; start graphtrain run "
-            "on each of them, with --coordinator, --processes and --rank (docs/clusters.md)"
+            f"{target}: the scheduler of the TPU slice determines its hosts; start graphtrain run "
+            "on each host, with --coordinator, --processes and --rank (docs/clusters.md)"
         )
     directory = Path(config.run.directory)
     return Job(

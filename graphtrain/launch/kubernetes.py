@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet of a compile job and of the run's hosts.
+"""Kubernetes JobSet: a compile job, then a run job with one pod per host.
 
 Source: JobSet v1alpha2 (jobset.sigs.k8s.io), dependsOn since 0.8; indexed Jobs, batch/v1.
 """
@@ -18,11 +18,14 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -> str:
-    """The manifest, as YAML.
+    """Return the manifest as YAML.
 
     Args:
-        image: with graphtrain and the project in its working directory.
-        claim: the persistent volume claim that all pods share, for cache, data and the run.
+        job: The run and its compilation.
+        image: Container image in which graphtrain is installed.
+        claim: Persistent volume claim that all pods share. It is mounted at the current directory
+            and contains the configuration, the cache, the data and the run directory.
+        namespace: Namespace of the JobSet; None for that of kubectl.
     """
     name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run"
     first = f"{name}-run-0-0.{name}"  # pod 0 of job 0, in the JobSet's headless service
@@ -45,7 +48,7 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
         "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
         "spec": {
             "network": {"enableDNSHostnames": True},
-            # A run that was evicted goes on from its checkpoint.
+            # An evicted run resumes from its checkpoint.
             "failurePolicy": {"maxRestarts": 100},
             "replicatedJobs": [
                 {"name": "compile", "replicas": 1, "template": {"spec": compiling}},
@@ -62,7 +65,7 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
 
 
 def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[str, Any]:
-    """The specification of an indexed Job."""
+    """Return the specification of an indexed Job of `count` pods that run the command `verb`."""
     work = Path.cwd()
     container = {
         "name": "graphtrain",
@@ -75,7 +78,7 @@ def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[st
         "parallelism": count,
         "completions": count,
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # the JobSet starts all again, not one of them
+        "backoffLimit": 0,  # the JobSet restarts all pods together
         "template": {
             "spec": {
                 "restartPolicy": "Never",

@@ -1,6 +1,6 @@
-"""Slurm: a compile job, and a run job that waits for it.
+"""Slurm: a compile job, and a run job that starts after it has succeeded.
 
-simple_slurm writes the scripts and knows the options of sbatch; submission is sbatch's.
+simple_slurm writes the scripts and checks the names of the options; sbatch submits them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from graphtrain.errors import LaunchError
 from graphtrain.launch.job import Job
 
 _JOBS = "jobs.json"
-_STOPPED = 143  # graphtrain run saved, as SIGTERM asked, and would go on
+_STOPPED = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
 
 
 @dataclass(frozen=True)
 class Scripts:
-    """What sbatch is given."""
+    """Job scripts for sbatch."""
 
     compile: str
     run: str
 
 
 def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scripts:
-    """Write both scripts.
+    """Return the scripts of the compile job and of the run job.
 
     Args:
-        options: further options of sbatch, for both jobs.
-        warning: seconds before the time limit at which the run is told to save.
+        job: The run and its compilation.
+        options: Additional sbatch options for both jobs, by name.
+        warning: Seconds before the time limit at which Slurm sends SIGTERM, so that the run saves
+            a checkpoint.
 
     Raises:
-        LaunchError: sbatch has no such option, or simple_slurm is not installed.
+        LaunchError: an sbatch option does not exist, or simple_slurm is not installed.
     """
     compiling = {
         "job-name": f"{job.name}-compile",
@@ -63,8 +65,8 @@ def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scri
     return Scripts(
         compile=_script(compiling | dict(options), [here, f"exec {compile_command}"]),
         run=_script(
-            # Only Slurm's preemption requeues by itself; a run that saved before its time limit
-            # asks for it here, and goes on from its checkpoint.
+            # Slurm requeues a job by itself only on preemption. A run that saved before its time
+            # limit requeues itself in the script, and resumes from its checkpoint.
             running | {"requeue": ""} | dict(options),
             [
                 here,
@@ -88,12 +90,12 @@ def _script(options: Mapping[str, str], commands: list[str]) -> str:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                quoted = f'"{value}"' if " " in value else value  # as sbatch reads its lines
+                quoted = f'"{value}"' if " " in value else value  # quoting of #SBATCH lines
                 script.add_arguments(name.replace("-", "_"), quoted)
         except SystemExit:
             reason = said.getvalue().strip().rpartition("error: ")[2]
             raise LaunchError(
-                f"--sbatch {name}={value}: sbatch has no such option ({reason})"
+                f"--sbatch {name}={value}: not an option of sbatch ({reason})"
             ) from None
     for command in commands:
         script.add_cmd(command)
@@ -101,10 +103,13 @@ def _script(options: Mapping[str, str], commands: list[str]) -> str:
 
 
 def submit(job: Job, made: Scripts) -> dict[str, Any]:
-    """Hand both jobs to Slurm and remember their numbers.
+    """Submit both jobs and write their ids to the job directory.
+
+    Returns:
+        The job ids, under "compile" and "run".
 
     Raises:
-        LaunchError: sbatch is not here, or refuses.
+        LaunchError: sbatch is not installed on this machine, or rejects a script.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
     for name, text in (("compile", made.compile), ("run", made.run)):
@@ -119,30 +124,33 @@ def submit(job: Job, made: Scripts) -> dict[str, Any]:
 
 
 def status(directory: Path) -> dict[str, tuple[int, str]]:
-    """Number and state of the jobs submitted from a directory.
+    """Return the id and state of each job that was submitted from a directory, by name.
 
     Raises:
-        LaunchError: none was submitted, or Slurm does not answer.
+        LaunchError: no job was submitted, or Slurm is not installed on this machine.
     """
     path = directory / _JOBS
     if not path.exists():
-        raise LaunchError(f"{path} is missing: nothing was launched with Slurm for this run")
+        raise LaunchError(
+            f"{path} does not exist: no Slurm job was launched for this run; submit one with "
+            "graphtrain launch slurm"
+        )
     try:
         numbers = {name: int(number) for name, number in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"{path} does not name the jobs of a launch: {error}") from None
+        raise LaunchError(f"{path} does not contain the ids of launched jobs: {error}") from None
     return {name: (number, _state(number)) for name, number in numbers.items()}
 
 
 def _state(number: int) -> str:
-    """As squeue knows it, else what scontrol remembers; Slurm forgets jobs after some minutes."""
+    """Return the state of a job from squeue, else from scontrol, which keeps it for minutes."""
     waiting = _slurm("squeue", "--noheader", "--jobs", str(number), "--format", "%T %r")
     states = sorted(set(waiting.stdout.split("\n")) - {""})
     if waiting.returncode == 0 and states:
         return ", ".join(state.replace(" None", "").lower() for state in states)
     shown = _slurm("scontrol", "show", "job", str(number))
     if shown.returncode:
-        return "ended; Slurm no longer knows how"
+        return "ended; Slurm no longer has its state"
     ends = {
         word.removeprefix("JobState=").lower()
         for word in shown.stdout.split()
@@ -154,7 +162,7 @@ def _state(number: int) -> str:
 def _sbatch(script: Path, *options: str) -> int:
     answer = _slurm("sbatch", "--parsable", *options, str(script))
     if answer.returncode:
-        raise LaunchError(f"sbatch refused {script}: {answer.stderr.strip()}")
+        raise LaunchError(f"sbatch rejected {script}: {answer.stderr.strip()}")
     return int(answer.stdout.strip().partition(";")[0])
 
 
@@ -163,5 +171,6 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, capture_output=True, text=True)
     except FileNotFoundError:
         raise LaunchError(
-            f"{words[0]} is not here; run this where Slurm's commands are, or use --dry-run"
+            f"{words[0]} is not installed on this machine; run this where Slurm's commands are, or "
+            "use --dry-run"
         ) from None

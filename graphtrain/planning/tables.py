@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
-    """The named arrays of a plan: shape, axis names, how each is split, what one device holds."""
+    """Return a table of the named arrays: shape, axes, sharding, and bytes per device."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -29,7 +29,7 @@ def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
 
 
 def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
-    """The rows of plan_table for programs."""
+    """Return the layouts of all arrays as JSON-compatible rows; sizes in bytes per device."""
     return [
         {
             "path": path,

@@ -1,6 +1,7 @@
-"""What the processes of a run do together, so that none waits for one that has failed.
+"""Agreement of all ranks before a run starts: a failure on one rank ends all of them.
 
-Everything here happens before the first collective of the run, through JAX's distributed service.
+Uses JAX's distributed service, before the first collective of the run. Without this, the other
+ranks would wait for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ T = TypeVar("T")
 
 
 def together(action: Callable[[], T]) -> T:
-    """What every process does by itself; where it fails on one it fails on all, for its reason.
+    """Run `action` on every rank. If any rank raises a user error, every rank raises one.
 
     Raises:
-        GraphtrainError: the error of this process, or one that names the rank that failed.
+        MissingProgram, TrainingError: another rank failed; the message names it. An error of
+            this rank is raised unchanged.
     """
     if distributed.count() == 1:
         return action()
@@ -42,25 +44,25 @@ def together(action: Callable[[], T]) -> T:
 
 
 def check_steps(directory: str, steps: list[int]) -> None:
-    """Refuse a run whose processes see different checkpoints.
+    """Check that all ranks see the same checkpoints.
 
     Raises:
-        TrainingError: its directory is not shared.
+        TrainingError: they do not; the run directory is not shared by all hosts.
     """
     seen = distributed.exchange(json.dumps(steps))
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise TrainingError(
-                f"rank {rank} sees checkpoints {other} in {directory}, and rank 0 {seen[0]}; "
+                f"rank {rank} sees checkpoints {other} in {directory}, but rank 0 sees {seen[0]}; "
                 "run.directory must be on a file system that all hosts share"
             )
 
 
 def check_programs(programs: Programs) -> None:
-    """Refuse to begin where processes found different executables, which would hang or diverge.
+    """Check that all ranks found the same executables; different ones would hang or diverge.
 
     Raises:
-        TrainingError: names the graph, the ranks, and the ingredient of the key that differs.
+        TrainingError: they did not; names the graph, the ranks, and the key part that differs.
     """
     mine = programs.digests()
     found = [json.loads(word) for word in distributed.exchange(json.dumps(mine))]
@@ -85,8 +87,8 @@ def _difference(one: str, other: str) -> str:
     )
     if not differences:
         return (
-            "one key, compiled twice, on hosts that do not share a cache; give all of them the "
-            "cache of one"
+            "the same key was compiled twice, on hosts that do not share a cache; copy the cache "
+            "of one host to all others, or use a shared one"
         )
     first = differences[0]
-    return f"{' '.join(first.path)}: {first.mine} and {first.theirs}; make the hosts equal"
+    return f"{' '.join(first.path)}: {first.mine} and {first.theirs}; make it equal on all hosts"

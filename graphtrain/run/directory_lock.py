@@ -1,4 +1,4 @@
-"""Who writes into the directory of a run."""
+"""Lock that gives one process the right to write into the directory of a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +10,12 @@ from graphtrain.run.metrics import writing
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Let no two processes write into one run; a new directory stays only if something is in it.
+    """Create and lock the directory of a run, so that no other process writes into it.
+
+    A directory that was created here and is still empty at the end is removed again.
 
     Raises:
-        TrainingError: another process owns it, or it cannot be written.
+        TrainingError: another process has the lock, or the directory cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -29,7 +31,7 @@ def owned(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # another process has come into it, or removed it
+        with suppress(OSError):  # another process uses the directory by now, or removed it
             if new and list(directory.iterdir()) == [path]:
                 path.unlink()
                 directory.rmdir()

@@ -1,4 +1,4 @@
-"""Validation loss with a compiled evaluation step."""
+"""Validation loss, computed by the compiled evaluation step."""
 
 import math
 from collections.abc import Iterable
@@ -31,17 +31,17 @@ def validation_loss(
     batches: Iterable[dict[str, np.ndarray]],
     target: Target,
 ) -> float:
-    """Mean loss in nats over every target that counts; of preferences, over every pair.
+    """Return the mean loss in nats over all tokens of the loss mask; for preferences, over pairs.
 
     Args:
-        evaluate: the loaded evaluation step.
-        weights: on the devices, placed as the step asks: those that are trained, then those that
-            are not, if there are any.
-        batches: of the step's shape.
-        target: the machine.
+        evaluate: The loaded evaluation step.
+        weights: On the devices, sharded as the step requires: the trained parameters, then the
+            frozen weights if there are any.
+        batches: Batches of the step's shape.
+        target: The machine.
 
     Raises:
-        DataError: nothing in the batches counts.
+        DataError: the loss mask of every batch is empty.
     """
     put, described = lowering.backend(target).put, evaluate.inputs("batch")
     losses, targets = [], []
@@ -55,12 +55,15 @@ def validation_loss(
 
 
 def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program) -> None:
-    """Refuse a validation set before training; reads no further than to something that counts.
+    """Check before training that the loss mask of some validation example is not empty.
+
+    Reads the validation set only up to the first such example.
 
     Raises:
-        DataError: it cannot be used, or nothing in it counts.
+        DataError: the validation set cannot be used, or its loss mask is empty.
     """
-    rows = 2 if program.loss.kind == "preference" else 1  # of which all must have a target
+    # A pair of rows is one example; both must have a target.
+    rows = 2 if program.loss.kind == "preference" else 1
     for batch in batches:
         counts = (batch["weights"] != 0).any(-1)
         if counts.reshape(-1, rows).all(-1).any():
@@ -70,15 +73,15 @@ def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program)
 
 def _nothing_counts() -> DataError:
     return DataError(
-        "run.data.validation: nothing in it counts, since no document is of two tokens, or has "
-        "an answer that fits into program.batch.length; take other data"
+        "run.data.validation: no token of it counts in the loss, because no document has at least "
+        "two tokens, or no answer fits into program.batch.length; use other validation data"
     )
 
 
 def validation_batches(
     data: Data, program: Program, vocab: int, limit: int | None
 ) -> Iterable[dict[str, np.ndarray]]:
-    """The validation set in its own order, in batches of the evaluation step's shape.
+    """Return the validation set in its stored order, in batches of the evaluation step's shape.
 
     Raises:
         DataError: there is no validation set.
@@ -102,9 +105,12 @@ def validation_batches(
 def checkpoint_loss(
     config: Config, cache: Cache, *, remedy: str, step: int | None
 ) -> dict[str, float]:
-    """Validation loss and perplexity of a checkpoint of a run, the last one if step is None.
+    """Return the validation loss and perplexity of a checkpoint, the last one if `step` is None.
 
-    Of a run that has none yet, those of the weights it would start from, as step 0.
+    For a run without checkpoints, evaluates the weights that it would start from, as step 0.
+
+    Returns:
+        "step", "validation_loss" (nats per token; per pair for preferences) and "perplexity".
 
     Raises:
         MissingProgram: the evaluation step is not in the cache.
@@ -112,14 +118,14 @@ def checkpoint_loss(
         DataError: there is no validation set.
     """
     run, program = config.run, config.program
-    if run.data.validation is None:  # before anything is loaded
+    if run.data.validation is None:  # checked before anything is loaded
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
     beginning = None if step and not steps else Beginning.open(config, resumes=bool(steps))
     if (beginning is None or steps) and (not steps or (step is not None and step not in steps)):
         there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
+        raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
     step = steps[-1] if steps and step is None else step or 0
     evaluate = Programs(program, cache, ["evaluate"], remedy)["evaluate"]
     target = Target.parse(program.target)
@@ -139,7 +145,7 @@ def checkpoint_loss(
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats; infinite where it is more than a float can hold."""
+    """Return the perplexity for a mean loss in nats; infinity if it overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -147,16 +153,17 @@ def perplexity(loss: float) -> float:
 
 
 def bigram_loss(config: Config) -> float:
-    """Loss of an add-one-smoothed bigram model of the training data, on the same targets.
+    """Return the validation loss of a bigram model of the training data, with add-one smoothing.
 
-    Of a blend, pairs count as often as the blend reads their dataset.
+    For a blend of datasets, bigrams are weighted as often as the blend reads their dataset.
 
     Raises:
         DataError: there is no validation set, or a dataset cannot be used.
     """
     data, model = config.run.data, config.program.model
     prefixes = [data.train] if isinstance(data.train, str) else [one.dataset for one in data.train]
-    # Not the model's vocabulary, which may be padded: every impossible token weakens the smoothing.
+    # Not the vocabulary of the model: if it is padded, smoothing would assign probability to tokens
+    # that never occur.
     descriptions = [read_description(prefix) for prefix in prefixes]
     vocab = max(one.vocab if one else model.vocab for one in descriptions)
     counted = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]

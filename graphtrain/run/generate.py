@@ -1,4 +1,4 @@
-"""Text from a trained model: two graphs of the program, compiled as its others are."""
+"""Text generation with a KV cache, by two compiled graphs: prefill and decode."""
 
 from __future__ import annotations
 
@@ -24,29 +24,35 @@ from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules
 
 _NAMES = ("prefill", "decode")
-_PER_POSITION = ("sequence", "context", "ulysses")  # rules that split what decode has one of
+# Rules that split the sequence axis, which has length 1 in decode.
+_PER_POSITION = ("sequence", "context", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen from its scores."""
+    """Settings that choose the next token from the logits."""
 
-    temperature: float = 0.0  # scores are divided by it; 0: the best token
-    top_k: int | None = None  # only so many of the best
-    top_p: float | None = None  # only the fewest best whose shares add up to it
+    temperature: float = 0.0  # divisor of the logits; 0: always the most likely token
+    top_k: int | None = None  # number of most likely tokens to sample from; None: all
+    top_p: float | None = None  # total probability of the tokens to sample from; None: all
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, which every comparison lets pass."""
+        """Check the ranges; the comparisons are written so that NaN fails them."""
         if not (self.temperature >= 0 and (self.top_p is None or 0 < self.top_p <= 1)):
             raise GraphtrainError(
-                f"temperature = {self.temperature} and top-p = {self.top_p}: give a temperature "
-                "of at least 0, and a top-p above 0 and up to 1"
+                f"temperature = {self.temperature} and top-p = {self.top_p}: the temperature must "
+                "be at least 0, and top-p above 0 and at most 1"
             )
 
 
 def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
-    """A token.
+    """Return the id of the next token.
+
+    Args:
+        scores: Logits, of shape (vocab,).
+        sampling: Temperature, top-k and top-p.
+        random: Random numbers, unused at temperature 0.
 
     Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1,
     https://arxiv.org/abs/1904.09751, for top_p
@@ -64,20 +70,21 @@ def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) 
 
 
 def program_for(program: Program) -> Program:
-    """What continues a sequence with a program's weights, those of an adapter added, on its mesh.
+    """Return the program that generates with the weights of `program`, on the same mesh.
 
-    Every copy of the model works on the same sequence; its length is program.batch.length at most.
+    LoRA adapters are merged into the weights. Every data-parallel replica computes the same
+    sequence, whose length is at most program.batch.length.
 
     Raises:
-        GraphtrainError: the mesh has stages or splits sequences.
+        GraphtrainError: the mesh has pipeline stages or context parallelism.
     """
     shape = mesh_shape(program)
     for axis in ("stage", "context"):
         if shape.axes.get(axis, 1) > 1:
             raise GraphtrainError(
-                f"program.mesh.{axis} = {shape.axes[axis]}: generate works on no pipeline and on "
-                f"whole sequences; give --set program.mesh.{axis}=1 and a --target of as many "
-                "devices less, as in --target cpu:1"
+                f"`graphtrain generate` does not support pipeline or context parallelism "
+                f"(program.mesh.{axis} = {shape.axes[axis]}); use --set program.mesh.{axis}=1 and "
+                "a --target with correspondingly fewer devices, for example --target cpu:1"
             )
     rules = tuple(name for name in program.rules if name not in _PER_POSITION)
     copies = shape.size(Rules.load(rules).activations.get("batch", ()))
@@ -93,13 +100,19 @@ def program_for(program: Program) -> Program:
 
 
 class Generator:
-    """A model on its devices that continues sequences."""
+    """Model on its devices that generates tokens."""
 
     def __init__(self, config: Config, cache: Cache, observe: Observer, step: int | None) -> None:
-        """Compile what is not in the cache, and load it and the weights.
+        """Compile the two graphs if they are not in the cache, and load them and the weights.
+
+        Args:
+            config: Settings of the run whose weights are used.
+            cache: Cache of compiled programs.
+            observe: Called with the progress of the compilation.
+            step: Step of the checkpoint; None for the last, or for run.initial if there is none.
 
         Raises:
-            GraphtrainError: the graphs cannot be compiled, or there are no weights.
+            GraphtrainError: a graph cannot be compiled, or there are no weights.
         """
         self._program = program_for(config.program)
         step = _chosen(config, step)
@@ -117,21 +130,21 @@ class Generator:
     def tokens(
         self, prompt: Sequence[int], most: int, sampling: Sampling, vocab: int | None = None
     ) -> Iterator[int]:
-        """Tokens that continue a prompt, one by one, up to so many or the longest sequence.
+        """Yield the tokens that continue a prompt, one by one.
 
         Args:
-            prompt: At least one token.
-            most: How many.
-            sampling: How each is chosen.
-            vocab: Tokens there are; rows that pad the vocabulary are never chosen.
+            prompt: Token ids, at least one.
+            most: Maximum number of tokens; the sequence is also limited by program.batch.length.
+            sampling: How each token is chosen.
+            vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:
-            GraphtrainError: the prompt is empty, or as long as the longest sequence.
+            GraphtrainError: the prompt is empty, or not shorter than program.batch.length.
         """
         longest = self._program.batch.length
         if not 0 < len(prompt) < longest:
             raise GraphtrainError(
-                f"the prompt has {len(prompt)} tokens; it takes at least 1, and fewer than "
+                f"the prompt has {len(prompt)} tokens; it must have at least 1, and fewer than "
                 f"program.batch.length = {longest}"
             )
         random = np.random.default_rng(sampling.seed)
@@ -159,7 +172,7 @@ class Generator:
     def _extend(
         self, name: str, kept: Tree, tokens: list[int], begin: int, last: int
     ) -> tuple[Tree, np.ndarray]:
-        """What is kept then, and the scores of what follows the token at an index."""
+        """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]
         copies = np.tile(np.array(tokens, np.int32), (self._program.batch.sequences, 1))
         placed = self._backend.put(copies, graph.inputs("tokens"))
@@ -168,10 +181,10 @@ class Generator:
 
 
 def _chosen(config: Config, step: int | None) -> int | None:
-    """The step of the checkpoint to read, the last if none is named; none: read run.initial.
+    """Return the step of the checkpoint to read, the last by default; None for run.initial.
 
     Raises:
-        TrainingError: there is neither, or what the run would start from has an adapter.
+        TrainingError: there is neither, or the run would start from an adapter.
     """
     directory = Path(config.run.directory) / "checkpoints"
     steps = saved_steps(directory)
@@ -181,17 +194,17 @@ def _chosen(config: Config, step: int | None) -> int | None:
         return step
     if step is not None or config.run.initial is None:
         there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {directory}; there are: {there}")
+        raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
     if config.run.initial_adapter is not None:
         raise TrainingError(
-            f"no checkpoint in {directory}, and generate does not read run.initial_adapter; leave "
-            "it out to continue with run.initial alone, or train first (graphtrain run)"
+            f"no checkpoint in {directory}, and generate does not read run.initial_adapter; remove "
+            "it to generate with run.initial alone, or train first (graphtrain run)"
         )
     return None
 
 
 def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
-    """Of a checkpoint of the run; without a step, of what it would start from."""
+    """Return the weights of a checkpoint; if `step` is None, those of run.initial."""
     fill = lowering.backend(Target.parse(program.target)).fill
     directory = Path(config.run.directory)
     if step is not None and config.program.adapter is None:

@@ -1,4 +1,4 @@
-"""What a run begins with: its weights from a folder, those that it keeps as they are among them."""
+"""Initial weights of a run: the trained parameters, and frozen weights if there are any."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beginning:
-    """Opened and checked before anything is loaded onto a device."""
+    """Initial weights, opened and checked before anything is loaded onto a device."""
 
     program: Program
     weights: Source | ModuleWeights
-    adapter: PeftAdapter | None
+    adapter: PeftAdapter | None  # initial LoRA adapter, from run.initial_adapter
 
     @classmethod
     def open(cls, config: Config, *, resumes: bool) -> Beginning | None:
-        """What the settings name; none where random weights or a checkpoint are all there is.
+        """Open run.initial and run.initial_adapter.
 
         Args:
             config: Settings.
-            resumes: Whether the run goes on from a checkpoint.
+            resumes: Whether the run resumes from a checkpoint.
+
+        Returns:
+            The initial weights; None if the run starts from random weights, or if it resumes and
+            has no frozen weights.
 
         Raises:
-            WeightsError: weights are not whole, of another model, or not those of the run.
+            WeightsError: the weights are incomplete or of another model, or, when resuming, not
+                those that the run started from.
         """
         keeps = has_frozen_weights(config.program)
         if config.run.initial is None or (resumes and not keeps):
@@ -57,7 +62,11 @@ class Beginning:
         return cls(config.program, weights, None if resumes else open_adapter(config, weights))
 
     def keep(self, directory: Path) -> None:
-        """Write into a new run's directory what exporting it, and going on, will ask for."""
+        """Write the files into a new run directory that exporting and resuming it need.
+
+        These are the Hugging Face files of the weights and, with frozen weights, the path and
+        digests of the base weights.
+        """
         from graphtrain.weights.base import keep_base
         from graphtrain.weights.start import keep_side
 
@@ -67,11 +76,11 @@ class Beginning:
             keep_base(_native(self.weights), directory)
 
     def parameters(self, described: Tree, new: Tree | None = None) -> Tree:
-        """Those that are trained, on the devices.
+        """Return the trained parameters, on the devices.
 
         Args:
             described: Shapes, dtypes and shardings.
-            new: What `init` made of them; without it, new adapters are zeros.
+            new: Parameters from the `init` graph, for new adapters; without it, they are zeros.
         """
         if self.program.adapter is None:
             from graphtrain.weights.start import start_parameters
@@ -83,7 +92,11 @@ class Beginning:
         return trained_parameters(weights, self.adapter, self.program, described, self._fill, new)
 
     def frozen(self, described: Tree) -> Tree:
-        """Those that no step changes, on the devices."""
+        """Return the frozen weights, on the devices.
+
+        Args:
+            described: Shapes, dtypes and shardings.
+        """
         from graphtrain.weights.frozen import frozen_parameters
 
         return frozen_parameters(_native(self.weights), self.program, described, self._fill)
@@ -94,7 +107,7 @@ class Beginning:
 
 
 def _native(weights: Source | ModuleWeights) -> Source:
-    """Of a model of ours: the settings refuse to keep weights of another."""
+    """Narrow the type: the configuration refuses frozen weights of an imported model."""
     from graphtrain.weights.torch_modules import ModuleWeights
 
     assert not isinstance(weights, ModuleWeights)

@@ -1,4 +1,4 @@
-"""The learning rate, computed by the host: it is an input of the step, never in its code."""
+"""Learning rate schedule. The host computes the rate; it is an input of the compiled step."""
 
 import math
 
@@ -6,14 +6,15 @@ from graphtrain.config.schema import Schedule
 
 
 def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
-    """The learning rate of one step.
+    """Return the learning rate of one step.
 
-    It rises linearly to reach the peak at the last step of the warm-up, and falls so that the last
-    step has the floor.
+    The rate rises linearly and reaches the peak at the last warm-up step. It then decays, so that
+    the last step of the run uses the floor, or stays at the peak if the shape is constant.
 
     Args:
-        steps: of the whole run.
-        step: from 0 to steps - 1.
+        schedule: Peak, floor, number of warm-up steps, and shape of the decay.
+        steps: Number of steps of the entire run.
+        step: Index of the step, from 0 to steps - 1.
 
     Source: Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, equation 5
     """

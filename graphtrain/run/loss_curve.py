@@ -5,7 +5,13 @@ from typing import Any
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
-    """The loss by step, of training and validation, drawn with characters."""
+    """Return the training and validation loss by step as a text chart.
+
+    Args:
+        records: records of the journal.
+        width: columns of the chart.
+        height: lines of the chart.
+    """
     from plotext import figure
 
     figure.clear()

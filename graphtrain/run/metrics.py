@@ -1,4 +1,4 @@
-"""What a run reports: JSON lines and TensorBoard events, one record a step."""
+"""Metrics of a run: one record per step, as JSON lines and TensorBoard events."""
 
 import json
 import os
@@ -14,16 +14,18 @@ Record = Mapping[str, float | int | None]
 
 
 class Journal:
-    """The metrics of one run; a resumed run goes on where its checkpoint was.
+    """Writer of the metrics of one run.
 
-    Records after the checkpoint were written by steps that are now taken again, so they go.
+    When a run resumes, records after its checkpoint are deleted, because their steps run again.
     """
 
     def __init__(self, directory: Path, *, after: int, tensorboard: bool) -> None:
-        """Open the journal.
+        """Open the journal, and delete the records of later steps.
 
         Args:
-            after: the last step whose records stay.
+            directory: Directory of the run.
+            after: Last step whose records are kept.
+            tensorboard: Whether to write TensorBoard events too.
         """
         self._path = directory / "metrics.jsonl"
         with writing(directory):
@@ -34,10 +36,10 @@ class Journal:
         self._events: Any = None
 
     def write(self, record: Record) -> None:
-        """Add a record; it has a "step" and numbers.
+        """Append a record, which contains "step" and metrics by name.
 
         Raises:
-            TrainingError: it cannot be written.
+            TrainingError: the record cannot be written.
         """
         with writing(self._path.parent):
             self._lines.write(json.dumps(record) + "\n")
@@ -47,8 +49,8 @@ class Journal:
 
     def _write_events(self, directory: Path, record: Record) -> None:
         if self._events is None:
-            # Imported here: the first step need not wait for it. It would import PyTorch, which
-            # takes seconds where it is installed, to draw its models.
+            # Imported late, so as not to delay the first step, and without PyTorch, which it would
+            # import (seconds, if installed) only to draw PyTorch models.
             tensorboard = import_without("tensorboardX", "torch")
             self._events = tensorboard.SummaryWriter(str(directory), purge_step=self._after + 1)
         for name, value in record.items():
@@ -56,7 +58,7 @@ class Journal:
                 self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be flushed has been reported by write
+        with suppress(OSError):  # write() has reported what could not be flushed
             self._lines.close()
         if self._events is not None:
             self._events.close()
@@ -64,18 +66,22 @@ class Journal:
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Say what could not be written, and what to do, instead of a bare error of the system."""
+    """Convert an OSError on writing to a run directory to a TrainingError with a remedy.
+
+    Raises:
+        TrainingError: the block raised an OSError.
+    """
     try:
         yield
     except OSError as error:
         raise TrainingError(
             f"{directory} cannot be written ({error.strerror or error}); free space there, or set "
-            "run.directory to another place"
+            "run.directory to another path"
         ) from error
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:
-    """Records of a run in order; a last line cut short by a kill is left out."""
+    """Return the records of a run in order, without a last line that was written only in part."""
     records = []
     path = directory / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:

@@ -1,4 +1,4 @@
-"""The executables of a program, from the cache, or why they are not there."""
+"""Loading of the executables of a program from the cache, with an explanation of misses."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,23 @@ from lowering.machine.target import Target
 
 
 class Programs:
-    """The compiled graphs of a program, each loaded when it is first used.
+    """Compiled graphs of a program, each loaded on first use.
 
-    All are found and checked at once, so that a missing one is known before the run begins; loading
-    later lets the first compute while the next is loaded.
+    All graphs are looked up and checked at construction, so that a missing one is reported before
+    the run begins. Loading on use lets one graph compute while the next is loaded.
     """
 
     def __init__(self, program: Program, cache: Cache, names: Sequence[str], remedy: str) -> None:
-        """Find the named graphs; nothing is traced.
+        """Look up the named graphs; nothing is traced.
 
         Args:
-            remedy: the command that would compile them, for the error.
+            program: Settings that determine the compiled code.
+            cache: Cache to look in.
+            names: Names of graphs, for example "train".
+            remedy: Command that compiles the graphs, for the error message.
 
         Raises:
-            MissingProgram: a graph was not compiled; says which ingredient of its key differs.
+            MissingProgram: a graph is not in the cache; reports which part of its key differs.
         """
         keys = request_keys(program, names)
         found = {name: cache.find(keys[name]) for name in names}
@@ -40,7 +43,7 @@ class Programs:
         self._target = Target.parse(program.target)
 
     def digests(self) -> dict[str, str]:
-        """Of the executables found, before any is loaded."""
+        """Return the SHA-256 of each executable that is not loaded yet, by graph name."""
         return {
             name: hashlib.sha256(artifact.payload).hexdigest()
             for name, artifact in self._artifacts.items()
@@ -48,15 +51,18 @@ class Programs:
         }
 
     def peak_bytes(self) -> int:
-        """Most that training holds on a device at once, before it is loaded; 0: not known."""
+        """Return the peak memory of the train graph, in bytes per device; 0 if not recorded.
+
+        Call it before the train graph is loaded.
+        """
         artifact = self._artifacts.get("train")
         return 0 if artifact is None else artifact.record.get("memory", {}).get("peak", 0)
 
     def __getitem__(self, name: str) -> Any:
-        """The executable of a graph.
+        """Return the executable of a graph, loaded on first use.
 
         Raises:
-            LoweringError: it was compiled for another processor.
+            LoweringError: the graph was compiled for another processor.
         """
         if name not in self._loaded:
             artifact = self._artifacts.pop(name)
@@ -65,7 +71,7 @@ class Programs:
 
 
 def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:
-    """Why graphs are missing; what several have in common is said once."""
+    """Return one line per reason why graphs are missing; graphs with the same reason share it."""
     explanations = cache.explain_all(missing)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, explanation in explanations.items():

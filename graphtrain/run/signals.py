@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to save and stop, instead of an end in the middle of a step."""
+"""Handling of SIGTERM and Ctrl-C as requests to finish the step, save a checkpoint and stop."""
 
 import os
 import signal
@@ -12,18 +12,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Which signal asked to stop, if any."""
+    """Request to stop: the signal that was received, or None."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the run stops after a step; all of its processes give the same answer."""
+        """Return whether the run stops after this step. The result is the same on every rank."""
         return self.signal is not None
 
 
 class SharedStop(StopRequest):
-    """The same for several processes: a signal to one stops all, after the same step."""
+    """Request to stop that all processes share: a signal to one stops all after the same step."""
 
     def is_due(self, step: int) -> bool:
         if distributed.is_stop_agreed(step):
@@ -33,7 +33,10 @@ class SharedStop(StopRequest):
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """While inside, the first signal is noted and the second ends the process as usual."""
+    """Yield the stop request that the first SIGTERM or Ctrl-C sets.
+
+    In a single process, a second signal ends the process as usual.
+    """
     if distributed.count() > 1:
         with _interrupt_as_termination():
             yield SharedStop()
@@ -59,7 +62,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 @contextmanager
 def _interrupt_as_termination() -> Iterator[None]:
-    """JAX's service takes SIGTERM and tells the other processes; Ctrl-C becomes one."""
+    """Convert Ctrl-C to SIGTERM, which JAX's preemption service forwards to the other processes."""
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     try:

@@ -1,4 +1,4 @@
-"""The training loop over loaded programs."""
+"""Training loop, which runs programs that were compiled before."""
 
 import gc
 import math
@@ -37,34 +37,37 @@ from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
-_USUAL = ("loss", "grad_norm", "targets")  # metrics of every step
+_USUAL = ("loss", "grad_norm", "targets")  # metrics of every loss function
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """Outcome of a run."""
 
-    steps: int  # taken in all
-    resumed_from: int | None
-    validation_loss: float | None
-    stopped_by: str | None  # the signal, if one did
+    steps: int  # in total, including those before a resumption
+    resumed_from: int | None  # step of the checkpoint; None for a new run
+    validation_loss: float | None  # of the last evaluation
+    stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
 
 
 def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summary:
-    """Train from compiled programs to run.steps, from the last checkpoint if there is one.
+    """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
     Args:
-        remedy: the command that compiles what is missing, for messages.
-        report: called with every record that goes into the journal.
+        config: Settings of the program and of the run.
+        cache: Cache with the compiled programs.
+        remedy: Command that compiles missing programs, for error messages.
+        report: Called on rank 0 with every record that is written to the journal.
 
     Raises:
         MissingProgram: a graph is not in the cache.
-        TrainingError: the loss is not finite, or the run's directory cannot be used.
-        DataError: the dataset cannot be used.
+        TrainingError: the loss is not finite, or the directory of the run cannot be used.
+        DataError: a dataset cannot be used.
+        WeightsError: the initial weights cannot be used.
     """
     run, program = config.run, config.program
     directory = Path(run.directory)
-    first = distributed.rank() == 0  # writes what all share
+    first = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     with ExitStack() as stack:
         together(lambda: stack.enter_context(owned(directory)) if first else None)
         saved = saved_steps(directory / "checkpoints")
@@ -76,7 +79,7 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         check_programs(programs)
         ahead = _pages_ahead(programs, Target.parse(program.target))
         stack.callback(ahead.stop)
-        if distributed.count() > 1:  # what cannot be loaded on one ends all, before any computes
+        if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             together(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
@@ -92,8 +95,9 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             state = restored.state
             loader = _open_data(run, program, stack)
         else:
-            # XLA loads programs and computes init by itself; data takes imports, which need Python.
-            # Programs are loaded here: processes that compute for this one end with its thread.
+            # Open the data in a thread, since loading programs and computing init release the GIL.
+            # Load programs in this thread: a backend's helper processes end with the thread that
+            # started them.
             with ThreadPoolExecutor(1) as aside:
                 opened = aside.submit(_open_data, run, program, stack)
                 state = _new_state(programs, run.seed)
@@ -111,28 +115,31 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
         kept = None if saved else beginning
         opens = partial(_open_journal, config, kept, start, report, stack) if first else _no_journal
         loop = _Loop(config, programs, frozen, loader, checkpoints, opens, start)
-        gc.freeze()  # what was imported stays; the command puts collections off until here
+        gc.freeze()  # imported objects are not garbage; `graphtrain run` disabled collection so far
         gc.enable()
         return loop.take_steps(state, stop)
 
 
 def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
-    """Where a CPU trains, get its memory while JAX is imported."""
+    """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
     here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
     return PagesAhead(programs.peak_bytes() * here)
 
 
 def _new_state(programs: Programs, seed: int) -> Tree:
-    """A state of random weights, on its way; what takes the first step is loaded, too."""
+    """Start to compute the initial state with random weights; meanwhile load the train graph."""
     state = programs["init"](np.uint32(seed))["state"]
     programs["train"]
     return state
 
 
 def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
-    """A new state with weights in place of the random ones, which are given up first."""
+    """Return the state with its random weights replaced by the initial weights.
+
+    The random weights are freed first, to limit the peak memory.
+    """
     others = {name: tree for name, tree in state.items() if name != "parameters"}
-    # Of an adapter, a part of what init made stays.
+    # New LoRA adapters keep their random initialization.
     new = state["parameters"] if beginning.program.adapter is not None else None
     state.clear()
     described = programs["train"].inputs("state")["parameters"]
@@ -140,7 +147,10 @@ def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
 
 
 def _keep_side(config: Config, beginning: Beginning | None) -> None:
-    """What is beside the weights, and the tokenizer of the data, for the way back."""
+    """Copy the tokenizer and the Hugging Face files of the weights into the run directory.
+
+    graphtrain convert graphtrain-to-hf exports them with the trained weights.
+    """
     from graphtrain.weights.sources import SIDE
     from graphtrain.weights.tokenizer import keep_tokenizer
 
@@ -156,7 +166,10 @@ def _keep_side(config: Config, beginning: Beginning | None) -> None:
 def _open_journal(
     config: Config, beginning: Beginning | None, start: int, report: Report, stack: ExitStack
 ) -> Report:
-    """Begin to write into the run's directory; only when the run is known to go on."""
+    """Write config.toml and the Hugging Face files, and open the journal of metrics.
+
+    Called only after the first step has been started, when the run can no longer be refused.
+    """
     directory = Path(config.run.directory)
     with writing(directory):
         (directory / "config.toml").write_text(render(config))
@@ -172,12 +185,12 @@ def _open_journal(
 
 
 def _no_journal() -> Report:
-    """Every process has the same metrics; the first writes them."""
+    """Return a function that discards records: metrics are equal on all ranks, rank 0 writes."""
     return lambda record: None
 
 
 def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
-    """The loader, which the stack closes, once the validation set shows that it can be used too."""
+    """Check the validation set, then return the training data loader, which `stack` closes."""
 
     def opened() -> Any:
         from graphtrain.data.batches.loader import Loader
@@ -212,7 +225,10 @@ def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
 def _add_to_ledger(
     config: Config, cache: Cache, programs: Programs, start: int, began: int
 ) -> None:
-    """Keep what the run took, however it ended; a ledger that cannot be written ends no run."""
+    """Record the measured time and memory in the ledger, however the run ended.
+
+    The ledger calibrates the estimates of graphtrain plan. A failure to write it is a warning.
+    """
     from graphtrain.planning.measured import add_run
 
     steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
@@ -220,30 +236,34 @@ def _add_to_ledger(
         return
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
-    # Devices of a CPU share the process, which held something before it trained.
+    # CPU devices share the memory of the process, part of which was in use before training.
     each = (peak - began) / target.devices if target.on_host else peak
     try:
         add_run(cache.root, config.program, programs["train"].record, steps, each)
     except (OSError, ShardingError) as error:
-        warnings.warn(f"the run is not in the ledger: {error}", stacklevel=1)
+        warnings.warn(
+            f"the measurements of this run were not recorded in the ledger of the cache: {error}",
+            stacklevel=1,
+        )
 
 
 @dataclass
 class _Loop:
-    """What the loop holds beside the state; metrics are read while the next step computes."""
+    """Training loop without its state; reads the metrics of a step while the next one computes."""
 
     config: Config
     programs: Programs
-    frozen: tuple[Tree, ...]  # weights that no step changes, if there are any
+    frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
     loader: Any
     checkpoints: Checkpoints
     open_journal: Callable[[], Report]
     start: int
     _write: Report = field(init=False)
-    _pending: tuple[int, Tree, float, float] | None = None  # step, metrics, rate, waited
+    # Last started step: its number, metrics, learning rate, and seconds waited for data.
+    _pending: tuple[int, Tree, float, float] | None = None
     _settled_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
-    _flops: dict[str, float] = field(init=False)  # useful ones of a token, by metric
+    _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
     def __post_init__(self) -> None:
         program = self.config.program
@@ -254,6 +274,7 @@ class _Loop:
             self._flops = useful_flops_per_token(with_native_model(program))
 
     def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
+        """Run the steps from the first to run.steps, with evaluations and checkpoints."""
         run = self.config.run
         put = lowering.backend(self._target).put
         step, batches = self.programs["train"], self.programs["train"].inputs("batch")
@@ -267,14 +288,14 @@ class _Loop:
                 self._write = self.open_journal()  # while the step computes
             self._settle()
             if index == self.start + 1 and self._target.platform == "cpu":
-                merge_pages()  # of the first step, which is finished
+                merge_pages()  # heap of the first step, which has completed
             self._pending = done, outputs["metrics"], rate, waited
             last = done == run.steps
             if last or (run.evaluate_every and done % run.evaluate_every == 0):
                 validation = self._validate(done, state)
             stopping = stop.is_due(done)
             if last or done % run.save_every == 0 or stopping:
-                self._settle()  # never save a state whose loss is not known to be finite
+                self._settle()  # check that the loss is finite before the state is saved
                 storable = lowering.backend(self._target).storable(state)
                 self.checkpoints.save(done, storable, self.loader.state())
             if stopping:
@@ -284,7 +305,7 @@ class _Loop:
         return Summary(done, self.start or None, validation, stopped)
 
     def _next_batch(self) -> tuple[Tree, float]:
-        """The batch of a step in microbatches, and how long the loop waited for it."""
+        """Return the next batch, split into microbatches, and the seconds waited for it."""
         began = time.perf_counter()
         batch, count = next(self.loader), self.config.program.batch.microbatches
         waited = time.perf_counter() - began
@@ -293,7 +314,11 @@ class _Loop:
         }, waited
 
     def _settle(self) -> None:
-        """Wait for the metrics of the last step given out, check them and write them down."""
+        """Wait for the metrics of the last started step, check that they are finite, write them.
+
+        Raises:
+            TrainingError: the loss or the gradient norm is not finite.
+        """
         if self._pending is None:
             return
         done, metrics, rate, waited = self._pending
@@ -322,7 +347,7 @@ class _Loop:
         )
 
     def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
-        """Model FLOP utilisation; None where the model's operations or the peak are not known."""
+        """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
         peak, known = self._target.peak_flops(self.config.program.model.dtype), self._flops
         return {
             name: round(known[name] * tokens_per_second / peak, 6) if peak and known else None
@@ -330,10 +355,10 @@ class _Loop:
         }
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
-        self.checkpoints.wait()  # so that the last one counts
+        self.checkpoints.wait()  # until the last checkpoint is complete
         saved = saved_steps(Path(self.config.run.directory) / "checkpoints")
         return (
-            f"step {done}: loss {loss}, gradient norm {norm}; the batch holds "
+            f"step {done}: loss {loss}, gradient norm {norm}; the batch contains "
             f"{self.loader.describe(done - 1)}; last good checkpoint: "
             + (f"{self.config.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
         )
@@ -350,5 +375,5 @@ class _Loop:
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self._target)
         self._write({"step": done, "validation_loss": loss})
-        self._settled_at = time.perf_counter()  # the next step did not take this time
+        self._settled_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

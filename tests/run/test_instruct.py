@@ -34,7 +34,7 @@ def chats(place):
     (place.path / "chats.jsonl").write_text(lines)
     options = ["--output", "chats", "--tokenizer", "tokenizer", "--template", "short.jinja"]
     _, err = place.command("data", "instruct", "chats.jsonl", *options)
-    assert "conversations" in err and "learned" in err
+    assert "conversations" in err and "trained on" in err
     return place
 
 

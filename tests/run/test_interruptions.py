@@ -32,7 +32,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(place, number):
     words = ["--set", "run.steps=200", "--set", "run.save_every=1000"]
     (out, err), status = begin_and_signal(place, number, *words)
     assert status == 128 + number, err
-    assert f"stopped by {number.name}" in out and "the same command goes on" in out
+    assert f"stopped by {number.name}" in out and "the same command resumes" in out
     stopped = len(place.curve())
     assert [int(p.name) for p in (place.path / "run/checkpoints").iterdir()] == [stopped]
     _, err = place.command("run", "config.toml", *words)

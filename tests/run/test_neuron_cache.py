@@ -404,7 +404,7 @@ def test_the_graphs_of_a_run_go_through_a_plugin_and_the_compiler(store):
 
 def test_a_command_that_uses_no_plugin_is_found_out(store):
     _, err = store.command("collect", "--", "true", status=2)
-    assert "true ended well and left no program" in err
+    assert "true succeeded but extracted no program" in err
     (store.path / "config.toml").write_text(CONFIG)
     extract = [sys.executable, "-m", "graphtrain", "neuron-cache", "extract", "config.toml"]
     _, err = store.command("collect", "--", *extract, "--target", "trn1:4", status=2)

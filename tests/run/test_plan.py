@@ -71,9 +71,12 @@ def test_an_estimate_is_marked_and_needs_no_compiler(plan):
 
 def test_results_of_a_search_are_looked_at_before_anything_is_compiled(plan, place):
     _, err = plan("config.toml", "--results", "none.json", *CUBE, status=2)
-    assert "--results is shown on a page; give --html FILE" in err
+    assert "--results is only shown on a page; add --html FILE" in err
     (place.path / "other.json").write_text("[]")
-    for name, said in (("none", "cannot be read"), ("other", "is not what graphtrain plan search")):
+    for name, said in (
+        ("none", "cannot be read"),
+        ("other", "is not the output of graphtrain plan search"),
+    ):
         words = ["--html", "page.html", "--results", f"{name}.json"]
         _, err = plan("config.toml", *words, *CUBE, status=2)
         assert f"error: {name}.json {said}" in err and not (place.path / "page.html").exists()
@@ -121,7 +124,7 @@ def test_a_lock_holds_until_placement_memory_or_communication_change(place, plan
     plan("lock", "config.toml", *CUBE)
     assert (place.path / "config.plan").read_text().startswith("# A plan")
     out, _ = plan("check", "config.toml", *CUBE)
-    assert out == "config.plan holds\n"
+    assert out == "config.plan is up to date\n"
     out, err = plan("check", "config.toml", *CUBE, "--set", "program.batch.sequences=16", status=5)
     assert "-batch/tokens  int32  1x8(data+fsdp)x32  256" in out.splitlines()
     assert "graphtrain plan lock" in err

@@ -112,8 +112,8 @@ def test_executables_that_differ_stop_both_before_they_compute(
     assert statuses == [2, 2], told
     for one in told:
         assert (
-            "ranks 0 and ranks 1 found different executables of init: one key, compiled twice"
-            in one
+            "ranks 0 and ranks 1 found different executables of init: the same key was "
+            "compiled twice" in one
         )
     assert not os.path.exists(place.path / "run" / "metrics.jsonl")
 

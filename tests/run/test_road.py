@@ -84,7 +84,7 @@ def test_a_missing_program_is_explained_with_the_command_that_makes_it(place):
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compile_first_says_what_was_missing(cold):
     _, err = cold.command("run", "config.toml", "--compile", "--set", "run.steps=2")
-    assert "compiling what is missing: init, train, evaluate" in err
+    assert "compiling missing graphs: init, train, evaluate" in err
     assert len(cold.curve()) == 2
 
 
@@ -131,6 +131,6 @@ def test_a_run_of_another_model_is_refused(place):
 def test_a_loss_that_is_not_finite_stops_the_run(place):
     words = ["--set", "run.schedule.peak=1e30", "--set", "run.schedule.shape=constant"]
     _, err = place.command("run", "config.toml", *words, "--set", "run.save_every=1", status=2)
-    assert "the batch holds documents" in err and "last good checkpoint: run/checkpoints/" in err
+    assert "the batch contains documents" in err and "last good checkpoint: run/checkpoints/" in err
     saved = {int(path.name) for path in (place.path / "run/checkpoints").iterdir()}
     assert max(saved) <= max(step for step, _, _ in place.curve())

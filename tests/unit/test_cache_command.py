@@ -78,12 +78,12 @@ def test_show_is_the_record(invoke):
 def test_verify_says_that_all_is_sound(invoke):
     result = invoke("verify")
     assert result.stdout == ""
-    assert result.stderr == "1 programs and 1 requests are sound\n"
+    assert result.stderr == "1 programs and 1 requests are intact\n"
 
 
 def test_verify_fails_on_damage_and_repairs_it(invoke, cache):
     (cache.root / "v1" / "programs" / KEY.digest / "payload").write_bytes(b"")
-    with pytest.raises(CacheError, match=r"1 more cannot be used; run: .* verify --repair"):
+    with pytest.raises(CacheError, match=r"unusable: 1; run: .* verify --repair"):
         invoke("verify")
     result = invoke("verify", "--repair", "--json")
     kinds = [problem["kind"] for problem in json.loads(result.stdout)["problems"]]

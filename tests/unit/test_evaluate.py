@@ -14,7 +14,7 @@ from lowering.machine.target import Target
 
 def test_a_validation_set_in_which_nothing_counts_is_refused():
     evaluate = SimpleNamespace(inputs=lambda name: {})
-    with pytest.raises(DataError, match="nothing in it counts"):
+    with pytest.raises(DataError, match="no token of it counts in the loss"):
         validation_loss(evaluate, (), [], Target.parse("cpu:1"))
 
 
@@ -41,7 +41,7 @@ def test_a_validation_set_is_checked_up_to_the_first_batch_that_counts():
     ("rows", "loss"), [([[0, 0], [0, 0]], Loss()), ([[0, 1], [0, 0]], Loss(kind="preference"))]
 )
 def test_one_in_which_nothing_counts_is_refused_before_training(rows, loss):
-    with pytest.raises(DataError, match="nothing in it counts"):
+    with pytest.raises(DataError, match="no token of it counts in the loss"):
         check_validation([weights(*rows)], program(loss=loss))
 
 

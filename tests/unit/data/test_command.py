@@ -47,7 +47,7 @@ def test_sample_instruct_and_preview_follow_one_another(tmp_path, kind, word):
     call("sample", corpus, "--kind", kind, "--megabytes", 0.02)
     arguments = ("--output", output, "--tokenizer", "bytes", "--template", "chatml")
     made = call("instruct", corpus, *arguments)
-    assert f"{word}, " in made.stderr and "they are spelled out" in made.stderr
+    assert f"{word}, " in made.stderr and "encoded as ordinary text" in made.stderr
     shown = call("preview", output / "train", "--documents", 1, "--length", 4096).stdout
     assert shown.startswith("document 0: ") and "rows, " in shown
     learned = shown.split(">>>")[1].split("<<<")[0]

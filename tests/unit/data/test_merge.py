@@ -83,7 +83,7 @@ def edit(prefix, **changes) -> None:
 
 def test_verify_reads_what_is_sound(prepared):
     result = CliRunner().invoke(command, ["verify", str(prepared)], catch_exceptions=False)
-    assert result.stdout == f"{prepared}: 2 documents, 20 tokens, sound\n"
+    assert result.stdout == f"{prepared}: 2 documents, 20 tokens, intact\n"
 
 
 @pytest.mark.parametrize("place", range(40))
