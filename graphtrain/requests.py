@@ -1,6 +1,6 @@
-"""Which graphs a run needs, and the key each is asked for by; nothing is traced.
+"""Request keys: cache keys of the graphs that a run needs, computed without tracing.
 
-`compile` and `run` both ask here, so they cannot disagree.
+`compile` and `run` both use this module, so their keys always agree.
 """
 
 import dataclasses
@@ -18,10 +18,11 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
 
-GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program takes
+GRAPHS = ("init", "train", "evaluate")  # the graphs needed to train and evaluate
 
 _ROOT = Path(__file__).parent.parent
-# What tracing and lowering execute; the command, the loop and the cache are not in a program.
+# Sources executed by tracing and lowering; the CLI, the training loop and the cache do not affect
+# a compiled program.
 _SOURCES = (
     "graphtrain/architecture.py",
     "graphtrain/chunked.py",
@@ -43,16 +44,20 @@ _SOURCES = (
 
 
 def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[str, CacheKey]:
-    """The request key of every graph of a program, or of those named.
+    """Return the request key of each graph of a program, by graph name.
+
+    Args:
+        program: settings that can change compiled code.
+        names: graphs to include; None for GRAPHS.
 
     Raises:
-        ImportedModelError: the configuration or the module of a model of PyTorch is not there.
-        LoweringError: no such target.
-        ShardingError: no such rules, or a mesh that does not fill the target.
+        ImportedModelError: the configuration or module of a PyTorch model does not exist.
+        LoweringError: the target is unknown.
+        ShardingError: the rules are unknown, or the mesh does not fill the target.
     """
     target = Target.parse(program.target)
     settings = dataclasses.asdict(program)
-    # What these name is in the key, not their names.
+    # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     if is_imported(program.model):
         from graphtrain.torch_models.source import ingredients
@@ -70,17 +75,17 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
 
 
 def mesh_shape(program: Program) -> MeshShape:
-    """The mesh of a program, with the axis that takes the rest of the target's devices."""
+    """Return the mesh of a program; one axis may be sized to use all remaining devices."""
     sizes = dataclasses.asdict(program.mesh)
     return MeshShape.resolve(sizes, Target.parse(program.target).devices)
 
 
 def stages_of(program: Program) -> Stages | None:
-    """How the layers of a program are divided among stages; None where it is no pipeline.
+    """Return the assignment of layers to pipeline stages, or None without a pipeline.
 
     Raises:
-        LoweringError: no such target.
-        ShardingError: layers or microbatches that the stages cannot take.
+        LoweringError: the target is unknown.
+        ShardingError: the layers or microbatches cannot be divided among the stages.
     """
     stages = mesh_shape(program).axes.get("stage", 1)
     if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
@@ -89,15 +94,15 @@ def stages_of(program: Program) -> Stages | None:
 
 
 def rows_of_layers(program: Program) -> tuple[int | None, ...]:
-    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage.
+    """Return the layer in each row of a run's stacked arrays; None for a padding row of a stage.
 
     Raises:
-        PlanError: the model is one of PyTorch, whose layers have no rows of ours.
+        PlanError: the model is imported from PyTorch, whose layers are not stacked this way.
     """
     if is_imported(program.model):
         raise PlanError(
-            "this knows the layers of the native decoder, not those of model.torch or model.hf; "
-            "their checkpoints go into any mesh when a run goes on from them"
+            "this operation supports only the native decoder, not model.torch or model.hf; "
+            "a run can resume their checkpoints on any mesh without it"
         )
     stages = stages_of(program)
     return tuple(range(program.model.layers)) if stages is None else stages.rows
@@ -105,7 +110,7 @@ def rows_of_layers(program: Program) -> tuple[int | None, ...]:
 
 @functools.cache
 def source_digests() -> dict[str, str]:
-    """Digest of each of our files that can change a program, by its path in the source tree."""
+    """Return the digest of each source file that can change a program, by its relative path."""
     digests = {}
     for source in _SOURCES:
         path = _ROOT / source

@@ -1,7 +1,7 @@
-"""The store of compiled programs: files by digest, written once, checked before use.
+"""Cache of compiled programs: immutable files named by digest, verified before use.
 
-May import `graphtrain.key`, `graphtrain.errors` and `lowering.artifact`, and no compiler, since a
-warm start waits for it.
+May import `graphtrain.key`, `graphtrain.errors` and `lowering.artifact`, but no compiler, because
+importing one would delay a warm start.
 """
 
 from graphtrain.cache.collect import Collected
