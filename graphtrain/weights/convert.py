@@ -25,7 +25,7 @@ from graphtrain.weights.files import CODES, Folder, open_folder
 from graphtrain.weights.sources import SIDE, checkpoint_step, open_source, stored_name
 from graphtrain.weights.writer import Writer
 
-Progress = Callable[[int, int], None]  # called with the numbers of finished and of all arrays
+Progress = Callable[[int, int], None]  # called with the numbers of finished and of all pieces
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)|.*\.index\.json")
 
 

@@ -1,4 +1,4 @@
-"""Sources of a run with an adapter: its merged weights, and its base weights as it computes them."""
+"""Sources for runs with an adapter: merged weights, and base weights as the run uses them."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ class RunCheckpoint:
         inner = trained_arrays(self.program)[path].shape[1:]
         if array.shape[-len(inner) :] != inner:
             raise WeightsError(
-                f"{self._checkpoints}/{self.step}: {path} has shape {list(array.shape)}, which does "
-                f"not match [program] in {self.directory}/config.toml; restore its settings"
+                f"{self._checkpoints}/{self.step}: {path} has shape {list(array.shape)}, which "
+                f"does not match [program] in {self.directory}/config.toml; restore its settings"
             )
         return array.reshape(-1, *inner)  # merge a pipeline's axis of virtual stages
 
