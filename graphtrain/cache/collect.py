@@ -34,6 +34,7 @@ class Collected:
 
     @property
     def removed_bytes(self) -> int:
+        """Total size of the removed programs."""
         return sum(entry.nbytes for entry in self.removed)
 
 

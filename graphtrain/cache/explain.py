@@ -58,6 +58,7 @@ class Explanation:
 
     @property
     def hit(self) -> bool:
+        """True if the request resolves to a usable program."""
         return self.program is not None
 
     @property

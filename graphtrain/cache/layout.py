@@ -76,6 +76,7 @@ def digest_of(key: CacheKey | str) -> str:
 
 
 def is_digest(text: object) -> bool:
+    """Return whether `text` is a string with the form of a digest."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 

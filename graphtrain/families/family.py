@@ -143,7 +143,7 @@ def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> lis
         want = array_shape(path, model)
         if array.shape != want:
             raise WeightsError(
-                f"{piece.names[0]} has the shape {tensors[0].shape}, so {path} would have "
+                f"{piece.names[0]} has shape {tensors[0].shape}, so {path} would have "
                 f"{array.shape}, but config.json implies {want}"
             )
     return arrays

@@ -32,7 +32,9 @@ class Folder(Protocol):
     """Arrays by name, in files of one folder."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """Names of all arrays."""
+        ...
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of an array.
@@ -42,7 +44,9 @@ class Folder(Protocol):
         """
         ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an array."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
         """Return the complete array, in memory of its own."""

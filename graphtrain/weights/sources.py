@@ -25,7 +25,9 @@ class Source(Protocol):
     """Readable arrays of the decoder; arrays in the layers are read one layer at a time."""
 
     @property
-    def directory(self) -> Path: ...
+    def directory(self) -> Path:
+        """Converted folder or run directory."""
+        ...
 
     @property
     def files(self) -> list[Path]:
@@ -33,7 +35,9 @@ class Source(Protocol):
         ...
 
     @property
-    def model(self) -> Model: ...
+    def model(self) -> Model:
+        """Settings of the model."""
+        ...
 
     @property
     def side(self) -> Path:
@@ -44,9 +48,13 @@ class Source(Protocol):
         """Return the stored dtype; None for a run, which stores the dtype of training."""
         ...
 
-    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]: ...
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        """Return complete arrays of one layer, or outside the layers if `layer` is None."""
+        ...
 
-    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray: ...
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the array that `read` would return."""
+        ...
 
 
 def stored_name(path: str, layer: int | None) -> str:
