@@ -1,4 +1,4 @@
-"""The store of compiled programs: files by digest, written once, checked before use.
+"""Cache of compiled programs: immutable files named by digest, verified before use.
 
 May import `graphtrain.errors`, `graphtrain.files` and `lowering.artifact`, and no compiler, since
 a warm start waits for it.

@@ -1,4 +1,4 @@
-"""Programs whose compiler was not here: kept with their keys, to be finished elsewhere."""
+"""Bundles: compiler inputs stored with their keys, to be compiled on another machine."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ KEYS_FILE = "keys.json"
 def store(
     layout: Layout, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
 ) -> Path:
-    """Write a bundle, in place of an older one of the same program; return its directory."""
+    """Write a bundle, replacing an older one of the same program; return its directory."""
     keys = {"program": key.to_json(), "request": request.to_json()}
     path = layout.bundles / directory_name(name, key.digest)
     written = {**files, KEYS_FILE: (json.dumps(keys) + "\n").encode()}
@@ -23,15 +23,15 @@ def store(
 
 
 def read(directory: Path) -> tuple[CacheKey, CacheKey, dict[str, bytes]]:
-    """The keys of a bundle's program and request, and its files by name.
+    """Return the program key, the request key and the files by name of a bundle.
 
     Raises:
-        CacheError: the directory holds no bundle.
+        CacheError: the directory is not a bundle.
     """
     try:
         files = {each.name: each.read_bytes() for each in directory.glob("*") if each.is_file()}
         keys = json.loads(files.pop(KEYS_FILE))
         program, request = (CacheKey.from_json(keys[name]) for name in ("program", "request"))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise CacheError(f"this is no bundle: {KEYS_FILE}: {error!r}") from None
+        raise CacheError(f"not a bundle: {KEYS_FILE} cannot be read: {error!r}") from None
     return program, request, files

@@ -1,4 +1,4 @@
-"""Garbage collection: what leaves a store, and in which order."""
+"""Garbage collection: select the entries to remove, and remove them."""
 
 import json
 import shutil
@@ -23,15 +23,18 @@ _DAY = 86_400  # seconds
 
 @dataclass(frozen=True)
 class Collected:
-    """What one collection did."""
+    """Result of one garbage collection."""
 
     removed: tuple[Entry, ...]
-    locked: tuple[Entry, ...]  # would have been removed, but a process holds their lease
-    kept_bytes: int  # of the programs that remain
-    leftovers: int  # dangling requests, temporary files, quarantined entries and old failures
+    locked: tuple[Entry, ...]  # due for removal, but another process holds their lease
+    kept_bytes: int  # total size of the remaining programs
+    leftovers: (
+        int  # number of dangling requests, temporary files, quarantined entries and old failures
+    )
 
     @property
     def removed_bytes(self) -> int:
+        """Total size of the removed programs."""
         return sum(entry.nbytes for entry in self.removed)
 
 
@@ -43,10 +46,10 @@ def collect(
     other_toolchains: bool,
     keep: Collection[str],
 ) -> Collected:
-    """Remove programs, oldest use first, until the limits hold; then what is left over.
+    """Remove programs, least recently used first, until the limits are met; then leftovers.
 
     Raises:
-        CacheError: the store cannot be written.
+        CacheError: the cache is not writable.
     """
     now = time.time()
     entries = list_entries(layout)
@@ -64,11 +67,12 @@ def collect(
 
 
 def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
-    """Programs that some other version of a package made than is installed here.
+    """Return the programs compiled with package versions other than the installed ones.
 
-    Records are large, and read only of programs that no request from these versions leads to.
+    Records are large, so they are read only for programs that no request with the installed
+    versions resolves to.
     """
-    is_here = cache(_is_here)  # the same few texts, thousands of times
+    is_here = cache(_is_here)  # thousands of requests share a few toolchain texts
     asked_for = {
         request.program
         for request in read_summaries(layout)
@@ -82,12 +86,12 @@ def _toolchain(layout: Layout, digest: str) -> bytes:
     try:
         key = read_record(layout.program(digest), digest)["key"]
     except Unusable:
-        return b""  # not ours to judge
+        return b""  # unknown toolchain: do not remove
     return json.dumps(key.get("toolchain")).encode()
 
 
 def _is_here(toolchain: bytes) -> bool:
-    """Whether its packages are installed here in its versions; also where it tells of none."""
+    """Return whether these package versions are installed; True if the part lists none."""
     try:
         versions = interpret(toolchain)["versions"]
         return all(version(package) == made for package, made in versions.items())
@@ -102,9 +106,10 @@ def _excess(
     foreign: frozenset[str],
     keep: frozenset[str],
 ) -> list[Entry]:
-    """The entries to remove; entries are sorted by last use, newest first.
+    """Return the entries to remove; `entries` are sorted by last use, newest first.
 
-    What goes whatever the size goes first: nothing of use leaves to make room beside it.
+    Entries that are too old or from another toolchain are selected first, so that they count
+    towards `max_bytes` before any other entry is removed.
     """
     chosen, spared = [], []
     for one in reversed(entries):
@@ -135,7 +140,9 @@ def _remove_dangling(layout: Layout) -> int:
     return _unlink(
         layout.request(request.digest)
         for request in absent
-        if not is_present(layout.program(request.program))  # stored meanwhile
+        if not is_present(
+            layout.program(request.program)
+        )  # another process may have stored it since
     )
 
 
@@ -152,14 +159,17 @@ def _children(directory: Path) -> list[Path]:
         with reading(directory):
             return list(directory.iterdir())
     except Damaged:
-        return []  # never made
+        return []  # the directory was never created
 
 
 def _unlink(paths: Iterable[Path], wanted: Callable[[Path], bool] = lambda _: True) -> int:
-    """Remove those files and directories that wanted picks; return how many."""
+    """Remove the files and directories for which `wanted` is true; return their number."""
     count = 0
     for path in paths:
-        with removing(path), suppress(FileNotFoundError):  # its owner or another gc was first
+        with (
+            removing(path),
+            suppress(FileNotFoundError),
+        ):  # its owner or another gc removed it first
             if wanted(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 count += 1

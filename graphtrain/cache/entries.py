@@ -1,4 +1,4 @@
-"""What a store holds, as listed: programs joined with the requests they answer."""
+"""Cache listing: stored programs joined with the requests that resolve to them."""
 
 import os
 from collections import defaultdict
@@ -27,7 +27,7 @@ class Entry:
 
 
 class _Asked(NamedTuple):
-    """What a listing needs of a request; thousands with all their parts take seconds to collect."""
+    """Fields of a request for a listing; its key parts are omitted, since parsing them is slow."""
 
     created: str
     digest: str
@@ -36,7 +36,7 @@ class _Asked(NamedTuple):
 
 
 def list_entries(layout: Layout) -> list[Entry]:
-    """Every stored program, last used first."""
+    """Return all stored programs, most recently used first."""
     requests: dict[str, list[_Asked]] = defaultdict(list)
     for request in read_summaries(layout):
         asked = _Asked(request.created, request.digest, request.graph, request.target)
@@ -46,10 +46,10 @@ def list_entries(layout: Layout) -> list[Entry]:
 
 
 def resolve(layout: Layout, prefix: str) -> str:
-    """The program or request whose digest starts with prefix; of a request, its program.
+    """Return the program whose digest, or whose request's digest, starts with `prefix`.
 
     Raises:
-        CacheError: none or several do.
+        CacheError: no digest or several start with it.
     """
     found = {digest for digest in digests(layout.programs) if digest.startswith(prefix)}
     if not found:
@@ -59,15 +59,19 @@ def resolve(layout: Layout, prefix: str) -> str:
         return found.pop()
     if found:
         shown = ", ".join(sorted(found)[:3])
-        raise CacheError(f"{prefix} is the start of {len(found)} digests ({shown} ...); give more")
-    raise CacheError(f"{layout.root} holds no program or request whose digest starts with {prefix}")
+        raise CacheError(
+            f"{prefix} matches {len(found)} digests ({shown} ...); give a longer prefix"
+        )
+    raise CacheError(
+        f"{layout.root} contains no program or request whose digest starts with {prefix}"
+    )
 
 
 def describe(layout: Layout, digest: str) -> dict[str, Any]:
-    """The record of a program with its digest and requests.
+    """Return the record of a program, with its digest and requests added.
 
     Raises:
-        CacheError: it is missing, damaged, or of another version.
+        CacheError: the record is missing, damaged, or of another version.
     """
     try:
         body = read_record(layout.program(digest), digest)
@@ -81,20 +85,21 @@ def describe(layout: Layout, digest: str) -> dict[str, Any]:
 def _entries(layout: Layout, requests: dict[str, list[_Asked]]) -> Iterator[Entry]:
     programs = str(layout.programs)
     for digest in digests(layout.programs):
-        directory = f"{programs}/{digest}"  # a Path costs as much as the two stats
+        # A string, because creating a Path costs as much as the two stat calls.
+        directory = f"{programs}/{digest}"
         try:
             with listing(layout.programs):
                 payload = os.stat(f"{directory}/{PAYLOAD}")
                 nbytes = payload.st_size + os.stat(f"{directory}/{RECORD}").st_size
             graph, target, created = _facts(layout, digest, requests.get(digest, []))
         except Unusable:
-            continue  # removed meanwhile, or damaged: verify tells
+            continue  # removed meanwhile, or damaged, which `verify` reports
         names = tuple(request.digest for request in requests.get(digest, []))
         yield Entry(digest, names, graph, target, nbytes, created, payload.st_mtime)
 
 
 def _facts(layout: Layout, digest: str, requests: list[_Asked]) -> tuple[str, str, str]:
-    """Graph, target and time; from a request where there is one, since records are large."""
+    """Return graph, target and creation time; from a request if possible: records are large."""
     if requests:
         first = min(requests)
         return first.graph, first.target, first.created

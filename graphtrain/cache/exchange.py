@@ -1,13 +1,13 @@
-"""Programs to and from a store elsewhere, signed; what is interrupted goes on where it was.
+"""Push and pull of signed programs to and from a remote cache; interrupted transfers resume.
 
-A program goes payload first, then its signature, then its record; a request goes last. So whoever
-finds a request finds all of its program. Payload and signature are named by the record that they
-belong to: where several send one program at once, the last record wins, whole. What comes is
-verified before any byte of it is parsed. Listing takes a page for each thousand names, so what is
-listed lies apart from the rest:
+Objects of a program are written in the order payload, signature, record, and its request last, so
+a request is visible only when its program is complete. Payload and signature are named by the
+digest of their record: if several hosts push one program at once, the last record wins and stays
+consistent. Signatures are verified before any byte of a download is parsed. Object stores list a
+thousand names per page, so the two kinds that are listed have prefixes of their own:
 
     v1/requests/<digest>.json
-    v1/programs/<digest>.json, the record
+    v1/programs/<digest>.json (the record)
     v1/payloads/<sha256 of the record>
     v1/signatures/<sha256 of the record or the request>
 """
@@ -29,32 +29,36 @@ from graphtrain.cache.store import Cache
 from graphtrain.cache.trust import Keys, Refused, default_directory
 from graphtrain.errors import CacheError
 
-_AT_ONCE = 8
+_AT_ONCE = 8  # concurrent transfers
 T = TypeVar("T")
-Observer = Callable[[int, int], None]  # programs and requests done, of how many
+Observer = Callable[
+    [int, int], None
+]  # called with the numbers of finished and of all programs and requests
 
 
 @dataclass
 class Exchanged:
-    """What went or came, and what was refused."""
+    """Result of a push or pull."""
 
     programs: list[str] = field(default_factory=list)  # digests
-    requests: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # reasons
-    absent: list[str] = field(default_factory=list)  # requests that the store does not have
-    nbytes: int = 0
+    requests: list[str] = field(default_factory=list)  # digests
+    refused: list[str] = field(
+        default_factory=list
+    )  # reasons of the programs and requests that were not transferred
+    absent: list[str] = field(default_factory=list)  # requests missing from the remote cache
+    nbytes: int = 0  # transferred bytes of records and payloads
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Digests of what a store has; of two lists that follow each other, one serves both."""
+    """Digests in a remote cache; one listing can serve a push and a pull that follow each other."""
 
     requests: frozenset[str]
     programs: frozenset[str]
 
     @classmethod
     def of(cls, remote: Remote) -> Listed:
-        """List a store.
+        """List a remote cache.
 
         Raises:
             CacheError: it cannot be listed.
@@ -71,14 +75,18 @@ def push(
     observe: Observer = lambda done, whole: None,
     listed: Listed | None = None,
 ) -> Exchanged:
-    """Send what the store does not have; what is damaged here is refused.
+    """Upload programs and requests that the remote cache lacks; skip damaged ones as refused.
 
     Args:
-        chosen: digests of requests; all if None.
-        listed: what the store has, where that is known.
+        cache: local cache.
+        remote: remote cache.
+        keys: signing key.
+        chosen: digests of requests; None for all.
+        observe: called after each transfer.
+        listed: contents of the remote cache, if known.
 
     Raises:
-        CacheError: there is no key to sign with, or the store cannot be written.
+        CacheError: there is no signing key, or the remote cache is not writable.
     """
     keys.own()
     answers = cache.answers(chosen)
@@ -116,14 +124,20 @@ def pull(
     observe: Observer = lambda done, whole: None,
     listed: Listed | None = None,
 ) -> Exchanged:
-    """Fetch what is not here; what no trusted key has signed is refused, and never interpreted.
+    """Download programs and requests that the local cache lacks.
+
+    Anything not signed by a trusted key is refused and never parsed.
 
     Args:
-        chosen: digests of requests; all that the store lists if None.
-        listed: what the store has, where that is known.
+        cache: local cache.
+        remote: remote cache.
+        keys: trusted public keys.
+        chosen: digests of requests; None for all that the remote cache lists.
+        observe: called after each program.
+        listed: contents of the remote cache, if known.
 
     Raises:
-        CacheError: the store cannot be read, or this one not written.
+        CacheError: the remote cache cannot be read, or the local cache is not writable.
     """
     chosen = chosen if chosen is None else set(chosen)
     if chosen is None:
@@ -133,7 +147,7 @@ def pull(
     missing = sorted(wanted - set(cache.answers(chosen)))
     done = Exchanged()
     texts: dict[str, bytes] = {}
-    programs: dict[str, str] = {}  # by request
+    programs: dict[str, str] = {}  # program digest by request digest
 
     def ask(digest: str) -> None:
         with _refusals(done):
@@ -150,7 +164,7 @@ def pull(
             _fetch_program(cache, remote, keys, digest, done)
 
     def keep(digest: str) -> None:
-        if cache.holds(programs[digest]):  # else it was refused
+        if cache.holds(programs[digest]):  # otherwise the program was refused
             cache.adopt_request(digest, texts[digest])
             done.requests.append(digest)
 
@@ -163,14 +177,15 @@ def pull(
 
 
 def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None]) -> None:
-    """Fetch what is missing from $GRAPHTRAIN_SHARED_CACHE, if that is set.
+    """Download missing programs from the remote cache $GRAPHTRAIN_SHARED_CACHE, if it is set.
 
     Args:
-        requests: digests.
-        say: called with a line for people, where there is something to say.
+        cache: local cache.
+        requests: digests of the requests needed.
+        say: called with each log line.
 
     Raises:
-        CacheError: it cannot be read.
+        CacheError: the remote cache cannot be read.
     """
     url = os.environ.get("GRAPHTRAIN_SHARED_CACHE")
     missing = sorted(set(requests) - set(cache.answers(requests))) if url else []
@@ -180,7 +195,7 @@ def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None
     for reason in done.refused:
         say(f"refused: {reason}")
     if done.requests:
-        say(f"{len(done.requests)} programs from {url}")
+        say(f"fetched {len(done.requests)} programs from {url}")
 
 
 def _send_program(remote: Remote, keys: Keys, digest: str, record: bytes, payload: bytes) -> None:
@@ -194,7 +209,7 @@ def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: 
     record = remote.get(_record(digest))
     payload = None if record is None else remote.get(_payload(record))
     if record is None or payload is None:
-        raise Refused(f"{what}: it is not there as a whole; push it again")
+        raise Refused(f"{what}: its record or payload is missing; push it again")
     keys.check(_envelope(remote, record, what), _of_program(digest, record, payload), what)
     cache.adopt(digest, record, payload)
     done.programs.append(digest)
@@ -203,7 +218,7 @@ def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: 
 
 @contextmanager
 def _refusals(done: Exchanged) -> Iterator[None]:
-    """One that may not be taken does not keep others from coming."""
+    """Record a refusal, so that the other transfers continue."""
     try:
         yield
     except Refused as error:
@@ -211,7 +226,7 @@ def _refusals(done: Exchanged) -> Iterator[None]:
 
 
 def _readable(done: Exchanged, read: Callable[[str], T], digest: str) -> T | None:
-    """What is to be sent; None, and a refusal, where it is damaged."""
+    """Read a local entry to upload; record a refusal and return None if it is damaged."""
     try:
         return read(digest)
     except CacheError as error:
@@ -222,7 +237,7 @@ def _readable(done: Exchanged, read: Callable[[str], T], digest: str) -> T | Non
 def _envelope(remote: Remote, signed: bytes, what: str) -> bytes:
     envelope = remote.get(_signature(signed))
     if envelope is None:
-        raise Refused(f"{what}: it is not signed")
+        raise Refused(f"{what}: it has no signature")
     return envelope
 
 
@@ -255,14 +270,14 @@ def _sha256(data: bytes) -> str:
 
 
 def _digests(remote: Remote, kind: str) -> frozenset[str]:
-    """What the store lists of a kind; names that are none of ours are left alone."""
+    """Return the digests that the remote cache lists under a prefix; ignore other names."""
     prefix = f"{LAYOUT}/{kind}/"
     names = (name.removeprefix(prefix) for name in remote.names(prefix) if name.endswith(".json"))
     return frozenset(filter(is_digest, (name.removesuffix(".json") for name in names)))
 
 
 class _Steps:
-    """Several at once, counted; the first error ends all that has not begun."""
+    """Concurrent transfers with a progress count; the first error cancels those not started."""
 
     def __init__(self, whole: int, observe: Observer) -> None:
         self._whole, self._observe, self._done = whole, observe, 0

@@ -1,4 +1,4 @@
-"""Explanation: why a request finds its program or none, in lines that a person can act on."""
+"""Explanation of cache hits and misses: the settings in which stored requests differ."""
 
 import json
 import re
@@ -16,24 +16,24 @@ from graphtrain.cache.programs import Unusable, is_present
 from graphtrain.cache.requests import Request, target_name
 from graphtrain.cache.summaries import interpret, read_summaries
 
-_SHOWN = 3  # neighbours
-_LONGEST = 60  # characters of a value worth reading
+_SHOWN = 3  # number of neighbours in an explanation
+_LONGEST = 60  # characters; longer values are reported only as changed
 _TARGET_NAME = (("target",), ("target", "machine"), ("target", "topology"))
 _HASH = re.compile(r"[0-9a-f]{16,}")
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A stored request that was asked for something else, and what that was."""
+    """Stored request of the same graph, with its differences from the explained request."""
 
     request: str  # digest
     program: str  # digest
     created: str  # UTC
-    differences: tuple[Difference, ...]  # mine is what is asked for now, theirs what is stored
-    lines: tuple[str, ...]  # the differences to read, as "toolchain: jax 0.10.1 → 0.10.2"
+    differences: tuple[Difference, ...]  # mine: explained request, theirs: stored request
+    lines: tuple[str, ...]  # readable differences, for example "toolchain: jax 0.10.1 → 0.10.2"
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; of a difference, a side that is absent is left out."""
+        """Return JSON types; the absent side of a difference is omitted."""
         differences = [
             {"path": d.path}
             | {
@@ -48,25 +48,26 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer to: would this request be found, and if not, what changed?"""
+    """Result of a cache lookup: hit or miss, and for a miss what changed."""
 
     graph: str
     request: str  # digest
-    program: str | None  # digest; None if the request finds no program
+    program: str | None  # digest; None for a miss
     reason: str  # one sentence
     nearest: tuple[Neighbour, ...] = ()  # fewest differences first
 
     @property
     def hit(self) -> bool:
+        """True if the request resolves to a usable program."""
         return self.program is not None
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What changed since the nearest stored request."""
+        """Readable differences from the nearest stored request."""
         return self.nearest[0].lines if self.nearest else ()
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return JSON types."""
         nearest = [neighbour.to_json() for neighbour in self.nearest]
         return {**vars(self), "hit": self.hit, "nearest": nearest}
 
@@ -81,14 +82,14 @@ class _Distance(NamedTuple):
 
 
 def explain(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, Explanation]:
-    """Look requests up; compare those that are not stored with every one of their graph that is.
+    """Look requests up, and compare each missing one with all stored requests of its graph.
 
     Args:
-        layout: the store's.
-        asked: requests by graph.
+        layout: paths of the cache.
+        asked: requests by graph name.
 
     Raises:
-        CacheError: the store cannot be read.
+        CacheError: the cache cannot be read.
     """
     answers = {graph: _answer(layout, request) for graph, request in asked.items()}
     unknown = {graph: asked[graph] for graph, answer in answers.items() if answer == (None, "")}
@@ -111,11 +112,11 @@ def _unknown(
 ) -> Explanation:
     digests = [distance.request for distance in distances[:_SHOWN]]
     nearest = tuple(_neighbours(layout, request.to_json(), digests))
-    reason = f"the cache at {layout.root} holds no {_named(graph)} at all"
+    reason = f"the cache at {layout.root} contains no {_named(graph)}"
     if nearest:
         reason = (
-            f"the cache at {layout.root} holds no {_named(graph)} for this; "
-            f"changed since the nearest of {len(distances)} that it holds:"
+            f"the cache at {layout.root} contains no {_named(graph)} with these settings; "
+            f"differences from the nearest of {len(distances)} stored ones:"
         )
     return Explanation(graph, request.digest, None, reason, nearest)
 
@@ -125,17 +126,17 @@ def _named(graph: str) -> str:
 
 
 def _answer(layout: Layout, request: CacheKey) -> tuple[str | None, str]:
-    """The program's digest, or why there is none although the request is stored."""
+    """Return the program's digest, or None and the reason; an absent request has no reason."""
     path = layout.request(request.digest)
     if not is_present(path):
         return None, ""
     try:
         digest = requests.read(path).program
     except Unusable as error:
-        return None, f"asked for before, but that cannot be read: {error}"
+        return None, f"requested before, but the stored request cannot be read: {error}"
     directory = layout.program(digest)
     if not is_present(directory):
-        return None, f"compiled before, but its program {digest} is not stored any more"
+        return None, f"compiled before, but its program {digest} is no longer stored"
     try:
         programs.check(directory, digest, contents=False)
     except Unusable as error:
@@ -144,7 +145,7 @@ def _answer(layout: Layout, request: CacheKey) -> tuple[str | None, str]:
 
 
 def _distances(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
-    """Of every stored request of the graphs asked for, fewest differences first."""
+    """Return the distances to all stored requests of each graph, fewest differences first."""
     found: dict[str, list[_Distance]] = {graph: [] for graph in asked}
     count = {graph: _counter(request.to_json()) for graph, request in asked.items()}
     for stored in read_summaries(layout):
@@ -153,12 +154,14 @@ def _distances(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, list[
             found[stored.graph].append(_Distance(differences, stored.created, stored.digest))
     for of_graph in found.values():
         of_graph.sort(key=attrgetter("created"), reverse=True)
-        of_graph.sort(key=attrgetter("differences"))  # stable: of equal ones the newest is first
+        of_graph.sort(
+            key=attrgetter("differences")
+        )  # stable sort: among equals the newest comes first
     return found
 
 
 def _counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
-    """Counts the differences from a key; parts that thousands have in common are compared once."""
+    """Return a function that counts differences from `mine`, with results cached per part."""
 
     @cache
     def in_names(names: tuple[str, ...]) -> int:
@@ -179,7 +182,7 @@ def _neighbours(
     layout: Layout, mine: Mapping[str, Any], digests: Iterable[str]
 ) -> Iterator[Neighbour]:
     for digest in digests:
-        with suppress(Unusable):  # removed or damaged since it was counted
+        with suppress(Unusable):  # removed or damaged since the distances were computed
             yield _neighbour(mine, requests.read(layout.request(digest)))
 
 
@@ -197,9 +200,9 @@ def _neighbour(mine: Mapping[str, Any], stored: Request) -> Neighbour:
 def render(
     differences: Sequence[Difference], mine: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> list[str]:
-    """One line for each difference, from what is stored to what is asked for.
+    """Return one line per difference, from the stored value to the requested one.
 
-    The leaves of a target's name are one line, as people write it.
+    Differences in machine and topology are merged into one line in target notation (cpu:8).
     """
     names = target_name(theirs.get("target")), target_name(mine.get("target"))
     if names[0] == names[1]:

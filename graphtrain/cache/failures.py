@@ -1,4 +1,4 @@
-"""What could not be compiled: kept, so that a failure can be looked into where it happened."""
+"""Failed compilations: program text and compiler log, stored for inspection."""
 
 import json
 import os
@@ -16,26 +16,31 @@ _REASON = "failure.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a graph did not compile."""
+    """Stored failure of one graph's compilation."""
 
     error: str
-    kind: str  # class of the error
+    kind: str  # class name of the error
     directory: Path
 
 
 def store_failure(
     layout: Layout, digest: str, name: str, text: str, log: str, reason: Mapping[str, str]
 ) -> Path:
-    """Keep the program text and the compiler's log of a failure; return their directory.
+    """Store the program text and compiler log of a failed compilation; return their directory.
 
-    A failure of the same digest and name replaces the last. The digest is of a request, which
-    holds the toolchain: another compiler is another request.
+    A failure with the same digest and name is replaced. The request digest covers the toolchain,
+    so a failure of another compiler version is stored separately.
 
     Args:
-        reason: error and kind of a failure that would be the same again; empty for others.
+        layout: paths of the cache.
+        digest: request digest.
+        name: graph name.
+        text: program text (StableHLO).
+        log: compiler log.
+        reason: "error" and "kind" of a deterministic failure; empty for a transient one.
 
     Raises:
-        CacheError: the disk is full, or the store cannot be written.
+        CacheError: the disk is full, or the cache is not writable.
     """
     path = layout.failures / directory_name(name, digest)
     files = {"program.mlir": text.encode(), "log.txt": log.encode(errors="replace")}
@@ -45,7 +50,7 @@ def store_failure(
 
 
 def read_failure(layout: Layout, digest: str, name: str) -> Failure | None:
-    """The failure of a request that compiling it again would only repeat."""
+    """Return the stored deterministic failure of a request, or None."""
     directory = layout.failures / directory_name(name, digest)
     try:
         reason = json.loads((directory / _REASON).read_bytes())
@@ -55,12 +60,12 @@ def read_failure(layout: Layout, digest: str, name: str) -> Failure | None:
 
 
 def directory_name(name: str, digest: str) -> str:
-    """A name that people and programs can tell from others."""
+    """Return a readable and unique directory name: the graph name and the digest."""
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{checked(digest)}"
 
 
 def store_files(layout: Layout, path: Path, files: Mapping[str, bytes]) -> Path:
-    """Put files into a directory, all at once, in place of what is there; return the directory."""
+    """Replace a directory with one that contains these files; return its path."""
     with writing(path, sum(map(len, files.values()))):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_directory(layout) as temporary:

@@ -1,4 +1,4 @@
-"""CacheKey: what must be equal for two programs to be equal."""
+"""CacheKey: the inputs that determine a compiled program."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from typing import Any
 
 from lowering.artifact import JSON
 
-DIGEST_LENGTH = 40  # hex digits, 160 bits: no two keys will ever collide, and a path stays readable
+DIGEST_LENGTH = 40  # hex digits, 160 bits: no collisions in practice, and short paths
 
 
 class Absent(Enum):
-    """The value of a leaf that one of two keys does not have; null is a value."""
+    """Marker for a leaf that one of two keys lacks; null is a value."""
 
     ABSENT = "absent"
 
@@ -25,53 +25,55 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Difference:
-    """One leaf in which two keys differ."""
+    """Leaf in which two keys differ."""
 
-    path: tuple[str, ...]  # part first: ("toolchain", "versions", "jax")
+    path: tuple[str, ...]  # begins with the part: ("toolchain", "versions", "jax")
     mine: JSON | Absent
     theirs: JSON | Absent
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Named ingredients in a fixed order; equal keys promise equal programs.
+    """Named parts in a fixed order; equal keys guarantee equal programs.
 
-    The ingredients are kept whole, as JSON text, so that a miss can be explained leaf by leaf.
-    Text also keeps apart what Python calls equal: 1, 1.0 and true, and mappings in another order.
+    Parts are stored in full as JSON text, so that a cache miss can be explained leaf by leaf. Text
+    also distinguishes values that are equal in Python: 1, 1.0 and True, and mappings with another
+    order.
     """
 
     parts: tuple[tuple[str, str], ...]  # name, JSON text
 
     @classmethod
     def of(cls, /, **parts: object) -> "CacheKey":
-        """Take each part whole, so that a field added later is never forgotten.
+        """Create a key from complete values, so that fields added later are always included.
 
         Raises:
-            TypeError: a value is not JSON, as NaN, a path or a set; the message says where it is.
+            TypeError: a value is not JSON, for example NaN, a path or a set; the message contains
+                its position.
         """
         return cls(tuple((name, _text(plain(value, name))) for name, value in parts.items()))
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal, the same in every process and on every machine."""
+        """Hexadecimal SHA-256 of the parts, equal in every process and on every machine."""
         return hashlib.sha256(_text(self.parts).encode()).hexdigest()[:DIGEST_LENGTH]
 
     def part(self, name: str) -> Any:
-        """The value of a part as JSON types; None where there is no such part."""
+        """Return the value of a part as JSON types, or None if there is no such part."""
         text = dict(self.parts).get(name)
         return None if text is None else json.loads(text)
 
     def differences(self, other: "CacheKey") -> list[Difference]:
-        """Every leaf that differs from other; empty only if the keys are equal."""
+        """Return every leaf that differs from `other`; empty only if the keys are equal."""
         return list(compare(self.to_json(), other.to_json()))
 
     def to_json(self) -> dict[str, Any]:
-        """The parts as JSON types, in order; from_json gives back an equal key."""
+        """Return the parts as JSON types, in order; `from_json` restores an equal key."""
         return {name: json.loads(text) for name, text in self.parts}
 
     @classmethod
     def from_json(cls, parts: Mapping[str, Any]) -> "CacheKey":
-        """The key whose to_json gave parts.
+        """Return the key whose `to_json` returned these parts.
 
         Raises:
             TypeError: a value is not JSON.
@@ -80,10 +82,14 @@ class CacheKey:
 
 
 def plain(value: object, where: str) -> JSON:
-    """value in JSON types: dataclasses by field, tuples as lists, mappings in their own order.
+    """Convert a value to JSON types: dataclasses by field, tuples as lists, mappings in order.
+
+    Args:
+        value: value to convert.
+        where: name of the value in errors.
 
     Raises:
-        TypeError: value, or something in it, is not JSON; where names it in the message.
+        TypeError: the value, or a value inside it, is not JSON.
     """
     if value is None or isinstance(value, str | int) or _is_finite(value):
         return value  # bool is an int
@@ -97,11 +103,13 @@ def plain(value: object, where: str) -> JSON:
 
 
 def compare(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
-    """The leaves in which two values of JSON types differ.
+    """Yield the leaves in which two values of JSON types differ.
 
-    Lists are leaves, unless they are as long as each other and hold mappings.
+    Lists are leaves, unless they have equal lengths and contain mappings.
     """
-    if repr(mine) == repr(theirs):  # tells 1 from 1.0 and sees order, where == does not
+    if repr(mine) == repr(
+        theirs
+    ):  # unlike ==, repr distinguishes 1 from 1.0 and compares the order
         return
     if isinstance(mine, dict) and isinstance(theirs, dict):
         yield from _compare_mappings(mine, theirs, path)
@@ -135,11 +143,11 @@ def _is_finite(value: object) -> bool:
 
 
 def _name(key: object, where: str) -> str:
-    # JSON would write 1 and "1" as the same name, and two keys would meet
+    # JSON writes the names 1 and "1" identically, so two keys would collide
     if not isinstance(key, str):
         raise TypeError(f"{where}: the name {key!r} is not a string")
     return key
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))  # unsorted: the order of mesh axes is meaning
+    return json.dumps(value, separators=(",", ":"))  # not sorted: the order of mesh axes matters

@@ -1,4 +1,4 @@
-"""Layout: where everything in a store lies."""
+"""Layout: the paths inside a cache directory."""
 
 import re
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from pathlib import Path
 from graphtrain.cache.key import DIGEST_LENGTH, CacheKey
 from graphtrain.errors import CacheError
 
-LAYOUT = "v1"  # raise it when the layout changes: old entries are then ignored, not misread
-SCHEMA = 1  # of the JSON files
+LAYOUT = "v1"  # increment it when the layout changes: old entries are then ignored, not misread
+SCHEMA = 1  # version of the JSON files
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of a store; every digest is checked on its way into one."""
+    """Paths of a cache directory; every digest is validated before it becomes part of a path."""
 
-    root: Path  # the store's, without the version
+    root: Path  # cache directory, without the layout version
 
     @cached_property
     def base(self) -> Path:
@@ -67,24 +67,27 @@ class Layout:
 
 
 def digest_of(key: CacheKey | str) -> str:
-    """The digest of a key, or a digest itself, checked.
+    """Return the digest of a key; return a digest unchanged after validating it.
 
     Raises:
-        CacheError: a string that is not a digest.
+        CacheError: the string is not a digest.
     """
     return key.digest if isinstance(key, CacheKey) else checked(key)
 
 
 def is_digest(text: object) -> bool:
+    """Return whether `text` is a string with the form of a digest."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def checked(digest: str) -> str:
-    """digest itself.
+    """Return `digest` after validating it, so that it cannot form a path outside the cache.
 
     Raises:
-        CacheError: it is not a digest, and as a path could lead out of the store.
+        CacheError: it is not a digest.
     """
     if not is_digest(digest):
-        raise CacheError(f"{digest!r} is not a digest: expected {DIGEST_LENGTH} of 0-9 and a-f")
+        raise CacheError(
+            f"{digest!r} is not a digest: expected {DIGEST_LENGTH} characters from 0-9 and a-f"
+        )
     return digest

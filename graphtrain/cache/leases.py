@@ -1,14 +1,15 @@
-"""Leases: one process compiles a key while others, on any host, do something else or wait.
+"""Leases: only one process compiles a key; others, on any host, wait or do other work.
 
-The lease of a digest is a directory with a numbered file for each claim. The highest number has the
-lease until its owner renames the file to say that it is free, or until the owner is over: dead, as
-the kernel of the same host tells, or without a sign of life for a while by the waiter's own clock,
-so hosts need not agree on the time. A claim makes the next number, which only one can (O_EXCL, on
-NFS too), and the highest file is never removed, so nobody acts on what another has undone. The
-system's file locks are not used: they do not reach across hosts everywhere.
+The lease of a digest is a directory with a numbered file for each claim. The highest number owns
+the lease until the owner renames its file to mark it free, or until the owner has expired: it is
+dead according to the kernel of the same host, or has sent no heartbeat for a while by the waiter's
+own clock, so host clocks need not agree. A claim creates the next number exclusively (O_EXCL, which
+also works on NFS). The highest file is never removed, so no process acts on a state that another
+has undone. File locks of the operating system are not used, because not every network file system
+extends them across hosts.
 
-An owner that was only paused, and wakes up after it was taken to be over, stores its program all
-the same; entries are keyed by content and appear whole, so that does no harm.
+An owner that was only paused, and resumes after its lease expired, still stores its program. That
+is harmless, because entries are keyed by content and created atomically.
 """
 
 import json
@@ -26,37 +27,37 @@ from graphtrain.cache.programs import timestamp
 from graphtrain.cache.writing import writing
 
 _FREE = ".free"
-_SHORTEST, _LONGEST = 0.005, 0.5  # seconds between looks at a lease that another has
+_SHORTEST, _LONGEST = 0.005, 0.5  # seconds between polls of a lease that another process owns
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often an owner gives a sign of life, and how long none may be missing."""
+    """Heartbeat interval of lease owners, and the silence after which a lease expires."""
 
-    beat: float = 5.0  # seconds
-    expiry: float = 45.0  # seconds
-    host: str | None = None  # what tells this host from others; the kernel knows
+    beat: float = 5.0  # seconds between heartbeats
+    expiry: float = 45.0  # seconds without a heartbeat
+    host: str | None = None  # unique id of this host; None: ask the kernel
 
 
 PACE = Pace()
 
 
 class Lease:
-    """The lease of one digest, as one claimant sees it."""
+    """Lease of one digest, from the point of view of one claimant."""
 
     def __init__(self, directory: Path, pace: Pace) -> None:
         self._directory = directory
         self._pace = pace
-        self._number: int | None = None  # of the claim that has it
-        self._seen: tuple[int, int] | None = None  # the other's number and last sign of life
-        self._since = 0.0  # when it was first seen, by this process's clock
+        self._number: int | None = None  # of this claimant's claim, while it owns the lease
+        self._seen: tuple[int, int] | None = None  # number and last heartbeat of the other owner
+        self._since = 0.0  # time.monotonic() when that heartbeat was first seen
         self._done = threading.Event()
 
     def try_acquire(self) -> bool:
-        """Claim it, if it is free or its owner is over; whether this claimant has it now.
+        """Claim the lease if it is free or expired; return whether this claimant owns it now.
 
         Raises:
-            CacheError: the lease cannot be made.
+            CacheError: the lease cannot be created.
         """
         if self._number is not None:
             return True
@@ -67,21 +68,21 @@ class Lease:
             return self._claim(highest + 1)
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lease, if this claimant owns it."""
         if self._number is None:
             return
         self._done.set()
         path = self._directory / str(self._number)
         self._number = None
-        with suppress(OSError):  # gone, where another took it to be over
+        with suppress(OSError):  # removed, if another claimant considered this one expired
             path.rename(path.with_name(path.name + _FREE))
 
     def owner(self) -> str:
-        """Who has it, in words."""
+        """Return a description of the current owner."""
         number, _ = _highest(self._directory)
         about = _read(self._directory / str(number))
         if "pid" not in about:
-            return "another process"  # which has not written its name yet
+            return "another process"  # it has not written its claim yet
         return f"process {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
 
     def _claim(self, number: int) -> bool:
@@ -97,7 +98,7 @@ class Lease:
             _write(path, json.dumps(about))
         except FileExistsError:
             return False
-        # This claimant may have looked long ago, and the number be one that was used and removed.
+        # If the directory was read long ago, this number may have been used and removed since.
         if _highest(self._directory) != (number, False):
             path.unlink(missing_ok=True)
             return False
@@ -110,10 +111,10 @@ class Lease:
     def _is_over(self, number: int) -> bool:
         path = self._directory / str(number)
         try:
-            # Opened, since NFS asks the server for the time of an opened file only.
+            # Open the file: NFS fetches a fresh modification time only when a file is opened.
             with open(path, "rb") as file:
                 seen = number, os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:  # let go or taken over just now; look again
+        except FileNotFoundError:  # released or taken over just now; poll again
             return False
         if _is_dead(_read(path), self._pace.host):
             return True
@@ -127,15 +128,16 @@ class Lease:
 def hold(
     layout: Layout, digest: str, on_wait: Callable[[str], None] | None, pace: Pace
 ) -> Iterator[None]:
-    """Hold the lease of a digest, after waiting for it as long as it takes.
+    """Hold the lease of a digest during the block, after waiting for it without a limit.
 
     Args:
-        layout: the store's.
-        digest: of a request or a program.
-        on_wait: called once with a description of the owner, if there is one to wait for.
+        layout: paths of the cache.
+        digest: digest of a request or a program.
+        on_wait: called once with a description of the current owner, if there is one.
+        pace: heartbeat interval and expiry.
 
     Raises:
-        CacheError: the lease cannot be made.
+        CacheError: the lease cannot be created.
     """
     lease, pause = Lease(layout.lease(digest), pace), _SHORTEST
     while not lease.try_acquire():
@@ -152,12 +154,12 @@ def hold(
 
 @contextmanager
 def hold_all_free(layout: Layout, digests: Iterable[str], pace: Pace) -> Iterator[bool]:
-    """Hold the leases of digests and yield True, or yield False if another process has one."""
+    """Hold the leases of all digests and yield True; yield False if another process owns one."""
     with ExitStack() as held:
         for digest in digests:
             directory = layout.lease(digest)
             if not directory.exists():
-                continue  # never claimed; a directory for it would only stay behind
+                continue  # never claimed; do not create a directory that would be left over
             lease = Lease(directory, pace)
             if not lease.try_acquire():
                 yield False
@@ -167,10 +169,10 @@ def hold_all_free(layout: Layout, digests: Iterable[str], pace: Pace) -> Iterato
 
 
 def _highest(directory: Path) -> tuple[int, bool]:
-    """The highest number, and whether it is free; (0, True) where nobody ever claimed.
+    """Return the highest claim number and whether it is free; (0, True) if never claimed.
 
-    A number is free if a file says so, even beside one that does not: a claimant that looked long
-    ago has just made that one, and removes it when it looks again.
+    A number is free if a file marks it free, even if an unmarked file with that number exists:
+    a claimant with an outdated listing has just created the latter, and will remove it.
     """
     try:
         names = os.listdir(directory)
@@ -192,25 +194,27 @@ def _remove_below(directory: Path, number: int) -> None:
 
 
 def _beat(path: Path, done: threading.Event, pace: Pace) -> None:
-    """Give signs of life until done."""
+    """Send heartbeats, by updating the file's modification time, until `done` is set."""
     while not done.wait(pace.beat):
-        with suppress(OSError):  # taken over, or the server is away; then it expires, at worst
+        with suppress(
+            OSError
+        ):  # taken over, or the server is unreachable; at worst the lease expires
             os.utime(path)
 
 
 def _write(path: Path, text: str) -> None:
-    """Make a new file with a text, or none."""
+    """Create a new file with this text; remove it if writing fails."""
     with open(path, "x") as file:
         try:
             file.write(text)
             file.flush()
-        except OSError:  # a full disk
+        except OSError:  # for example a full disk
             path.unlink(missing_ok=True)
             raise
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What an owner wrote about itself; nothing where it was killed before that."""
+    """Return the owner's description of itself; empty if it was killed before writing it."""
     try:
         about = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -219,7 +223,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _is_dead(owner: dict[str, object], host: str | None) -> bool:
-    """Whether the owner was a process of this kernel that is there no more."""
+    """Return whether the owner was a process of this host and container that has ended."""
     pid = owner.get("pid")
     if owner.get("boot") != (host or _boot()) or not isinstance(pid, int):
         return False
@@ -228,12 +232,12 @@ def _is_dead(owner: dict[str, object], host: str | None) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # another user's
+        return False  # the process belongs to another user
     return _is_zombie(pid)
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended and its parent has not yet been told."""
+    """Return whether a process has ended but its parent has not collected its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("Z", "X")
     except OSError:
@@ -242,10 +246,9 @@ def _is_zombie(pid: int) -> bool:
 
 @cache
 def _boot() -> str:
-    """What tells processes of this host and container from those of others.
+    """Return an id of this host, boot and container.
 
-    Numbers of processes mean the same only where the kernel, since it began, and its table of
-    processes are the same.
+    Process ids are comparable only within one boot of a kernel and one PID namespace.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

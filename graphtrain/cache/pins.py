@@ -1,4 +1,4 @@
-"""Programs that garbage collection leaves alone."""
+"""Pins: programs that garbage collection never removes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from graphtrain.cache.writing import writing
 
 
 def pin(layout: Layout, digest: str) -> None:
-    """Keep a program, whatever limits gc is given.
+    """Exempt a program from garbage collection.
 
     Raises:
-        CacheError: the store cannot be written.
+        CacheError: the cache is not writable.
     """
     path = layout.pins / checked(digest)
     with writing(path, 0):
@@ -22,12 +22,16 @@ def pin(layout: Layout, digest: str) -> None:
 
 
 def unpin(layout: Layout, digest: str) -> None:
-    """Let it go again."""
+    """Remove the pin of a program, if it has one.
+
+    Raises:
+        CacheError: the cache is not writable.
+    """
     path = layout.pins / checked(digest)
     with writing(path, 0), suppress(FileNotFoundError):
         path.unlink()
 
 
 def pinned(layout: Layout) -> frozenset[str]:
-    """Digests of programs."""
+    """Return the digests of the pinned programs."""
     return frozenset(digests(layout.pins))

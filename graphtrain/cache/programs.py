@@ -1,4 +1,4 @@
-"""A stored program: record.json and payload in one directory."""
+"""Stored programs: record.json and payload in one directory."""
 
 import errno
 import hashlib
@@ -19,23 +19,23 @@ RECORD, PAYLOAD = "record.json", "payload"
 
 
 class CacheWarning(UserWarning):
-    """Something stored could not be used, and has to be compiled again."""
+    """A cache entry could not be used; its program must be compiled again."""
 
 
 class Unusable(Exception):
-    """Something stored cannot be used; the message is the reason."""
+    """A cache entry cannot be used; the message is the reason."""
 
 
 class Damaged(Unusable):
-    """What is on the disk is not what was written."""
+    """The entry on disk is missing or differs from what was written."""
 
 
 class OtherVersion(Unusable):
-    """Written by another version of graphtrain, in a form that this one would misread."""
+    """The entry has the schema of another version of graphtrain."""
 
 
 def encode(key: CacheKey, artifact: Artifact) -> bytes:
-    """The text of record.json.
+    """Return the contents of record.json.
 
     Raises:
         TypeError: the artifact's record is not JSON.
@@ -54,26 +54,26 @@ def encode(key: CacheKey, artifact: Artifact) -> bytes:
 
 
 def read_record(directory: Path, digest: str) -> dict[str, Any]:
-    """record.json, checked against its own digest and the name of its directory.
+    """Read record.json, and verify its checksum and its digest against the directory name.
 
     Raises:
-        Unusable: it is missing, damaged, or of another version.
-        CacheError: it cannot be read.
+        Unusable: the record is missing, damaged, or of another version.
+        CacheError: the record cannot be read.
     """
     body = parse(read_bytes(directory / RECORD), RECORD)
     if body.pop("sha256", None) != _body_digest(body):
-        raise Damaged(f"{RECORD} is not as it was written")
+        raise Damaged(f"{RECORD} does not match its checksum")
     if CacheKey.from_json(body["key"]).digest != digest:
-        raise Damaged(f"{RECORD} is of another program")
+        raise Damaged(f"{RECORD} belongs to another program")
     return body
 
 
 def read(directory: Path, digest: str) -> Artifact:
-    """The artifact of an entry, its payload checked to be what was written.
+    """Read the artifact of an entry, and verify its size and checksum.
 
     Raises:
-        Unusable: something is missing, damaged, or of another version.
-        CacheError: it cannot be read.
+        Unusable: record or payload is missing, damaged, or of another version.
+        CacheError: record or payload cannot be read.
     """
     body = read_record(directory, digest)
     payload = read_bytes(directory / PAYLOAD)
@@ -83,11 +83,16 @@ def read(directory: Path, digest: str) -> Artifact:
 
 
 def check(directory: Path, digest: str, *, contents: bool) -> None:
-    """Check an entry without holding its payload: the size, and with contents every byte.
+    """Verify an entry without loading its payload into memory.
+
+    Args:
+        directory: directory of the entry.
+        digest: expected program digest.
+        contents: also verify the payload's checksum, not only its size.
 
     Raises:
-        Unusable: something is missing, damaged, or of another version.
-        CacheError: it cannot be read.
+        Unusable: record or payload is missing, damaged, or of another version.
+        CacheError: record or payload cannot be read.
     """
     body = read_record(directory, digest)
     with reading(directory / PAYLOAD), open(directory / PAYLOAD, "rb") as file:
@@ -97,10 +102,14 @@ def check(directory: Path, digest: str, *, contents: bool) -> None:
 
 
 def parse(data: bytes, name: str) -> dict[str, Any]:
-    """One of the store's JSON files, if it is of this version.
+    """Parse one of the cache's JSON files, if it has this version's schema.
+
+    Args:
+        data: contents of the file.
+        name: name of the file in errors.
 
     Raises:
-        Unusable: it is not JSON, or of another version.
+        Unusable: the file is not a JSON object, or has the schema of another version.
     """
     try:
         body = json.loads(data)
@@ -115,21 +124,21 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file of the store.
+    """Return the contents of a file of the cache.
 
     Raises:
         Damaged: there is no such file.
-        CacheError: it cannot be read.
+        CacheError: the file cannot be read.
     """
     with reading(path):
         return path.read_bytes()
 
 
 def is_present(path: Path) -> bool:
-    """Whether something of the store is there.
+    """Return whether a file or directory of the cache exists.
 
     Raises:
-        CacheError: that cannot be told.
+        CacheError: its existence cannot be determined.
     """
     with reading(path):
         return path.exists()
@@ -137,27 +146,29 @@ def is_present(path: Path) -> bool:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Report what the system refuses inside as an error about path.
+    """Convert an OSError of the block into an error about reading `path`.
 
     Raises:
         Damaged: there is no such file.
-        CacheError: it cannot be read.
+        CacheError: the file cannot be read.
     """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{path.name} is missing") from error
     except OSError as error:
-        # not damage: moving the entry away would not help, and another user may be able to read it
+        # not damaged: quarantine would not help, and another user may be able to read it
         raise CacheError(f"cannot read {path}: {error.strerror}") from error
 
 
 @contextmanager
 def listing(directory: Path) -> Iterator[None]:
-    """As reading, of many: over NFS, what another host has removed is stale before it is missing.
+    """Convert an OSError of the block into an error about listing `directory`.
+
+    Over NFS, a file that another host has removed raises ESTALE instead of ENOENT.
 
     Raises:
-        Damaged: a file went away.
+        Damaged: a file was removed meanwhile.
         CacheError: the directory cannot be read.
     """
     try:
@@ -170,19 +181,19 @@ def listing(directory: Path) -> Iterator[None]:
 
 
 def timestamp() -> str:
-    """Now, in UTC; text of this form sorts by time."""
+    """Return the current UTC time in ISO 8601, which sorts chronologically."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _check_size(body: dict[str, Any], size: int) -> None:
     want = body["payload"]["bytes"]
     if size != want:
-        raise Damaged(f"{PAYLOAD} has {size} bytes of {want}")
+        raise Damaged(f"{PAYLOAD} has {size} bytes instead of {want}")
 
 
 def _check_contents(body: dict[str, Any], digest: str) -> None:
     if digest != body["payload"]["sha256"]:
-        raise Damaged(f"{PAYLOAD} is not as it was written: its sha256 differs")
+        raise Damaged(f"{PAYLOAD} does not match its checksum (sha256)")
 
 
 def _body_digest(body: dict[str, Any]) -> str:

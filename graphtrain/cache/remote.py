@@ -1,4 +1,4 @@
-"""A store of objects elsewhere: a directory, S3, GCS, Azure, or HTTP to read from."""
+"""Remote object stores: a directory, S3, GCS, Azure, or read-only HTTP."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from typing import Any
 
 from graphtrain.errors import CacheError
 
-PATIENCE = 120.0  # seconds; less than the five minutes for which a signed request is valid
-_TRIES, _PAUSE = 20, 0.1  # of and between answers that break off; seconds
-_LONGEST = 600  # characters of an error; S3 tells the reason in XML, web servers whole pages
+PATIENCE = 120.0  # seconds; below the five minutes for which a signed request is valid
+_TRIES, _PAUSE = 20, 0.1  # retries of interrupted responses, and seconds between them
+_LONGEST = 600  # characters of an error message; S3 sends XML, web servers entire pages
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class Remote:
-    """Objects by name; each appears whole or not at all."""
+    """Object store; each object is written atomically."""
 
     def __init__(self, url: str, patience: float = PATIENCE, *, make: bool = True) -> None:
-        """Open a store; credentials and endpoints come from the variables of its own tools.
+        """Open a store; credentials and endpoints come from its usual environment variables.
 
         Args:
-            url: a directory, or a URL.
-            patience: seconds for which a request that fails is tried again.
-            make: a directory that is not there.
+            url: path of a directory, or a URL.
+            patience: seconds for which failed requests are retried.
+            make: create the directory if it does not exist.
 
         Raises:
-            CacheError: no such kind of store, no such directory, or obstore is not installed.
+            CacheError: unsupported URL, no such directory, or obstore is not installed.
         """
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
-        self._patience = patience if "://" in url else 0.0  # a disk's answer is final
+        self._patience = patience if "://" in url else 0.0  # retrying a local disk is useless
         self._store = _open(url, patience, make)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Names that begin with a directory, as in "v1/requests/".
+        """Yield the names of all objects under a directory such as "v1/requests/".
 
         Raises:
-            CacheError: it cannot be listed, as over HTTP.
+            CacheError: the store cannot be listed; HTTP never can.
         """
         if self._is_web:
-            raise CacheError(f"cannot list {self.url}, a web server; name the configurations")
+            raise CacheError(
+                f"cannot list {self.url}: HTTP has no listing; name the configurations"
+            )
         last, patience = None, _Patience(self._patience)
         while True:
             try:
@@ -56,10 +58,10 @@ class Remote:
                 patience.wait(error)
 
     def get(self, name: str) -> bytes | None:
-        """An object, or None where there is none.
+        """Return an object's contents, or None if it does not exist.
 
         Raises:
-            CacheError: the store does not answer.
+            CacheError: the object cannot be read.
         """
         patience = _Patience(self._patience)
         while True:
@@ -69,10 +71,10 @@ class Remote:
                 patience.wait(error)
 
     def put(self, name: str, data: bytes) -> None:
-        """Store an object in place of what was there.
+        """Create or replace an object.
 
         Raises:
-            CacheError: it cannot be written.
+            CacheError: the object cannot be written.
         """
         import obstore
 
@@ -100,7 +102,7 @@ def _open(url: str, patience: float, make: bool) -> Any:
     try:
         from obstore.store import LocalStore, from_url
     except ModuleNotFoundError:
-        raise CacheError(f"{url}: needs pip install 'graphtrain[share]'") from None
+        raise CacheError(f"{url} needs obstore; run: pip install 'graphtrain[share]'") from None
     with _errors(url, "open", ""):
         if "://" not in url:
             path = Path(url).expanduser().absolute()
@@ -113,7 +115,7 @@ def _open(url: str, patience: float, make: bool) -> Any:
 
 
 def _client(url: str) -> Any:
-    """A payload may take an hour, but not a minute without a byte of it."""
+    """Return client options: one hour per transfer, but at most one minute without data."""
     endpoints = [url, *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return {
         "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
@@ -123,7 +125,7 @@ def _client(url: str) -> Any:
 
 
 def _retries(patience: float) -> Any:
-    """Seconds count, not tries: of a store that fails half of them, ten in a row happen."""
+    """Return retry options: limit the time, not the count, for stores that often fail."""
     return {
         "max_retries": 10_000,
         "retry_timeout": timedelta(seconds=patience),
@@ -132,9 +134,10 @@ def _retries(patience: float) -> Any:
 
 
 class _Patience:
-    """How often to ask once more where an answer broke off: obstore does so only where none came.
+    """Retry limit for responses that break off; obstore retries only before a response begins.
 
-    Errors do not tell a list that broke off from a list that is refused, so tries are few as well.
+    The error of an interrupted listing equals that of a refused one, so the number of retries is
+    limited as well as the time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -142,11 +145,11 @@ class _Patience:
         self._tries = 0
 
     def renew(self) -> None:
-        """Something came."""
+        """Reset the number of retries after progress."""
         self._tries = 0
 
     def wait(self, error: Exception) -> None:
-        """Wait before another try, or raise the error."""
+        """Wait before the next attempt, or raise the error if the limit is reached."""
         self._tries += 1
         if self._tries > _TRIES or time.monotonic() > self._until:
             raise error
@@ -154,11 +157,11 @@ class _Patience:
 
 
 class _Broken(CacheError):
-    """The store failed in a way that may pass."""
+    """A failure of the store that may be transient."""
 
 
 class _errors:
-    """What a store refuses, as an error of the cache."""
+    """Context manager that converts errors of obstore into CacheError."""
 
     def __init__(self, url: str, verb: str, name: str) -> None:
         self._what = f"cannot {verb} {url.rstrip('/')}/{name}"
@@ -170,5 +173,7 @@ class _errors:
         if isinstance(error, CacheError) or not isinstance(error, Exception):
             return
         said = " ".join(str(error).partition("\n\nDebug source")[0].split())[:_LONGEST]
-        broken = type(error).__name__ == "GenericError"  # of obstore, which need not be installed
+        broken = (
+            type(error).__name__ == "GenericError"
+        )  # by name, because obstore may not be installed
         raise (_Broken if broken else CacheError)(f"{self._what}: {said}") from error

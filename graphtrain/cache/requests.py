@@ -1,4 +1,4 @@
-"""A stored request: what was asked for, and which program answers it."""
+"""Stored requests: the request key, and the program that it resolves to."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import SCHEMA, is_digest
 from graphtrain.cache.programs import Damaged, parse, read_bytes, reading, timestamp
 
-END = b"}}"  # the last line of a request's file
+END = b"}}"  # last line of a request file
 
 
 @dataclass(frozen=True)
 class Request:
-    """One file of requests/."""
+    """Contents of one file in requests/."""
 
-    digest: str  # the name of the file; equal to the digest of parts unless the file is damaged
+    digest: str  # file name; equals the digest of `parts` unless the file is damaged
     graph: str
     program: str  # digest
     created: str  # UTC
-    parts: Mapping[str, Any]  # of the key
+    parts: Mapping[str, Any]  # named parts of the request key
 
     @property
     def key(self) -> CacheKey:
@@ -34,9 +34,10 @@ class Request:
 
 
 def encode(request: CacheKey, program: str, graph: str) -> bytes:
-    """The text of a request's file: JSON, with lines for its head, for each part, and END.
+    """Return the contents of a request file: JSON with one line for the head and for each part.
 
-    Whoever reads thousands interprets the line it needs, and knows a part it has seen by its bytes.
+    A reader of thousands of files can thus parse only the lines it needs, and compare equal parts
+    by their bytes. The last line is END.
     """
     head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
     first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(END.decode())
@@ -45,46 +46,49 @@ def encode(request: CacheKey, program: str, graph: str) -> bytes:
 
 
 def lines_of(text: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """The head of a request's file, as the file of a request without parts, and its parts' texts.
+    """Split a request file into its head, as JSON of a request without parts, and its parts.
+
+    Returns:
+        The head, and the JSON text of each part by name.
 
     Raises:
-        Damaged: the file is cut short.
+        Damaged: the file is truncated.
     """
     first, *lines = text.split(b"\n")
     if not lines or lines.pop() != END:
-        raise Damaged("request is cut short")
+        raise Damaged("request is truncated")
     named = (line.removesuffix(b",").partition(b'":') for line in lines if line)
     return first + END, {name[1:].decode(errors="replace"): value for name, _, value in named}
 
 
 def read(path: Path) -> Request:
-    """The request of a file.
+    """Read a request file.
 
     Raises:
-        Unusable: it is missing, damaged, or of another version.
-        CacheError: it cannot be read.
+        Unusable: the file is missing, damaged, or of another version.
+        CacheError: the file cannot be read.
     """
     return decode(read_bytes(path), path.stem)
 
 
 def decode(text: bytes, digest: str) -> Request:
-    """The request of a file's text.
+    """Parse the contents of a request file.
 
     Raises:
-        Unusable: it is damaged, or of another version.
+        Unusable: the contents are damaged, or of another version.
     """
     body = parse(text, "request")
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
-        raise Damaged("request lacks its graph, program, time or parts")
+        raise Damaged("request has no valid graph, program, created or parts")
     return Request(digest, body["graph"], body["program"], body["created"], body["parts"])
 
 
 def digests(directory: Path, suffix: str = "") -> list[str]:
-    """The digests in the names of a directory, sorted; none where there is no directory.
+    """Return the digests among a directory's file names, sorted; empty if it does not exist.
 
     Raises:
-        CacheError: it cannot be read.
+        CacheError: the directory cannot be read.
     """
     try:
         with reading(directory):
@@ -99,7 +103,7 @@ def digests(directory: Path, suffix: str = "") -> list[str]:
 
 
 def target_name(part: object) -> str:
-    """A target as people write it, as in cpu:8, from the part of a key."""
+    """Return the target in user notation, for example cpu:8, from the target part of a key."""
     if not isinstance(part, Mapping):
         return "" if part is None else str(part)
     topology = part.get("topology", "")

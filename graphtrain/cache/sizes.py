@@ -1,10 +1,10 @@
-"""Sizes of files as people write them."""
+"""File sizes in decimal units: formatting and parsing."""
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")  # powers of 1000, as disks are sold
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")  # powers of 1000
 
 
 def readable(nbytes: int) -> str:
-    """As in 512 B, 18.7 MB."""
+    """Format a number of bytes, for example 512 B or 18.7 MB."""
     size, unit = float(nbytes), 0
     while size >= 999.95 and unit < len(_UNITS) - 1:  # 999.95 would print as 1000.0
         size, unit = size / 1000, unit + 1
@@ -12,7 +12,7 @@ def readable(nbytes: int) -> str:
 
 
 def parse(text: str) -> int:
-    """Bytes of a size as in 500, 500MB or 1.5 GB.
+    """Return the number of bytes of a size such as 500, 500MB or 1.5 GB.
 
     Raises:
         ValueError: text is not a size.
@@ -21,5 +21,5 @@ def parse(text: str) -> int:
     unit = text.strip()[len(number) :].strip().lower().rstrip("b")
     powers = {name.lower().rstrip("b"): power for power, name in enumerate(_UNITS)}
     if unit not in powers or not number.replace(".", "", 1).isdecimal():
-        raise ValueError(f"{text!r} is not a size; write it as in 500MB or 1.5GB")
+        raise ValueError(f"{text!r} is not a size; use a form such as 500MB or 1.5GB")
     return int(float(number) * 1000 ** powers[unit])

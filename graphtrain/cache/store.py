@@ -1,4 +1,4 @@
-"""Cache: the store of compiled programs."""
+"""Store of compiled programs: the cache, its entries and their leases."""
 
 import errno
 import os
@@ -37,34 +37,39 @@ from graphtrain.cache.writing import (
 from graphtrain.errors import CacheError
 from lowering.artifact import Artifact
 
-_RENAME_ATTEMPTS = 3  # each loses only to another process that has just stored the same program
+_RENAME_ATTEMPTS = 3  # an attempt fails only if another process has just stored the same program
 
 
 def default_root() -> Path:
-    """$GRAPHTRAIN_CACHE, else cache/ under the current directory."""
+    """Return the cache directory: $GRAPHTRAIN_CACHE, else cache/ under the current directory."""
     named = os.environ.get("GRAPHTRAIN_CACHE")
     return Path(named).expanduser() if named else Path("cache")
 
 
 class Cache:
-    """Compiled programs by key, and which program answers which request.
+    """Cache of compiled programs, and of the program that each request resolves to.
 
-    Processes and machines may share a store. Nothing in it is edited: an entry appears whole, by
-    one rename, and is checked before every use. Its payloads are code, so use only a store that
-    nobody else can write.
+    Several processes and hosts may use one cache directory. Entries are immutable: each is created
+    atomically by one rename, and its checksums are verified before every use. Payloads are
+    executable code, so use only a cache directory that no untrusted user can write.
     """
 
     def __init__(self, root: Path, pace: leases.Pace = leases.PACE) -> None:
-        """Open the store at root; nothing is made there before the first write."""
+        """Open the cache at root; the directory is created by the first write.
+
+        Args:
+            root: cache directory.
+            pace: heartbeat interval and expiry of the leases.
+        """
         self.root = root
         self._pace = pace
         self._layout = Layout(root)
 
     def put(self, key: CacheKey, artifact: Artifact) -> None:
-        """Store a program, unless a sound one is stored under its key already.
+        """Store a program, unless a valid entry with the same key exists.
 
         Raises:
-            CacheError: the disk is full, or the store cannot be written; nothing partial remains.
+            CacheError: the disk is full, or the cache is not writable; no partial entry remains.
             TypeError: the artifact's record is not JSON.
         """
         if self.get(key) is not None:
@@ -80,13 +85,13 @@ class Cache:
                 self._install(temporary, key.digest)
 
     def get(self, key: CacheKey | str) -> Artifact | None:
-        """The program of a key or digest, checked to be what was stored, or None.
+        """Return the program with this key or digest after verifying it, or None if absent.
 
-        What cannot be used is moved to quarantine/ (where that is allowed) with a CacheWarning,
-        and is then absent.
+        A damaged entry is moved to quarantine/ (if permissions allow) with a CacheWarning, and
+        counts as absent. An entry with another schema version is ignored with a CacheWarning.
 
         Raises:
-            CacheError: the store cannot be read, or a string is not a digest.
+            CacheError: the cache cannot be read, or the string is not a digest.
         """
         digest = digest_of(key)
         directory = self._layout.program(digest)
@@ -100,20 +105,20 @@ class Cache:
         except Damaged as reason:
             self._set_aside(digest, reason)
             return None
-        with suppress(OSError):  # the store may be read-only, or another user's
-            os.utime(directory / programs.PAYLOAD)  # last used, for gc
+        with suppress(OSError):  # the cache may be read-only or owned by another user
+            os.utime(directory / programs.PAYLOAD)  # time of last use, for garbage collection
         return artifact
 
     def link(self, request: CacheKey, program: CacheKey | str, *, graph: str = "") -> None:
-        """Remember which program answers a request, in place of what was remembered before.
+        """Record which program a request resolves to, replacing any earlier record.
 
         Args:
-            request: what was asked for.
-            program: the key or digest of a stored program.
-            graph: the name to list and explain it by; by default the request's part "graph".
+            request: request key, computed without tracing.
+            program: key or digest of a stored program.
+            graph: graph name for `list` and `explain`; by default the request's part "graph".
 
         Raises:
-            CacheError: the disk is full, or the store cannot be written.
+            CacheError: the disk is full, or the cache is not writable.
         """
         graph = graph or str(request.part("graph") or "")
         data = requests.encode(request, digest_of(program), graph)
@@ -122,65 +127,69 @@ class Cache:
             replace_file(self._layout, path, data)
 
     def find(self, request: CacheKey) -> Artifact | None:
-        """The program that answers a request, or None; as get."""
+        """Return the program that a request resolves to, or None; verifies it as `get` does."""
         digest = self._answer(request)
         return None if digest is None else self.get(digest)
 
     def program_of(self, request: CacheKey) -> str | None:
-        """The digest of the program that find would return, checked as find does."""
+        """Return the digest of the program that `find` would return, after the same checks."""
         digest = self._answer(request)
         return digest if digest and self.get(digest) else None
 
     def has(self, request: CacheKey) -> bool:
-        """Whether find would find a program, without reading its payload."""
+        """Return whether `find` would return a program, without reading its payload."""
         digest = self._answer(request)
         return digest is not None and self.holds(digest)
 
     def lock(
         self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None
     ) -> AbstractContextManager[None]:
-        """Hold the lease of a key, so that only one process compiles it, after waiting for it.
+        """Acquire the lease of a key, waiting if necessary, so that only one process compiles it.
 
-        Look in the store again once it is held: the last owner may have stored the program.
+        Look the program up again once the lease is acquired: its previous owner may have stored it.
 
         Args:
-            key: of a request or a program, or its digest.
-            on_wait: called once with a description of the owner, if there is one to wait for.
+            key: key of a request or a program, or its digest.
+            on_wait: called once with a description of the current owner, if there is one.
 
         Raises:
-            CacheError: the store cannot be written.
+            CacheError: the cache is not writable.
         """
         return leases.hold(self._layout, digest_of(key), on_wait, self._pace)
 
     def lease(self, key: CacheKey | str) -> leases.Lease:
-        """The lease of a key, not yet acquired: lock for those who have other things to do."""
+        """Return the lease of a key without acquiring it; use it to poll instead of waiting."""
         return leases.Lease(self._layout.lease(digest_of(key)), self._pace)
 
     def list(self) -> tuple[entries.Entry, ...]:
-        """Every stored program with the requests it answers, last used first."""
+        """Return all stored programs with their requests, most recently used first."""
         return tuple(entries.list_entries(self._layout))
 
     def resolve(self, prefix: str) -> str:
-        """The digest of the one program that a prefix of its own or its request's digest means.
+        """Return the digest of the one program whose digest, or request digest, has this prefix.
 
         Raises:
-            CacheError: it means none or several.
+            CacheError: no program or several match.
         """
         return entries.resolve(self._layout, prefix)
 
     def describe(self, prefix: str) -> dict[str, Any]:
-        """Everything recorded of the program that resolve finds, and the requests it answers.
+        """Return the full record of the program that `resolve` returns, and its requests.
 
         Raises:
-            CacheError: prefix means no program or several, or the record cannot be used.
+            CacheError: no program or several match the prefix, or the record cannot be used.
         """
         return entries.describe(self._layout, self.resolve(prefix))
 
     def answers(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
-        """The program of every request, or of chosen ones, by digest, where it is here.
+        """Map request digests to program digests, for the programs stored in this cache.
 
-        Chosen ones are checked as has does. Of thousands only the names are: an entry is whole
-        or absent, and what was damaged since is found by whoever reads it.
+        The programs of `chosen` requests are checked as by `has`. Without `chosen`, only the
+        existence of each entry is checked: entries are created atomically, and later damage is
+        detected when an entry is read.
+
+        Args:
+            chosen: request digests; None for all requests.
         """
         found = summaries.read_summaries(self._layout, chosen)
         stored = frozenset(requests.digests(self._layout.programs))
@@ -188,7 +197,7 @@ class Cache:
         return {one.digest: one.program for one in found if is_here(one.program)}
 
     def holds(self, digest: str) -> bool:
-        """Whether a program is here, as has says it."""
+        """Return whether a program is stored, checking its record and payload size."""
         try:
             programs.check(self._layout.program(digest), digest, contents=False)
         except Unusable:
@@ -196,10 +205,10 @@ class Cache:
         return True
 
     def files(self, digest: str) -> tuple[bytes, bytes]:
-        """Record and payload of a program as they are stored, checked.
+        """Return the record and payload of a program as stored, after verifying them.
 
         Raises:
-            CacheError: they cannot be used.
+            CacheError: the entry is missing, damaged, or of another version.
         """
         directory = self._layout.program(digest)
         try:
@@ -212,11 +221,11 @@ class Cache:
             raise CacheError(f"{directory} cannot be used: {error}") from error
 
     def adopt(self, digest: str, record: bytes, payload: bytes) -> None:
-        """Store a program that was made elsewhere, once somebody has said that it may be trusted.
+        """Store a program from a remote cache whose signature the caller has verified.
 
         Raises:
-            Refused: record and payload do not belong together.
-            CacheError: the disk is full, or the store cannot be written.
+            Refused: record and payload do not match each other or the digest.
+            CacheError: the disk is full, or the cache is not writable.
         """
         path = self._layout.program(digest)
         with writing(path, len(record) + len(payload)):
@@ -228,14 +237,14 @@ class Cache:
                 try:
                     programs.check(temporary, digest, contents=True)
                 except Unusable as error:
-                    raise Refused(f"program {digest} from elsewhere: {error}") from error
+                    raise Refused(f"program {digest} from the remote cache: {error}") from error
                 self._install(temporary, digest)
 
     def request_file(self, digest: str) -> bytes:
-        """A request as it is stored.
+        """Return the bytes of a stored request.
 
         Raises:
-            CacheError: it cannot be read.
+            CacheError: the request is missing or cannot be read.
         """
         path = self._layout.request(digest)
         try:
@@ -244,29 +253,30 @@ class Cache:
             raise CacheError(f"{path} cannot be used: {error}") from error
 
     def program_in(self, text: bytes, digest: str) -> str:
-        """The program that the file of a request from elsewhere names.
+        """Return the digest of the program that a request file from a remote cache names.
 
         Raises:
-            Refused: it is no request, or another one.
+            Refused: `text` is not a request file, or belongs to another digest.
         """
         try:
             stored = requests.decode(text, digest)
             if stored.key.digest != digest:
-                raise Damaged("request is of another digest")
+                raise Damaged("the request's contents belong to another digest")
         except (Unusable, TypeError) as error:
-            raise Refused(f"request {digest} from elsewhere: {error}") from error
+            raise Refused(f"request {digest} from the remote cache: {error}") from error
         return stored.program
 
     def adopt_request(self, digest: str, text: bytes) -> None:
-        """Store the file of a request from elsewhere; its program first."""
+        """Store a request file from a remote cache; store its program first."""
         path = self._layout.request(digest)
         with writing(path, len(text)):
             replace_file(self._layout, path, text)
 
     def verify(self, *, repair: bool = False) -> verify.Report:
-        """Read every byte stored and say what is wrong.
+        """Verify the checksums of every entry and report the problems.
 
-        With repair, damaged programs go to quarantine, and requests that lead nowhere are removed.
+        With `repair`, damaged programs and requests, and requests whose program is missing, are
+        moved to quarantine.
         """
         return verify.verify(self._layout, repair=repair)
 
@@ -278,16 +288,17 @@ class Cache:
         other_toolchains: bool = False,
         keep: Collection[str] = (),
     ) -> collect.Collected:
-        """Remove programs that are too old or too many, then what is left over.
+        """Remove programs that exceed the limits, then leftover files.
 
-        Left over are requests without a program, what killed processes left behind, and everything
-        in quarantine. Programs go in the order of their last use; leased ones never.
+        Leftovers are requests without a program, temporary files of killed processes, and all of
+        quarantine. Programs are removed least recently used first; leased ones are never removed.
 
         Args:
-            max_bytes: how much may remain stored.
-            max_age_days: since last used; failures older than that go too.
-            other_toolchains: those made by other versions than are installed here go too.
-            keep: digests of programs or requests that stay in any case.
+            max_bytes: maximum total size of the remaining programs.
+            max_age_days: maximum days since last use; older failures are removed too.
+            other_toolchains: also remove programs compiled with package versions other than those
+                installed on this machine.
+            keep: digests of programs or requests to retain regardless of the limits.
         """
         return collect.collect(
             self._layout,
@@ -298,35 +309,35 @@ class Cache:
         )
 
     def pin(self, prefix: str) -> str:
-        """Keep a program whatever limits gc is given; return its digest.
+        """Exempt a program from garbage collection; return its digest.
 
         Raises:
-            CacheError: prefix means no program or several, or the store cannot be written.
+            CacheError: no program or several match the prefix, or the cache is not writable.
         """
         digest = self.resolve(prefix)
         pins.pin(self._layout, digest)
         return digest
 
     def unpin(self, prefix: str) -> str:
-        """Let it go again; return its digest.
+        """Make a pinned program subject to garbage collection again; return its digest.
 
         Raises:
-            CacheError: prefix means no program or several, or the store cannot be written.
+            CacheError: no program or several match the prefix, or the cache is not writable.
         """
         digest = self.resolve(prefix)
         pins.unpin(self._layout, digest)
         return digest
 
     def pinned(self) -> frozenset[str]:
-        """Digests of the programs that gc leaves alone."""
+        """Return the digests of the programs that garbage collection never removes."""
         return pins.pinned(self._layout)
 
     def explain_all(self, asked: Mapping[str, CacheKey]) -> dict[str, explain.Explanation]:
-        """As explain, of several requests by the names of their graphs; reads the store once."""
+        """Explain several requests, by graph name, with one pass over the cache."""
         return explain.explain(self._layout, asked)
 
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
-        """Why find finds a program or none: the stored requests of that graph nearest to this."""
+        """Explain why `find` hits or misses: compare with the most similar stored requests."""
         graph = graph or str(request.part("graph") or "")
         return self.explain_all({graph: request})[graph]
 
@@ -338,27 +349,31 @@ class Cache:
         log: str,
         reason: Mapping[str, str] = MappingProxyType({}),
     ) -> Path:
-        """Keep the program text and log of a graph that did not compile; return their directory.
+        """Store the program text and log of a failed compilation; return their directory.
 
         Args:
-            reason: error and kind of a failure that would be the same again; empty for others.
+            key: key or digest of the request.
+            name: graph name.
+            text: program text (StableHLO).
+            log: compiler log.
+            reason: "error" and "kind" of a deterministic failure; empty for a transient one.
 
         Raises:
-            CacheError: the disk is full, or the store cannot be written.
+            CacheError: the disk is full, or the cache is not writable.
         """
         return failures.store_failure(self._layout, digest_of(key), name, text, log, reason)
 
     def failure(self, request: CacheKey, name: str) -> failures.Failure | None:
-        """Why a graph did not compile before, where it would not now either."""
+        """Return the stored deterministic failure of a request, or None."""
         return failures.read_failure(self._layout, request.digest, name)
 
     def store_bundle(
         self, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
     ) -> Path:
-        """Keep what a compiler that is not here would be given; return the directory.
+        """Store the compiler input of a program, to compile on another machine; return its path.
 
         Raises:
-            CacheError: the disk is full, or the store cannot be written.
+            CacheError: the disk is full, or the cache is not writable.
         """
         return bundles.store(self._layout, key, request, name, files)
 
@@ -369,14 +384,14 @@ class Cache:
         try:
             stored = requests.read(path)
             if stored.key != request:
-                raise Damaged("request is not as it was written")
+                raise Damaged("the request's contents do not match its digest")
         except Unusable as reason:
             warnings.warn(f"{path} is ignored: {reason}", CacheWarning, stacklevel=3)
             return None
         return stored.program
 
     def _install(self, temporary: Path, digest: str) -> None:
-        """Rename an entry into place, unless another process put a sound one there first."""
+        """Rename an entry into place, unless another process has stored a valid one first."""
         path = self._layout.program(digest)
         for _ in range(_RENAME_ATTEMPTS):
             try:
@@ -389,13 +404,17 @@ class Cache:
                 return
             if self.get(digest) is not None:
                 return
-            quarantine(self._layout, path, "replaced: it could not be used")  # another version
-        raise CacheError(f"cannot write {path}: other processes keep storing what cannot be used")
+            quarantine(
+                self._layout, path, "replaced: it could not be used"
+            )  # of another schema version
+        raise CacheError(
+            f"cannot write {path}: other processes keep storing an invalid entry there"
+        )
 
     def _set_aside(self, digest: str, reason: Damaged) -> None:
         path = self._layout.program(digest)
         if not is_present(path):
-            return  # removed by another process while it was read, which is no damage
+            return  # another process removed it during the read: not damaged
         moved = quarantine(self._layout, path, str(reason))
-        where = f"moved to {moved}" if moved else "left there, since it cannot be moved"
+        where = f"moved to {moved}" if moved else "it could not be moved to quarantine"
         warnings.warn(f"{path} is damaged: {reason}; {where}", CacheWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Summaries of stored requests: what a listing of thousands needs, the rest not interpreted."""
+"""Summaries of stored requests, with parts left unparsed, for fast listing of thousands."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,13 +11,13 @@ from graphtrain.cache.requests import decode, digests, lines_of, target_name
 
 
 class Summary(NamedTuple):
-    """Enough to list, count and compare; whoever uses an answer reads and checks its request."""
+    """Request fields for listing, counting and comparing, without verification of its digest."""
 
     digest: str
     graph: str
     program: str  # digest
     created: str  # UTC
-    parts: Mapping[str, bytes]  # JSON text by name, not interpreted yet
+    parts: Mapping[str, bytes]  # JSON text by name, not parsed
 
     @property
     def target(self) -> str:
@@ -25,10 +25,10 @@ class Summary(NamedTuple):
 
 
 def read_summaries(layout: Layout, chosen: Iterable[str] | None = None) -> Iterator[Summary]:
-    """Of every request, or of those of the chosen digests; of those not readable, verify tells.
+    """Yield the summary of every request, or of the chosen digests; skip unusable files.
 
     Raises:
-        CacheError: the store cannot be read.
+        CacheError: the cache cannot be read.
     """
     directory = str(layout.requests)
     for digest in digests(layout.requests, ".json") if chosen is None else map(checked, chosen):
@@ -37,16 +37,16 @@ def read_summaries(layout: Layout, chosen: Iterable[str] | None = None) -> Itera
                 text = file.read()
             yield summarize(text, digest)
         except Unusable:
-            continue  # removed meanwhile, or damaged; either way nothing to list or to compare with
+            continue  # removed meanwhile, or damaged, which `verify` reports
 
 
 def summarize(text: bytes, digest: str) -> Summary:
-    """Of the text of a request's file.
+    """Summarize the contents of a request file.
 
     Raises:
-        Unusable: it is damaged, or of another version.
+        Unusable: the contents are damaged, or of another version.
     """
-    if b"\n" not in text:  # written before the parts had lines of their own
+    if b"\n" not in text:  # older format: the parts are not on separate lines
         request = decode(text, digest)
         parts = {name: json.dumps(part).encode() for name, part in request.parts.items()}
     else:
@@ -56,13 +56,13 @@ def summarize(text: bytes, digest: str) -> Summary:
 
 
 def interpret(text: bytes) -> Any:
-    """The value of a part; None if it is damaged."""
+    """Return the parsed value of a part; None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-@cache  # the same few among thousands
+@cache  # thousands of requests share a few targets
 def _target(text: bytes) -> str:
     return target_name(interpret(text))

@@ -1,7 +1,8 @@
-"""Who signed a program, and whom this user trusts: an executable is code.
+"""Signatures of cached programs, and the public keys that the user trusts.
 
-Envelopes are DSSE (https://github.com/secure-systems-lab/dsse), keys Ed25519; both by
-securesystemslib, which in-toto and TUF are built on.
+An executable is code, so a program from a remote cache is loaded only if a trusted key signed it.
+Signatures are DSSE envelopes (https://github.com/secure-systems-lab/dsse) with Ed25519 keys, both
+from securesystemslib, on which in-toto and TUF are built.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from graphtrain.errors import CacheError
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LARGEST = 64 * 1024  # bytes of an envelope; a statement is a few hundred
+_LARGEST = 64 * 1024  # bytes of an envelope; a statement has a few hundred
 
 
 def default_directory() -> Path:
-    """$XDG_CONFIG_HOME/graphtrain/keys, else under ~/.config."""
+    """Return the key directory: $XDG_CONFIG_HOME/graphtrain/keys, else under ~/.config."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "graphtrain" / "keys"
 
 
 class Refused(CacheError):
-    """Something from elsewhere may not be taken."""
+    """A program or request from a remote cache is not accepted."""
 
 
 class Keys:
-    """A private key to sign with, and the public keys of those whose programs may run here."""
+    """The user's private signing key, and the public keys whose programs may be loaded."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,10 +41,10 @@ class Keys:
         self._trusted = directory / "trusted"
 
     def new(self) -> dict[str, Any]:
-        """Make this user's key pair; return the public half.
+        """Create this user's key pair; return the public key.
 
         Raises:
-            CacheError: there is one already, or it cannot be written.
+            CacheError: a key exists already, or the directory is not writable.
         """
         signer = _signing().CryptoSigner.generate_ed25519()
         public = signer.public_key.to_dict() | {"keyid": signer.public_key.keyid}
@@ -55,56 +56,63 @@ class Keys:
             self._public.write_text(json.dumps(public, indent=1) + "\n")
         except FileExistsError:
             raise CacheError(
-                f"{self._private} exists; remove it to begin with another key"
+                f"{self._private} exists; remove it first to create another key"
             ) from None
         except OSError as error:
             raise CacheError(f"{self._directory} cannot be written: {error.strerror}") from error
         return public
 
     def own(self) -> dict[str, Any]:
-        """The public half of this user's key.
+        """Return this user's public key.
 
         Raises:
-            CacheError: there is none.
+            CacheError: there is no key, or it cannot be read.
         """
         if not self._public.exists():
-            raise CacheError("there is no key to sign with; make one: graphtrain cache key new")
+            raise CacheError("there is no signing key; create one: graphtrain cache key new")
         return _read_key(self._public)
 
     def trust(self, name: str, file: Path) -> None:
-        """Let programs signed with a public key run here.
+        """Trust a public key, so that programs signed with it are accepted.
+
+        Args:
+            name: name under which the key is stored.
+            file: public key, as printed by `graphtrain cache key show`.
 
         Raises:
-            CacheError: the file is no public key, or the name is none for a file.
+            CacheError: the file is not a public key, or the name is not a valid file name.
         """
         if not _NAME.fullmatch(name):
-            raise CacheError(f"{name!r} cannot name a key: use letters, digits, dots and dashes")
+            raise CacheError(
+                f"{name!r} is not a valid key name: use up to 64 letters, digits, dots, dashes and "
+                "underscores, beginning with a letter or digit"
+            )
         public = _read_key(file)
         self._trusted.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self._trusted / f"{name}.json").write_text(json.dumps(public, indent=1) + "\n")
 
     def untrust(self, name: str) -> None:
-        """Let them no longer.
+        """Stop trusting the public key of this name.
 
         Raises:
-            CacheError: there is no such name.
+            CacheError: there is no trusted key of this name.
         """
         path = self._trusted / f"{name}.json"
         if not _NAME.fullmatch(name) or not path.exists():
             known = ", ".join(self.trusted()) or "none"
-            raise CacheError(f"no trusted key is named {name!r}; there are: {known}")
+            raise CacheError(f"no trusted key is named {name!r}; trusted keys: {known}")
         path.unlink()
 
     def trusted(self) -> dict[str, dict[str, Any]]:
-        """Public keys by name; this user's own is trusted as "own"."""
+        """Return the trusted public keys by name; this user's own key is named "own"."""
         found = {path.stem: _read_key(path) for path in sorted(self._trusted.glob("*.json"))}
         return ({"own": _read_key(self._public)} if self._public.exists() else {}) | found
 
     def sign(self, statement: Mapping[str, str]) -> bytes:
-        """An envelope around a statement.
+        """Sign a statement; return the DSSE envelope as JSON.
 
         Raises:
-            CacheError: there is no key to sign with.
+            CacheError: there is no signing key.
         """
         from securesystemslib.dsse import Envelope
 
@@ -115,13 +123,15 @@ class Keys:
         return json.dumps(envelope.to_dict()).encode()
 
     def check(self, envelope: bytes, statement: Mapping[str, str], what: str) -> str:
-        """The name of the trusted key that signed exactly this statement.
+        """Return the name of the trusted key that signed exactly this statement.
 
         Args:
-            envelope: from elsewhere, and perhaps hostile.
+            envelope: untrusted bytes from the remote cache.
+            statement: expected contents of the envelope.
+            what: name of the signed object in errors.
 
         Raises:
-            Refused: it is no envelope, of another statement, or signed by nobody trusted.
+            Refused: not an envelope, of another statement, or not signed by a trusted key.
         """
         from securesystemslib.dsse import Envelope
         from securesystemslib.exceptions import VerificationError
@@ -132,19 +142,22 @@ class Keys:
             given = Envelope.from_dict(json.loads(envelope))
             signed = json.loads(given.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            raise Refused(f"{what}: its signature is no DSSE envelope") from None
+            raise Refused(f"{what}: its signature is not a DSSE envelope") from None
         for name, key in self.trusted().items():
             try:
                 given.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
             if given.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
-                raise Refused(f"{what}: {name} signed something else; it was tampered with")
+                raise Refused(
+                    f"{what}: the signature of key {name!r} is for other contents; "
+                    "it was tampered with"
+                )
             return name
         signers = ", ".join(keyid[:12] for keyid in given.signatures) or "nobody"
         raise Refused(
-            f"{what}: signed by {signers}, whom you do not trust; if you should, get the public "
-            "key from its owner: graphtrain cache key trust NAME FILE"
+            f"{what}: signed by {signers}, which is not a trusted key; to trust it, get the public "
+            "key from its owner and run: graphtrain cache key trust NAME FILE"
         )
 
 
@@ -154,7 +167,7 @@ def _read_key(path: Path) -> dict[str, Any]:
         _as_key(public)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheError(
-            f"{path} is no public key of graphtrain cache key show ({error})"
+            f"{path} is not a public key as printed by graphtrain cache key show ({error})"
         ) from None
     return public
 
@@ -168,5 +181,7 @@ def _signing() -> Any:
     try:
         from securesystemslib import signer
     except ModuleNotFoundError:
-        raise CacheError("signatures need: pip install 'graphtrain[share]'") from None
+        raise CacheError(
+            "signatures need securesystemslib; run: pip install 'graphtrain[share]'"
+        ) from None
     return signer

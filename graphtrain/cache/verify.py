@@ -1,4 +1,4 @@
-"""Verification: every byte of a store against what was written."""
+"""Verification of all cache entries against their checksums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Kind = Literal["damaged", "other version", "dangling"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One program or request that cannot be used."""
+    """Program or request that cannot be used."""
 
     path: Path
     kind: Kind  # dangling: a request whose program is not stored
@@ -25,24 +25,30 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What a verification found."""
+    """Result of a verification."""
 
-    programs: int  # sound ones
-    requests: int  # sound ones
-    orphans: tuple[str, ...]  # sound programs that no request leads to; a trace still finds them
+    programs: int  # number of valid programs
+    requests: int  # number of valid requests
+    orphans: tuple[
+        str, ...
+    ]  # valid programs that no request resolves to; still found by program key after tracing
     problems: tuple[Problem, ...]
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong, or everything that was is repaired."""
+        """True if there are no problems, or all of them are repaired."""
         return all(problem.repaired for problem in self.problems)
 
 
 def verify(layout: Layout, *, repair: bool) -> Report:
     """Check every program and request.
 
+    Args:
+        layout: paths of the cache.
+        repair: move damaged entries and dangling requests to quarantine.
+
     Raises:
-        CacheError: the store cannot be read.
+        CacheError: the cache cannot be read.
     """
     problems: list[Problem] = []
     sound_programs: set[str] = set()
@@ -52,7 +58,7 @@ def verify(layout: Layout, *, repair: bool) -> Report:
             programs.check(path, digest, contents=True)
             sound_programs.add(digest)
         except Unusable as reason:
-            if is_present(path):  # else another process removed it meanwhile
+            if is_present(path):  # otherwise another process has removed it
                 problems.append(_problem(layout, path, _kind(reason), str(reason), repair))
     answered: list[str] = []
     for path, result in _checked_requests(layout):
@@ -73,7 +79,7 @@ def _checked_requests(layout: Layout) -> Iterator[tuple[Path, requests.Request |
         try:
             request = requests.read(path)
             if request.key.digest != digest:
-                raise Damaged("request is not as it was written")
+                raise Damaged("the request's contents do not match its digest")
             yield path, request
         except Unusable as reason:
             if is_present(path):
@@ -85,6 +91,6 @@ def _kind(reason: Unusable) -> Kind:
 
 
 def _problem(layout: Layout, path: Path, kind: Kind, reason: str, repair: bool) -> Problem:
-    """The problem, repaired if asked: what another version may need is never touched."""
+    """Return the problem, repaired if requested; entries of other versions are never changed."""
     repaired = repair and kind != "other version" and quarantine(layout, path, reason) is not None
     return Problem(path, kind, reason, repaired)

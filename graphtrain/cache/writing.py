@@ -1,4 +1,4 @@
-"""How files come into a store: whole or not at all."""
+"""Atomic creation, replacement and removal of files and directories in a cache."""
 
 import errno
 import os
@@ -17,26 +17,30 @@ _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 @contextmanager
 def writing(path: Path, nbytes: int) -> Iterator[None]:
-    """Report what the system refuses inside as an error about path.
+    """Convert an OSError of the block into a CacheError about writing `path`.
+
+    Args:
+        path: file or directory that the block writes.
+        nbytes: size to report in the error; 0 to report none.
 
     Raises:
-        CacheError: the disk is full, or path cannot be written; with what to do.
+        CacheError: the disk is full, or path cannot be written; the message includes a remedy.
     """
     try:
         yield
     except OSError as error:
         need = f" ({readable(nbytes)} needed)" if nbytes else ""
-        remedy = "store elsewhere with --cache DIR or GRAPHTRAIN_CACHE"
+        remedy = "choose another cache directory with --cache DIR or GRAPHTRAIN_CACHE"
         if error.errno in _FULL:
             remedy = f"free space, for example with `graphtrain cache gc`, or {remedy}"
         if error.errno in _IN_THE_WAY:
-            remedy = f"something of another kind is in its place; remove it, or {remedy}"
+            remedy = f"a file or directory of the wrong kind is in the way; remove it, or {remedy}"
         raise CacheError(f"cannot write {path}{need}: {error.strerror}; {remedy}") from error
 
 
 @contextmanager
 def removing(path: Path) -> Iterator[None]:
-    """Report what the system refuses inside as an error about path.
+    """Convert an OSError of the block into a CacheError about removing `path`.
 
     Raises:
         CacheError: path cannot be removed.
@@ -45,14 +49,14 @@ def removing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CacheError(
-            f"cannot remove {path}: {error.strerror}; collect garbage as a user, and on a machine, "
-            "that can write the store"
+            f"cannot remove {path}: {error.strerror}; run garbage collection as a user, and on a "
+            "machine, with write access to the cache"
         ) from error
 
 
 @contextmanager
 def temporary_directory(layout: Layout) -> Iterator[Path]:
-    """A new directory on the store's file system; gone afterwards, unless renamed."""
+    """Create a directory on the cache's file system; remove it afterwards, unless renamed."""
     path = temporary_path(layout)
     path.mkdir()
     try:
@@ -62,7 +66,7 @@ def temporary_directory(layout: Layout) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make a new file and wait until it is on the disk."""
+    """Create a new file and flush it to disk (fsync)."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -70,7 +74,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(layout: Layout, path: Path, data: bytes) -> None:
-    """Make or replace a file in one step: a reader sees the old or the new, whole."""
+    """Create or replace a file atomically: readers see the complete old or new contents."""
     temporary = temporary_path(layout)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -83,27 +87,29 @@ def replace_file(layout: Layout, path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Flush a directory's entries to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+        if (
+            error.errno != errno.EINVAL
+        ):  # some network file systems do not support fsync of directories
             raise
     finally:
         os.close(descriptor)
 
 
 def discard(layout: Layout, path: Path) -> None:
-    """Remove a directory: at once to a reader, by one rename, then file by file."""
+    """Remove a directory atomically for readers: rename it first, then delete its files."""
     doomed = temporary_path(layout)
-    with suppress(FileNotFoundError):  # another process removed it first
+    with suppress(FileNotFoundError):  # another process has removed it
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def quarantine(layout: Layout, path: Path, reason: str) -> Path | None:
-    """Move what cannot be used out of the way, with the reason beside it; None if that fails."""
+    """Move an unusable entry to quarantine with a file stating the reason; None if that fails."""
     directory = layout.quarantine / f"{path.stem}.{os.urandom(3).hex()}"
     moved = directory / path.name
     try:
@@ -117,16 +123,16 @@ def quarantine(layout: Layout, path: Path, reason: str) -> Path | None:
 
 
 def temporary_path(layout: Layout) -> Path:
-    """A new name that says whose it is, so that what a killed process left can be removed."""
+    """Return a new path with host and process id, so that leftovers can be recognized."""
     layout.temporary.mkdir(parents=True, exist_ok=True)
     return layout.temporary / f"{os.uname().nodename}.{os.getpid()}.{os.urandom(6).hex()}"
 
 
 def is_stale(path: Path, *, now: float) -> bool:
-    """Whether a temporary path was left behind: older than a day, or its owner is dead.
+    """Return whether a temporary path is a leftover: older than a day, or its owner is dead.
 
-    A process in another container can share this host's name but not its numbers, and looks dead;
-    ten minutes outlast any single write.
+    A process in another container can share this host's name but not its process ids, and then
+    looks dead; the minimum age of ten minutes is longer than any single write.
     """
     age = now - path.lstat().st_mtime
     host, _, rest = path.name.rpartition(".")[0].rpartition(".")
@@ -140,5 +146,5 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # another user's
+        return True  # the process belongs to another user
     return True

@@ -1,4 +1,4 @@
-"""Save and restore a run's state with Orbax; a layout change is a restore.
+"""Checkpoints: save and restore a run's state with Orbax, also into another mesh or pipeline.
 
 Orbax is imported when the first checkpoint is saved or restored, not at the start of a run.
 """
@@ -24,23 +24,23 @@ from lowering.trees import Tree, flatten
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds."""
+    """Restored contents of a checkpoint."""
 
-    step: int  # steps taken
+    step: int  # number of completed steps
     state: Tree
-    loader: dict[str, Any]  # where the data goes on
+    loader: dict[str, Any]  # position of the data loader
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a program keeps its layers, and how its backend puts arrays on its devices."""
+    """Order of layer rows in a program's stacked arrays, and its backend's array loader."""
 
-    rows: Rows | None  # None: one after the other, as many as there are
+    rows: Rows | None  # layer in each row; None for an imported model without a pipeline
     fill: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
-    by_shape: bool = False  # which arrays hold layers is not in their paths
+    by_shape: bool = False  # recognize stacked arrays by their shape, not by their path
 
     def of_kept(self, kept: Rows | None) -> tuple[Rows, Rows] | None:
-        """The rows of a checkpoint and one's own, if they differ."""
+        """Return the rows of the checkpoint and of this program, or None if they are equal."""
         mine = self.rows
         if self.by_shape:
             mine, kept = mine or _in_order(kept), kept or _in_order(mine)
@@ -48,12 +48,12 @@ class Arrangement:
 
 
 def _in_order(rows: Rows | None) -> Rows | None:
-    """The rows of the same layers without a pipeline."""
+    """Return the rows of the same layers without a pipeline."""
     return rows and tuple(range(sum(layer is not None for layer in rows)))
 
 
 def arrangement_of(program: Program) -> Arrangement:
-    """How a program keeps its layers."""
+    """Return the order in which a program stacks its layers."""
     target, imported = Target.parse(program.target), is_imported(program.model)
     if imported:
         stages = stages_of(program)
@@ -68,9 +68,9 @@ def arrangement_of(program: Program) -> Arrangement:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a directory, oldest first.
+    """Return the steps of the complete checkpoints in a directory, oldest first.
 
-    Orbax writes under a temporary name and renames, so a number alone means complete.
+    Orbax writes to a temporary name and renames it, so a name that is a number is complete.
     """
     if not directory.is_dir():
         return []
@@ -78,19 +78,24 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 class Checkpoints:
-    """The checkpoints of one run; saving goes on in the background."""
+    """Checkpoints of one run, saved in the background."""
 
     def __init__(self, directory: Path, keep: int, arrangement: Arrangement | None = None) -> None:
-        """Args:
-        arrangement: Of the layers; without it, checkpoints of another are of another program.
+        """Open the checkpoints in a directory, which the first save creates.
+
+        Args:
+            directory: The directory of the checkpoints, with one subdirectory for each step.
+            keep: Number of checkpoints to retain; older ones are deleted.
+            arrangement: Order of the layer rows. Without it, checkpoints with another order cannot
+                be restored.
         """
-        self._directory = directory.absolute()  # Orbax takes no other
+        self._directory = directory.absolute()  # Orbax requires an absolute path
         self._keep = keep
         self._arrangement = arrangement
         self._opened: Any = None
 
     def save(self, step: int, state: Tree, loader: Mapping[str, Any]) -> None:
-        """Begin to save; returns when the arrays are copied, before they are written.
+        """Start saving; return when the arrays are copied, before they are written to disk.
 
         Raises:
             TrainingError: this or an earlier checkpoint could not be written.
@@ -101,23 +106,29 @@ class Checkpoints:
         if self._arrangement is not None and self._arrangement.rows is not None:
             about["rows"] = self._arrangement.rows
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about))
-        with errors(self._directory, "written; free space or set run.directory elsewhere"):
+        with errors(
+            self._directory, "written; free disk space, or set run.directory to another location"
+        ):
             self._manager().save(step, args=items)
 
     def restore(self, step: int, described: Tree) -> Saved:
-        """Load a checkpoint, or part of it, into the shapes, dtypes and shardings described.
+        """Load a checkpoint, or part of it, with the shapes, dtypes and shardings described.
 
-        Layers that it keeps in another arrangement are brought into the program's.
+        Layers that the checkpoint stacks in another order are reordered for this program.
+
+        Args:
+            step: Step of the checkpoint.
+            described: Tree of arrays to restore, with their shapes, dtypes and shardings.
 
         Raises:
-            TrainingError: it holds other arrays, or cannot be read.
+            TrainingError: the checkpoint contains other arrays, or cannot be read.
         """
         import orbax.checkpoint as ocp
 
         where = self._directory / str(step)
         about = read_about(self._directory, step)
         if self._arrangement is not None and (rows := self._arrangement.of_kept(about.rows)):
-            with errors(where, "read; remove it to go on from an earlier one"):
+            with errors(where, "read; remove it to resume from an earlier checkpoint"):
                 state = _rearranged(where, about, described, self._arrangement, *rows)
             return Saved(step, state, about.loader)
         _compare(where, about.arrays, _arrays(described))
@@ -126,28 +137,34 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(described),
             partial_restore=True,
         )
-        with errors(where, "read; remove it to go on from an earlier one"):
+        with errors(where, "read; remove it to resume from an earlier checkpoint"):
             state = self._restore(step, state=wanted)["state"]
         return Saved(step, state, about.loader)
 
     def wait(self) -> None:
-        """Return when every checkpoint begun is complete.
+        """Wait until every checkpoint that was started is complete.
 
         Raises:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with errors(self._directory, "written; free space or set run.directory elsewhere"):
+            with errors(
+                self._directory,
+                "written; free disk space, or set run.directory to another location",
+            ):
                 self._opened.wait_until_finished()
 
     def close(self) -> None:
-        """Wait until everything is written, and give up what Orbax holds.
+        """Wait until everything is written, then release Orbax's resources.
 
         Raises:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with errors(self._directory, "written; free space or set run.directory elsewhere"):
+            with errors(
+                self._directory,
+                "written; free disk space, or set run.directory to another location",
+            ):
                 self._opened.close()
 
     def _restore(self, step: int, **items: Any) -> Any:
@@ -161,8 +178,8 @@ class Checkpoints:
             import orbax.checkpoint as ocp
 
             self._directory.mkdir(parents=True, exist_ok=True)
-            # By default the replicas of an array each write a slice of it, and JAX compiles the
-            # slicing in the middle of the run.
+            # By default each replica of an array writes a slice of it, and JAX would compile the
+            # slicing during the run.
             arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
             registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
             self._opened = ocp.CheckpointManager(
@@ -173,9 +190,9 @@ class Checkpoints:
                 },
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=self._keep,
-                    create=False,  # Orbax refuses to with named processes
-                    # Named processes meet at a barrier of the service; else at a collective, which
-                    # JAX would compile.
+                    create=False,  # Orbax does not support True together with active_processes
+                    # With active_processes, Orbax synchronizes through the coordination service;
+                    # otherwise through a collective, which JAX would compile.
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         active_processes=set(range(distributed.count()))
                         if distributed.count() > 1
@@ -188,28 +205,32 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
-    loader: dict[str, Any]
+    loader: dict[str, Any]  # position of the data loader
     arrays: dict[str, list[Any]]  # shape and dtype by path
-    rows: Rows | None  # of its layers; none in those from before they were kept
+    rows: Rows | None  # layer in each row; None as in Arrangement, and in old checkpoints
 
 
 def read_about(directory: Path, step: int) -> About:
-    """Read what a checkpoint says of itself; a small file of JSON that Orbax writes.
+    """Read the metadata of a checkpoint, a small JSON file written by Orbax.
 
     Raises:
-        TrainingError: it cannot be read.
+        TrainingError: the metadata cannot be read.
     """
     where = directory / str(step)
-    with errors(where, "read; remove it to go on from an earlier one"):
+    with errors(where, "read; remove it to resume from an earlier checkpoint"):
         found = json.loads((where / "about/metadata").read_text())
         rows = found.get("rows")
         return About(found["loader"], found["arrays"], None if rows is None else tuple(rows))
 
 
 def read_part(where: Path, path: str) -> Callable[[Index], np.ndarray]:
-    """Reads of parts of an array of a checkpoint; only those parts are read.
+    """Return a function that reads parts of one array of a checkpoint, and only those parts.
+
+    Args:
+        where: Directory of one checkpoint.
+        path: Path of the array in the state.
 
     Raises:
         ValueError: there is no such array, or it is damaged.
@@ -219,7 +240,13 @@ def read_part(where: Path, path: str) -> Callable[[Index], np.ndarray]:
 
 
 def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) -> Any:
-    """An array of a checkpoint as TensorStore opens it; holds so many bytes of what it has read.
+    """Open an array of a checkpoint with TensorStore.
+
+    Args:
+        where: Directory of one checkpoint.
+        path: Path of the array in the state.
+        write: Also open the array for writing.
+        held: Size in bytes of the cache of chunks that were read.
 
     Source: https://orbax.readthedocs.io, "Checkpoint format": a zarr array for each leaf, under the
     names of its path joined by dots, in a key-value store of OCDBT
@@ -239,7 +266,7 @@ def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) ->
 def _rearranged(
     where: Path, about: About, described: Tree, arrangement: Arrangement, rows: Rows, mine: Rows
 ) -> Tree:
-    """The arrays described, from those of a checkpoint whose layers are in other rows."""
+    """Load the arrays described from a checkpoint that stacks its layers in another order."""
     leaves = flatten(described)
     shapes = {path: tuple(shape) for path, (shape, _) in about.arrays.items()}
     inside: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
@@ -247,8 +274,8 @@ def _rearranged(
         inside = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
         if not any(inside.values()):
             raise TrainingError(
-                f"{where} keeps its blocks in as many rows, but in another order: for rows {rows} "
-                f"instead of {mine}; go on with the pipeline.layers it was saved with"
+                f"{where} stacks its layers in as many rows, but in another order: {rows} "
+                f"instead of {mine}; resume with the pipeline.layers it was saved with"
             )
     kept = {
         path: Stacked(path, shape, rows, inside.get(path, False)) for path, shape in shapes.items()
@@ -274,8 +301,14 @@ def restore_parameters(
 ) -> Tree:
     """Load only the parameters of a checkpoint.
 
+    Args:
+        directory: Directory of the checkpoints.
+        step: Step of the checkpoint.
+        described: Tree of parameters to restore, with their shapes, dtypes and shardings.
+        arrangement: Order of the layer rows, if the checkpoint may have another.
+
     Raises:
-        TrainingError: it holds other parameters, or cannot be read.
+        TrainingError: the checkpoint contains other parameters, or cannot be read.
     """
     checkpoints = Checkpoints(directory, 1, arrangement)
     try:
@@ -285,10 +318,10 @@ def restore_parameters(
 
 
 def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
-    """Load one array of a checkpoint's state by its path, whole, into the host's memory.
+    """Load one complete array of a checkpoint's state, by its path, into host memory.
 
     Raises:
-        TrainingError: it cannot be read.
+        TrainingError: the array cannot be read.
     """
     where = directory / str(step)
     with errors(where, "read"):
@@ -297,7 +330,10 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
 
 @contextmanager
 def errors(path: Path, what: str) -> Iterator[None]:
-    """TensorStore raises ValueError for a full disk and for damaged files, Orbax OSError."""
+    """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`".
+
+    For a full disk or a damaged file, TensorStore raises ValueError and Orbax OSError.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -315,9 +351,9 @@ def _compare(where: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -
     for path in saved | dict(wanted):
         if saved.get(path) != wanted.get(path):
             raise TrainingError(
-                f"{where} is of another program: {path} is {_say(saved.get(path))} there and "
-                f"{_say(wanted.get(path))} here; set run.directory to a new one, or change "
-                "[program] back"
+                f"{where} was saved by another program: {path} is {_say(saved.get(path))} in the "
+                f"checkpoint and {_say(wanted.get(path))} in this program; set run.directory to a "
+                "new directory, or change [program] back"
             )
 
 

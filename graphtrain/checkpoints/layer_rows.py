@@ -1,6 +1,7 @@
-"""How a run keeps its layers, stacked along the first axes of arrays, and one way from another.
+"""Order of layer rows in stacked arrays, and conversion from one order to another.
 
-Only pipelines differ: theirs are stacked in rounds, or with rows that fill up short stages.
+Layers are stacked along the first axes of an array. Without a pipeline they are in their natural
+order; a pipeline stacks them by virtual stage, or adds padding rows to stages with fewer layers.
 """
 
 from __future__ import annotations
@@ -12,32 +13,34 @@ from dataclasses import dataclass
 import numpy as np
 
 Index = tuple[slice | int, ...]
-Rows = tuple[int | None, ...]  # the layer in each row; None fills up a stage
+Rows = tuple[int | None, ...]  # the layer in each row; None for a padding row
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """One array of a state: its whole shape, and the layers in its rows."""
+    """Array of a state: its unsharded shape, and the layer in each of its rows."""
 
     path: str
     shape: tuple[int, ...]
     rows: Rows
-    in_layers: bool | None = None  # None: the path says it, as that of a native model does
+    in_layers: bool | None = None  # rows are layers; None: if the path has "layers"
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Sizes of the axes that the rows are counted along; none outside of the layers."""
+        """Sizes of the leading axes that stack the layers; empty outside the layers."""
         inside = "layers" in self.path.split("/") if self.in_layers is None else self.in_layers
         if not inside:
             return ()
         for axes in (1, 2):
             if math.prod(self.shape[:axes]) == len(self.rows):
                 return self.shape[:axes]
-        raise ValueError(f"{self.path}: {self.shape} is not of {len(self.rows)} rows")
+        raise ValueError(
+            f"{self.path}: the first axes of shape {self.shape} are not {len(self.rows)} rows"
+        )
 
     @property
     def plain(self) -> tuple[int, ...]:
-        """The shape without a pipeline: a row for each layer."""
+        """Shape without a pipeline: one row per layer."""
         layers = len([layer for layer in self.rows if layer is not None])
         inner = self.shape[len(self.leading) :]
         return (layers, *inner) if self.leading else self.shape
@@ -50,14 +53,14 @@ def part(
     read: Callable[[Index], np.ndarray],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """A part of an array in the arrangement wanted, by reads of the same array as it is kept.
+    """Return a part of an array in another order of layer rows; padding rows are zeros.
 
     Args:
-        wanted: The array as it shall be.
-        kept: The array as it is.
-        index: Into the array wanted.
-        read: A part of the array kept.
-        dtype: Of both.
+        wanted: The array in the new order.
+        kept: The array in the stored order.
+        index: The part, as an index into the new array.
+        read: Reads a part of the stored array.
+        dtype: Dtype of both arrays.
     """
     leading = wanted.leading
     if not leading:

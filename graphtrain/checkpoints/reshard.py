@@ -1,7 +1,7 @@
-"""A run's checkpoint as another program would have saved it, an array at a time, on no device.
+"""Rewrite a run's checkpoint as another program would have saved it, on the CPU, array by array.
 
-A checkpoint holds whole arrays, so that every mesh can load every one; what differs between
-programs is the order of layers that a pipeline wants, and the pieces in which arrays lie on disk.
+A checkpoint contains unsharded arrays, so every mesh can load it. Programs differ only in the order
+of layer rows that a pipeline requires, and in the chunks in which arrays are stored on disk.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from graphtrain.errors import PlanError, TrainingError
 from graphtrain.weights.convert import making
 from lowering.trees import Tree, unflatten
 
-_PIECE = 64 << 20  # bytes of an array that lie together on disk
-_HELD = 1 << 30  # bytes of pieces of the source that are kept while parts are cut from them
+_PIECE = 64 << 20  # bytes of one chunk of an array on disk
+_HELD = 1 << 30  # bytes of source chunks cached while parts of them are read
 _NOT_COPIED = ("checkpoints", ".lock", "config.toml")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was made."""
+    """Summary of a resharded checkpoint."""
 
     step: int
-    arrays: int
-    bytes: int
-    moved: int  # arrays whose layers have other rows than before
+    arrays: int  # number of arrays
+    bytes: int  # total size of the arrays
+    moved: int  # number of arrays whose layers were reordered
 
 
 def reshard(
@@ -48,23 +48,23 @@ def reshard(
     progress: Callable[[int, int], None],
     step: int | None = None,
 ) -> Summary:
-    """Make a run's directory, of one checkpoint of another, for another program of the same model.
+    """Create a run directory for another program of the same model from one checkpoint of a run.
 
     Args:
-        source: The directory of a run.
-        destination: Where to write; appears when it is whole.
-        to: A configuration, or a strategy that `graphtrain plan --save-strategy` wrote.
-        progress: Is told of every array.
-        step: Which checkpoint; the last if left out.
+        source: Directory of the run.
+        destination: Directory to create; it appears only when it is complete.
+        to: A configuration, or a strategy written by `graphtrain plan --save-strategy`.
+        progress: Called with the number of finished arrays and of all arrays.
+        step: Step of the checkpoint; the last if None.
 
     Raises:
-        TrainingError: there is no such checkpoint, it is of another model, or the disk refuses.
-        WeightsError: the destination is there already.
+        TrainingError: there is no such checkpoint, it is of another model, or writing failed.
+        WeightsError: the destination exists already.
     """
     steps = saved_steps(source / "checkpoints")
     if not steps or (step is not None and step not in steps):
         there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {source}; there are: {there}")
+        raise TrainingError(f"no such checkpoint in {source}; existing steps: {there}")
     step = steps[-1] if step is None else step
     config = load_config(source / "config.toml")
     strategy = _strategy(to)
@@ -72,7 +72,7 @@ def reshard(
     kept = _kept(about, config)
     wanted = _wanted(strategy)
     _check_same(source / "checkpoints" / str(step), to, about, kept, strategy, wanted)
-    with making(destination) as directory, errors(destination, "written; free space"):
+    with making(destination) as directory, errors(destination, "written; free disk space"):
         _copy_files(source, directory, config, strategy, destination)
         where = directory / "checkpoints" / str(step)
         _write_zeros(where, about, strategy)
@@ -89,8 +89,8 @@ def reshard(
 def _strategy(to: Path) -> Strategy:
     if to.suffix == ".ckpt":
         raise PlanError(
-            f"{to}: MindSpore's form holds no optimizer; give a configuration, or what "
-            "graphtrain plan CONFIG --save-strategy FILE.json writes"
+            f"{to}: MindSpore's strategy format does not contain the optimizer state; pass a "
+            "configuration, or the output of graphtrain plan CONFIG --save-strategy FILE.json"
         )
     return read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
 
@@ -118,8 +118,8 @@ def _check_same(
     for path in sorted(there | here):
         if there.get(path) != here.get(path):
             raise TrainingError(
-                f"{where} is of another model or optimizer than {to}: {path} is "
-                f"{_say(there.get(path))} there and {_say(here.get(path))} here"
+                f"{where} has another model or optimizer than {to}: {path} is "
+                f"{_say(there.get(path))} in the checkpoint and {_say(here.get(path))} in {to}"
             )
 
 
@@ -130,7 +130,7 @@ def _say(array: tuple[str, tuple[int, ...]] | None) -> str:
 def _copy_files(
     source: Path, directory: Path, config: Config, strategy: Strategy, destination: Path
 ) -> None:
-    """All of a run but its checkpoints; its configuration with the new program."""
+    """Copy all files of a run except its checkpoints; write config.toml with the new program."""
     for path in source.iterdir():
         if path.name in _NOT_COPIED:
             continue
@@ -144,7 +144,7 @@ def _copy_files(
 
 
 def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
-    """A checkpoint as Orbax writes it, of arrays that take no memory and nearly no space."""
+    """Write an Orbax checkpoint of zeros, which needs almost no memory or disk space."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -157,7 +157,7 @@ def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
     handlers = ocp.type_handlers
     registry = handlers.create_type_handler_registry(
         (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, handlers.ArrayHandler()),  # without one Orbax warns
+        (jax.Array, handlers.ArrayHandler()),  # without a handler for jax.Array, Orbax warns
     )
     pieces = unflatten({path: ocp.SaveArgs(chunk_byte_size=_PIECE) for path in strategy.arrays})
     said = {
@@ -177,7 +177,7 @@ def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
 
 
 def _copy(source: Path, where: Path, kept: Stacked, wanted: Stacked, dtype: np.dtype) -> None:
-    """One array, piece by piece of the destination."""
+    """Copy one array, one chunk of the destination at a time."""
     old, new = open_array(source, kept.path, held=_HELD), open_array(where, wanted.path, write=True)
 
     def read(index: Index) -> np.ndarray:

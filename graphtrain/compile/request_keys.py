@@ -1,6 +1,6 @@
-"""Which graphs a run needs, and the key each is asked for by; nothing is traced.
+"""Request keys: cache keys of the graphs that a run needs, computed without tracing.
 
-`compile` and `run` both ask here, so they cannot disagree.
+`compile` and `run` both use this module, so their keys always agree.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
 from sharding_rules.rules import Rules
 
-GRAPHS = ("init", "train", "evaluate")  # what training and evaluating a program takes
+GRAPHS = ("init", "train", "evaluate")  # the graphs needed to train and evaluate
 
 _ROOT = Path(__file__).parents[2]
-# What tracing and lowering execute; the command, the loop and the cache are not in a program.
+# Sources executed by tracing and lowering; the CLI, the training loop and the cache do not affect
+# a compiled program.
 _SOURCES = (
     "graphtrain/compile/request_keys.py",
     "graphtrain/config/hf_config.py",
@@ -33,16 +34,20 @@ _SOURCES = (
 
 
 def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[str, CacheKey]:
-    """The request key of every graph of a program, or of those named.
+    """Return the request key of each graph of a program, by graph name.
+
+    Args:
+        program: settings that can change compiled code.
+        names: graphs to include; None for GRAPHS.
 
     Raises:
-        ImportedModelError: the configuration or the module of a model of PyTorch is not there.
-        LoweringError: no such target.
-        ShardingError: no such rules, or a mesh that does not fill the target.
+        ImportedModelError: the configuration or module of a PyTorch model does not exist.
+        LoweringError: the target is unknown.
+        ShardingError: the rules are unknown, or the mesh does not fill the target.
     """
     target = Target.parse(program.target)
     settings = dataclasses.asdict(program)
-    # What these name is in the key, not their names.
+    # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     if is_imported(program.model):
         from graphtrain.torch_frontend.source import ingredients
@@ -61,7 +66,7 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
 
 @functools.cache
 def source_digests() -> dict[str, str]:
-    """Digest of each of our files that can change a program, by its path in the source tree."""
+    """Return the digest of each source file that can change a program, by its relative path."""
     digests = {}
     for source in _SOURCES:
         path = _ROOT / source

@@ -11,17 +11,17 @@ from sharding_rules.rules import Rules
 
 
 def mesh_shape(program: Program) -> MeshShape:
-    """The mesh of a program, with the axis that takes the rest of the target's devices."""
+    """Return the mesh of a program; one axis may be sized to use all remaining devices."""
     sizes = dataclasses.asdict(program.mesh)
     return MeshShape.resolve(sizes, Target.parse(program.target).devices)
 
 
 def stages_of(program: Program) -> Stages | None:
-    """How the layers of a program are divided among stages; None where it is no pipeline.
+    """Return the assignment of layers to pipeline stages, or None without a pipeline.
 
     Raises:
-        LoweringError: no such target.
-        ShardingError: layers or microbatches that the stages cannot take.
+        LoweringError: the target is unknown.
+        ShardingError: the layers or microbatches cannot be divided among the stages.
     """
     stages = mesh_shape(program).axes.get("stage", 1)
     if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
@@ -30,15 +30,15 @@ def stages_of(program: Program) -> Stages | None:
 
 
 def rows_of_layers(program: Program) -> tuple[int | None, ...]:
-    """The layer in each row of the stacks that a run keeps; none in a row that fills a stage.
+    """Return the layer in each row of a run's stacked arrays; None for a padding row of a stage.
 
     Raises:
-        PlanError: the model is one of PyTorch, whose layers have no rows of ours.
+        PlanError: the model is imported from PyTorch, whose layers are not stacked this way.
     """
     if is_imported(program.model):
         raise PlanError(
-            "this knows the layers of the native decoder, not those of model.torch or model.hf; "
-            "their checkpoints go into any mesh when a run goes on from them"
+            "this operation supports only the native decoder, not model.torch or model.hf; "
+            "a run can resume their checkpoints on any mesh without it"
         )
     stages = stages_of(program)
     return tuple(range(program.model.layers)) if stages is None else stages.rows

@@ -1,11 +1,12 @@
-"""Weights that come from elsewhere and go there: files, conversion, and what a run starts from.
+"""Import and export of weights, conversion between formats, and initial weights of a run.
 
-A converted folder holds
+A converted folder contains
 
-- `weights/`: safetensors in the decoder's names and order of axes, a file entry for each layer, in
-  the dtypes of the source; nothing in it depends on a mesh,
-- `model.toml`: the settings of the model, which a configuration takes by `preset`,
-- `hugging_face/`: config.json, tokenizer, chat template and code of the source, for the way back.
+- `weights/`: safetensors with the decoder's names and order of axes, one entry per layer, in the
+  dtypes of the source and independent of any mesh,
+- `model.toml`: the settings of the model, for use as `preset` in a configuration,
+- `hugging_face/`: config.json, tokenizer, chat template and code of the source, for the export to
+  Hugging Face.
 
-Imports no JAX.
+Does not import JAX.
 """

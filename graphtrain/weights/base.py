@@ -1,6 +1,7 @@
-"""The base of a run that saves only what it trains: the same must be there to go on, or to export.
+"""Base weights of a run with an adapter: recorded at its start, verified to resume or to export.
 
-The run's directory keeps `base.json`: where the base was, and a digest of each of its files.
+Such a run saves only its trainable parameters. Its directory therefore contains `base.json`, with
+the folder of the base weights and a digest of each file.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _NAME = "base.json"
 
 
 def keep_base(weights: Source, directory: Path) -> None:
-    """Write down which base a run starts from.
+    """Record in base.json which base weights a run starts from.
 
     Raises:
-        TrainingError: the directory cannot be written.
+        TrainingError: the run directory is not writable.
     """
     about = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
     with writing(directory):
@@ -33,52 +34,53 @@ def keep_base(weights: Source, directory: Path) -> None:
 
 
 def check_base(weights: Source, directory: Path) -> None:
-    """Refuse weights that are not those that a run started from.
+    """Raise unless these are the base weights that a run started from.
 
-    Files of the size and time that were written down count as unchanged; others are read.
+    Files with the recorded size and modification time count as unchanged; others are read.
 
     Raises:
-        WeightsError: says which file differs.
+        WeightsError: a file differs, is missing or was added; the message names it.
     """
     kept = _kept(directory)["files"]
     now = _describe(weights, kept)
     for name in kept | now:
         if kept.get(name, {}).get("sha256") != now.get(name, {}).get("sha256"):
             raise WeightsError(
-                f"{weights.directory} is not the base that {directory} was trained on: {name} "
-                "differs; bring that base back, or set run.directory to a new one"
+                f"{weights.directory} does not contain the base weights that {directory} was "
+                f"trained on: {name} differs; restore them, or set run.directory to a new directory"
             )
 
 
 def check_adapter(config: Config, directory: Path) -> None:
-    """Refuse to go on with other adapters than a run was begun with, or its base rounded otherwise.
+    """Raise unless the adapter settings are those with which the run was started.
 
-    No array tells: with another alpha the adapters that were saved would count for more or less.
+    Array shapes do not reveal such a change; for example another alpha would rescale the saved
+    adapter, and another `base` would quantize the base weights differently.
 
     Raises:
-        WeightsError: says which setting differs.
+        WeightsError: settings differ; the message names them.
     """
     file, mine = directory / "config.toml", config.program.adapter
     theirs = load_config(file).program.adapter if file.is_file() else None
     if mine is None or theirs is None:
         return
     differ = [
-        f"{name} = {getattr(mine, name)!r} (there {getattr(theirs, name)!r})"
+        f"{name} = {getattr(mine, name)!r} (instead of {getattr(theirs, name)!r})"
         for name in ("rank", "alpha", "root_rank", "base")
         if getattr(mine, name) != getattr(theirs, name)
     ]
     if differ:
         raise WeightsError(
-            f"{file}: the adapter was trained with other settings than [program.adapter], which "
-            f"has {', '.join(differ)}; set them back, or set run.directory to a new one"
+            f"{file}: the adapter was trained with other settings than those in [program.adapter]: "
+            f"{', '.join(differ)}; change them back, or set run.directory to a new directory"
         )
 
 
 def open_base(config: Config, directory: Path) -> Source:
-    """The base of a run, from where run.initial says, else from where it was.
+    """Open a run's base weights, from run.initial if it is a directory, else as recorded.
 
     Raises:
-        WeightsError: it is not there, or another.
+        WeightsError: the base weights are missing or differ from the recorded ones.
     """
     assert config.run.initial is not None
     named = Path(config.run.initial)
@@ -95,12 +97,12 @@ def _kept(directory: Path) -> dict[str, Any]:
         return {"folder": str(kept["folder"]), "files": files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
-            f"{path}, which says what {directory} was trained on, cannot be read: {error}"
+            f"{path}, the record of the base weights of {directory}, cannot be read: {error}"
         ) from error
 
 
 def _describe(weights: Source, known: dict[str, Any]) -> dict[str, Any]:
-    """Size, time and digest of every file; the digest is not made again of one that is known."""
+    """Return size, modification time and digest of each file; reuse the digest if unchanged."""
 
     def describe(path: Path) -> dict[str, Any]:
         stat = path.stat()

@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to the decoder's arrays and back, an array at a time."""
+"""Conversion between Hugging Face folders and the decoder's arrays, one array at a time."""
 
 from __future__ import annotations
 
@@ -25,25 +25,30 @@ from graphtrain.weights.files import CODES, Folder, open_folder
 from graphtrain.weights.sources import SIDE, checkpoint_step, open_source, stored_name
 from graphtrain.weights.writer import Writer
 
-Progress = Callable[[int, int], None]  # arrays done, and of how many
+Progress = Callable[[int, int], None]  # called with the numbers of finished and of all pieces
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)|.*\.index\.json")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a conversion made."""
+    """Summary of a conversion."""
 
     family: str
-    parameters: int
-    arrays: int
+    parameters: int  # number of parameters
+    arrays: int  # number of arrays
     dtype: str
 
 
 def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Summary:
-    """Make a converted folder of one that transformers would load.
+    """Convert a folder that transformers can load into a converted folder.
+
+    Args:
+        source: folder with config.json and weights.
+        destination: folder to create.
+        progress: called for each group of arrays.
 
     Raises:
-        WeightsError: the family is not known, or the weights are not those of its config.json.
+        WeightsError: the family is not supported, or the weights do not match config.json.
     """
     config = read_config(source)
     family = family_of(config)
@@ -74,19 +79,25 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
 def to_hugging_face_folder(
     source: Path, destination: Path, progress: Progress, step: int | None = None
 ) -> Summary:
-    """Make a folder that transformers loads, of a converted folder or of a run.
+    """Convert a converted folder or a run into a folder that transformers can load.
 
-    The family, the dtypes, the vocabulary without padding and all files beside the weights are
-    those of the folder the weights began in; a model that began from nothing is of the first family
-    that can express it, in float32.
+    The family, the dtypes, the unpadded vocabulary and all files other than weights come from the
+    original Hugging Face folder. A model trained from scratch gets the first family that can
+    express it, in float32.
+
+    Args:
+        source: converted folder, or directory of a run.
+        destination: folder to create.
+        progress: called for each group of arrays.
+        step: step of the run's checkpoint; None for the last.
 
     Raises:
-        WeightsError: no family has such a model, or the source is not whole.
+        WeightsError: no family can express the model, or the source is incomplete.
     """
     if (run := _run_of_pytorch(source)) is not None:
         return _export(run, source, destination, progress, step)
     weights = open_source(source, step)
-    # Of a model that began from nothing only the tokenizer may be there.
+    # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     family = family_of(config) if config else family_for(weights.model)
     model = without_padding(weights.model, config)
@@ -114,7 +125,7 @@ def to_hugging_face_folder(
 
 
 def _run_of_pytorch(source: Path) -> Program | None:
-    """The program of a run's directory, if its model is one of PyTorch."""
+    """Return the program of a run directory if its model is imported from PyTorch, else None."""
     if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
         return None
     from graphtrain.config import load_config
@@ -137,10 +148,10 @@ def _export(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A folder's config.json.
+    """Read the config.json of a folder.
 
     Raises:
-        WeightsError: there is none.
+        WeightsError: it is missing or not a JSON object.
     """
     path = directory / "config.json"
     try:
@@ -148,12 +159,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise WeightsError(f"{path} holds no table of settings")
+        raise WeightsError(f"{path} is not a JSON object of settings")
     return config
 
 
 def _renamed(piece: Piece, family: Family, folder: Folder) -> Piece:
-    """Under the names without the prefix, where the folder leaves it out."""
+    """Return the piece without the family's name prefix, if the folder omits that prefix."""
     if piece.names[0] in folder.names or not family.prefix:
         return piece
     return replace(piece, names=tuple(name.removeprefix(family.prefix) for name in piece.names))
@@ -163,27 +174,33 @@ def _check_names(pieces: list[Piece], family: Family, model: Model, folder: Fold
     wanted = {name for piece in pieces for name in piece.names}
     there = set(folder.names)
     if missing := sorted(wanted - there):
-        raise WeightsError(f"the weights lack {some(missing)}, which config.json asks for")
-    head = ("lm_head\\.weight",) if model.tied_head else ()  # the embedding once more
+        raise WeightsError(f"the weights do not contain {some(missing)}, required by config.json")
+    head = ("lm_head\\.weight",) if model.tied_head else ()  # a second copy of the embedding
     empty = re.compile("|".join((*family.without_weights, *head)))
     if left := sorted(name for name in there - wanted if not empty.fullmatch(name)):
         raise WeightsError(
-            f"the weights hold {some(left)}, which is in no {family.model_type} model of this "
-            "config.json"
+            f"the weights contain {some(left)}, which a {family.model_type} model with this "
+            "config.json does not have"
         )
 
 
 def some(names: list[str]) -> str:
+    """Return the first three names, and the number of the others, for an error message."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 
 
 def dtype_of(piece: Piece, folder: Folder) -> np.dtype:
+    """Return the common dtype of a piece's tensors.
+
+    Raises:
+        WeightsError: they have different dtypes.
+    """
     found = {folder.dtype(name) for name in piece.names}
     if len(found) > 1:
         raise WeightsError(
-            f"{piece.names[0]} and its like are of {' and '.join(sorted(map(str, found)))}; "
-            "graphtrain keeps them in one array, of one dtype"
+            f"{piece.names[0]} and the tensors stacked with it have the dtypes "
+            f"{' and '.join(sorted(map(str, found)))}; they form one array and must have one dtype"
         )
     return found.pop()
 
@@ -195,18 +212,18 @@ def _config_dtype(config: dict[str, Any] | None) -> str:
 
 
 def without_padding(model: Model, config: dict[str, Any] | None) -> Model:
-    """With the vocabulary of the config.json it began with, if that is smaller."""
+    """Return the model with the vocabulary size of config.json, if that is smaller."""
     vocab = (config or {}).get("vocab_size", model.vocab)
     return replace(model, vocab=min(vocab, model.vocab))
 
 
 def _cut(path: str, array: np.ndarray, model: Model) -> np.ndarray:
-    """Without rows past the vocabulary."""
+    """Return the array without rows of vocabulary padding."""
     return array[tuple(slice(size) for size in array_shape(path, model))]
 
 
 def _shapes(piece: Piece, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of the tensors of a piece, from arrays that take no memory."""
+    """Yield names and shapes of a piece's tensors, computed from arrays that need no memory."""
     empty = [np.broadcast_to(np.int8(0), array_shape(path, model)) for path in piece.row.paths]
     for name, tensor in to_hugging_face(piece, empty, model):
         yield name, tensor.shape
@@ -219,7 +236,7 @@ def _write_config(
     config: dict[str, Any] | None,
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
-    """The source's own where it says the same model; else with what is different."""
+    """Write config.json, unless the copied one already describes this model."""
     if config is not None and mathematics(family.model(config)) == mathematics(model):
         return
     usual = Counter(dtype for dtype, _ in arrays.values()).most_common(1)[0][0]
@@ -228,7 +245,7 @@ def _write_config(
 
 
 def copy_side(source: Path, destination: Path) -> None:
-    """All files but weights: configuration, tokenizer, chat template, code, licence."""
+    """Copy all files except weights: configuration, tokenizer, chat template, code, licence."""
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and not _WEIGHTS.fullmatch(path.name):
@@ -237,13 +254,13 @@ def copy_side(source: Path, destination: Path) -> None:
 
 @contextmanager
 def making(destination: Path) -> Iterator[Path]:
-    """A folder that appears under its name when it is whole.
+    """Yield a temporary folder, and rename it to `destination` if the block succeeds.
 
     Raises:
-        WeightsError: there is something of that name, or the disk refuses.
+        WeightsError: `destination` exists and is not an empty directory, or writing fails.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise WeightsError(f"{destination} is there already; remove it or name another")
+        raise WeightsError(f"{destination} exists already; remove it or choose another name")
     unfinished = destination.with_name(f".{destination.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -259,7 +276,7 @@ def making(destination: Path) -> Iterator[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Until it stays away: after an error TensorStore still ends the writes it has begun."""
+    """Remove a directory, with retries: after an error TensorStore still completes writes."""
     for _ in range(20):
         if not directory.exists():
             return
@@ -270,6 +287,7 @@ def _remove(directory: Path) -> None:
 def summary(
     family: Family, model: Model, arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Summary:
+    """Summarize the conversion of a model to these arrays, given by name as dtype and shape."""
     dtypes = Counter(str(dtype) for dtype, _ in arrays.values())
     return Summary(
         family.model_type,

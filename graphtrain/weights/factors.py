@@ -1,9 +1,10 @@
-"""An adapter's two factors, from the decoder's axes and names to Hugging Face's and back.
+"""LoRA factors: conversion between the decoder's names and axes and those of PEFT.
 
-Every adapted weight has the axis embed on one side. With the rank in embed's place, the other
-factor is what the weight is to its family's table, so the table says how it is turned, packed and
-named. Where Hugging Face packs several weights into one, PEFT has one pair of factors for all:
-ours side by side, each with zeros for the others' outputs, so exact, in a rank as many times ours.
+Every adapted weight has the axis embed on one side. One of its factors has the shape of the weight
+with the rank in place of embed, so the family's table determines how to transpose, pack and name
+it. Where Hugging Face packs several weights into one tensor, PEFT has one pair of factors for all
+of them: the decoder's factors are concatenated, each with zeros for the outputs of the other
+weights. This is exact, and multiplies the rank by the number of packed weights.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ EMBEDDING = "embedding/tokens"
 
 @dataclass(frozen=True)
 class Table:
-    """A family's names for what an adapter trains."""
+    """Family, model and weights that an adapter trains."""
 
     family: Family
     model: Model
     adapter: Adapter
-    targets: frozenset[str]
-    whole: frozenset[str]
+    targets: frozenset[str]  # paths of weights with LoRA factors
+    whole: frozenset[str]  # paths of weights trained in full (PEFT: modules_to_save)
 
     @classmethod
     def of(cls, side: Path, model: Model, adapter: Adapter) -> Table:
+        """Return the table for a model whose Hugging Face files are in the folder `side`."""
         config = read_config(side) if (side / "config.json").is_file() else None
         family = family_of(config) if config else family_for(model)
         targets = frozenset(lora_paths(model, adapter))
@@ -43,39 +45,46 @@ class Table:
 
     @property
     def tied_head(self) -> str | None:
-        """The head's name where it is the embedding, trained whole. PEFT would tie only those of
-        some names to its copy of an embedding, so the head has a copy of its own in a folder."""
+        """Tensor name of an LM head tied to an embedding that is trained in full, else None.
+
+        PEFT ties only heads with certain names to its copy of the embedding, so the exported folder
+        contains a copy of its own for the head.
+        """
         if not (self.model.tied_head and EMBEDDING in self.whole):
             return None
         rows = (row.name for row in self.family.rows if row.paths == ("head",))
         return next(rows, "lm_head.weight")
 
     def adapted(self) -> Iterator[Piece]:
+        """Yield the pieces that have LoRA factors."""
         for piece in self.family.pieces(self.model):
             if self.targets & set(piece.row.paths):
                 yield piece
 
     def saved(self) -> Iterator[Piece]:
+        """Yield the pieces that are trained in full."""
         for piece in self.family.pieces(self.model):
             if self.whole & set(piece.row.paths):
                 yield piece
 
 
 def module_of(piece: Piece) -> str:
+    """Return the name of the PyTorch module that owns a piece's weight."""
     return piece.names[0].removesuffix(".weight")
 
 
 def embed_is_input(path: str, model: Model) -> bool:
+    """Return whether the first axis of a weight, its input, is embed."""
     return array_shape(path, replace(model, embed=1))[0] == 1
 
 
 def rank_axis(piece: Piece, model: Model) -> int:
-    """Where embed is in Hugging Face's tensor; the other axis is all that is not embed."""
+    """Return the index of the axis embed in Hugging Face's two-dimensional tensor."""
     return _shape(piece, replace(model, embed=1)).index(1)
 
 
 def peft_shapes(piece: Piece, rank: int, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """PEFT's (rank, in) and (out, rank) of a piece."""
+    """Return the shapes of PEFT's factors lora_A (rank, in) and lora_B (out, rank)."""
     other = max(_shape(piece, replace(model, embed=1)))
     inward = embed_is_input(piece.row.paths[0], model)
     into, out = (model.embed, other) if inward else (other, model.embed)
@@ -91,7 +100,7 @@ def _shape(piece: Piece, model: Model) -> tuple[int, ...]:
 def to_peft(
     piece: Piece, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
 ) -> tuple[np.ndarray, np.ndarray]:
-    """PEFT's (rank, in) and (out, rank), of ours by path."""
+    """Convert the decoder's factor pairs, by path, to lora_A (rank, in) and lora_B (out, rank)."""
     axis, firsts, seconds = rank_axis(piece, model), [], []
     for path, (first, second) in pairs.items():
         inward = embed_is_input(path, model)
@@ -112,7 +121,7 @@ def to_peft(
 def from_peft(
     piece: Piece, first: np.ndarray, second: np.ndarray, model: Model
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Ours by path, of PEFT's (rank, in) and (out, rank)."""
+    """Convert lora_A (rank, in) and lora_B (out, rank) to the decoder's factor pairs by path."""
     inward = embed_is_input(piece.row.paths[0], model)
     thin = replace(model, embed=len(first))
     wide = second.T if inward else first

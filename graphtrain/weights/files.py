@@ -1,6 +1,6 @@
-"""Folders of weights by name: safetensors, one file or several with an index, and PyTorch's .bin.
+"""Weight files: safetensors and PyTorch's .bin, single files or several with an index.
 
-One array is read at a time, by plain reads: pages of a mapped file would count as memory.
+Arrays are read one at a time with plain reads, because pages of a mapped file count as memory.
 """
 
 from __future__ import annotations
@@ -25,25 +25,31 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_MOST_HEADER = 100 << 20  # bytes; what the safetensors library takes
+_MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
 
 
 class Folder(Protocol):
-    """Arrays by name."""
+    """Arrays by name, in files of one folder."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """Names of all arrays."""
+        ...
 
     def dtype(self, name: str) -> np.dtype:
-        """Raises:
-        WeightsError: it is one that cannot be converted.
+        """Return the dtype of an array.
+
+        Raises:
+            WeightsError: the dtype is not supported.
         """
         ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an array."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
-        """The whole array, in memory of its own."""
+        """Return the complete array, in memory of its own."""
         ...
 
 
@@ -52,12 +58,14 @@ class _Entry:
     path: Path
     code: str  # of the dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # bytes from the beginning of the file
 
 
 class SafetensorsFolder:
-    """Raises:
-    WeightsError: a file is damaged, or one that the index names is not there.
+    """Arrays in safetensors files.
+
+    Raises:
+        WeightsError: a file is damaged or missing.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -82,14 +90,14 @@ class SafetensorsFolder:
         return array.reshape(entry.shape)
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of an array; only that is read."""
+        """Return a part of an array, and read only that part."""
         entry = self._entries[name]
         mapped = np.memmap(entry.path, self.dtype(name), "r", entry.offset, entry.shape)
         return np.array(mapped[index])
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """Where each array of a file begins; the library has checked that none overlap."""
+    """Return the location of each array in a file, after the library has validated the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -99,7 +107,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, _MOST_HEADER)))
     except (OSError, SafetensorError, ValueError) as error:
-        raise WeightsError(f"{path} is no whole safetensors file: {error}") from error
+        raise WeightsError(f"{path} is not a complete safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return {
         name: _Entry(
@@ -113,10 +121,10 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 
 class BinFolder:
-    """PyTorch's own files, loaded as weights only: nothing in them runs.
+    """Arrays in PyTorch's .bin files, loaded with weights_only, so that no code in them runs.
 
     Raises:
-        WeightsError: PyTorch is not installed, or will not load a file so.
+        WeightsError: PyTorch is not installed, or cannot load a file with weights_only.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -145,7 +153,7 @@ class BinFolder:
 
 
 def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
-    """A tensor of PyTorch; its memory, where that is in one piece."""
+    """Convert a PyTorch tensor to NumPy; shares its memory if the tensor is contiguous."""
     import torch
 
     tensor = tensor.detach().contiguous()
@@ -154,10 +162,14 @@ def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def torch_dtype(name: str, kind: str) -> np.dtype:
-    """Of an array by PyTorch's name for it.
+    """Return the NumPy dtype for PyTorch's name of a dtype.
+
+    Args:
+        name: name of the array in errors.
+        kind: PyTorch's name, for example "bfloat16".
 
     Raises:
-        WeightsError: it is one that cannot be converted.
+        WeightsError: the dtype is not supported.
     """
     return _known(name, _TORCH.get(kind, kind))
 
@@ -167,34 +179,43 @@ def _load_bin(path: Path) -> Mapping[str, Any]:
         import torch
     except ImportError:
         raise WeightsError(
-            f"{path}: .bin files are PyTorch's; install it: pip install 'graphtrain[bin]'"
+            f"{path}: .bin files need PyTorch; run: pip install 'graphtrain[bin]'"
         ) from None
     import pickle
 
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file from before PyTorch 1.6 cannot be mapped
+        except RuntimeError:  # files from before PyTorch 1.6 cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise WeightsError(f"{path} cannot be loaded as weights only: {reason}") from error
+        raise WeightsError(f"{path} cannot be loaded with weights_only=True: {reason}") from error
     if not isinstance(loaded, Mapping):
-        raise WeightsError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
+        raise WeightsError(
+            f"{path} contains a {type(loaded).__name__} instead of a dict of tensors"
+        )
     return {name: one for name, one in loaded.items() if isinstance(one, torch.Tensor)}
 
 
 def _known(name: str, code: str) -> np.dtype:
     if code not in DTYPES:
-        raise WeightsError(f"{name} is of dtype {code}; {', '.join(_TORCH)} can be converted")
+        raise WeightsError(
+            f"{name} has dtype {code}, which is not supported; supported: {', '.join(_TORCH)}"
+        )
     return DTYPES[code]
 
 
 def open_folder(directory: Path, stem: str = "model", bin_stem: str = "pytorch_model") -> Folder:
-    """The weights in a folder: safetensors if there are any, else .bin.
+    """Open the weights in a folder: safetensors if there are any, else .bin.
+
+    Args:
+        directory: folder of weights.
+        stem: file name of safetensors without its suffix.
+        bin_stem: file name of .bin without its suffix.
 
     Raises:
-        WeightsError: there are none, or not all that an index names.
+        WeightsError: there are no weights, or a file named in an index is missing.
     """
     kinds = ((".safetensors", stem, SafetensorsFolder), (".bin", bin_stem, BinFolder))
     for suffix, name, kind in kinds:
@@ -204,8 +225,8 @@ def open_folder(directory: Path, stem: str = "model", bin_stem: str = "pytorch_m
         if (single := directory / f"{name}{suffix}").is_file():
             return kind([single])
     raise WeightsError(
-        f"{directory} has no weights: neither {stem}.safetensors nor {bin_stem}.bin, nor an index "
-        "of several"
+        f"{directory} contains no weights: expected {stem}.safetensors, {bin_stem}.bin, or an "
+        "index of several files (.index.json)"
     )
 
 
@@ -213,10 +234,10 @@ def _listed(index: Path) -> list[Path]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise WeightsError(f"{index} is no index of weights: {error}") from error
+        raise WeightsError(f"{index} is not an index of weights: {error}") from error
     for name in files:
         if Path(name).name != name:
-            raise WeightsError(f"{index} names {name}, which is outside of its folder")
+            raise WeightsError(f"{index} lists {name}, which is outside its folder")
         if not (index.parent / name).is_file():
-            raise WeightsError(f"{index} names {name}, which is not there")
+            raise WeightsError(f"{index} lists {name}, which does not exist")
     return [index.parent / name for name in files]

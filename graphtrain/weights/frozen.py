@@ -1,4 +1,4 @@
-"""What a run that keeps weights as they are puts on its devices: the kept, and what goes beside."""
+"""Frozen and trainable parameters of a run with an adapter, loaded onto its devices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lowering.trees import Tree, flatten, unflatten
 
 
 def open_adapter(config: Config, weights: Source) -> PeftAdapter | None:
-    """The adapter of run.initial_adapter, if it is set.
+    """Open the adapter that run.initial_adapter names, or return None if it is not set.
 
     Raises:
-        WeightsError: it is another than [program.adapter] describes.
+        WeightsError: the adapter does not match [program.adapter].
     """
     if config.run.initial_adapter is None:
         return None
@@ -28,7 +28,7 @@ def open_adapter(config: Config, weights: Source) -> PeftAdapter | None:
 
 
 def frozen_parameters(weights: Source, program: Program, described: Tree, fill: Fill) -> Tree:
-    """The weights that no step changes, in the bits that the program keeps them in."""
+    """Load the frozen weights, quantized to the base dtype of the adapter settings."""
     read, adapter = reader(weights, program), program.adapter
     if adapter is None or adapter.base not in ("int8", "nf4"):
         return fill(described, read)
@@ -51,15 +51,16 @@ def trained_parameters(
     fill: Fill,
     new: Tree | None,
 ) -> Tree:
-    """The parameters that are trained: adapters, and what is trained whole beside them.
+    """Load the trainable parameters: LoRA factors, and weights that are trained in full.
 
     Args:
-        weights: The base.
-        adapter: To go on from; none: new ones.
-        program: Settings.
-        described: Shapes, dtypes and shardings.
-        fill: The backend's.
-        new: Parameters that `init` made; without them new adapters are zeros, which do nothing.
+        weights: Base weights.
+        adapter: Initial adapter; None to start with a new one.
+        program: Settings of the program.
+        described: Tree of parameters with their shapes, dtypes and shardings.
+        fill: The backend's function that loads arrays onto devices.
+        new: Parameters from the graph `init`. Without them, the factors of a new adapter are zeros,
+            so the adapter has no effect.
     """
     begun = {} if new is None or adapter is not None else flatten(new)
     paths = {
@@ -81,7 +82,7 @@ def trained_parameters(
 
 
 class _Blocks:
-    """Codes and scales of the weight read last: each is asked for both, part by part."""
+    """Codes and scales of block-wise quantized weights; caches the weight that was read last."""
 
     def __init__(self, read: Read, program: Program, kind: QuantizationKind) -> None:
         self._read = read
@@ -91,10 +92,17 @@ class _Blocks:
         self._stem = ""
 
     def part(self, stem: str, kind: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        """Of the codes or scales of a weight."""
+        """Return a part of the codes or scales of a weight.
+
+        Args:
+            stem: Path of the weight.
+            kind: CODES or SCALES.
+            shape: Unsharded shape of the codes or scales.
+            index: The part, as an index into that shape.
+        """
         whole = self._arrays[stem].shape
         block = block_size(whole[-1])
-        each = whole[-1] // shape[-1]  # weights in a code, or under a scale
+        each = whole[-1] // shape[-1]  # number of weights per code or per scale
         *front, last = (slice(*one.indices(size)) for one, size in zip(index, shape, strict=True))
         begin, end = last.start * each, last.stop * each
         around = slice(begin // block * block, -(-end // block) * block)

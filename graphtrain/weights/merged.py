@@ -1,6 +1,4 @@
-"""Merged: the weights that a run with an adapter trained, as if it had trained them whole; Kept:
-those that it starts from.
-"""
+"""Sources for runs with an adapter: merged weights, and base weights as the run uses them."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ from graphtrain.weights.sources import RunCheckpoint, Source
 
 
 class Merged:
-    """The base as the run computed with it, with the product of every adapter added.
+    """Weights of a run with the adapter merged into its (rounded or quantized) base weights.
 
     Raises:
-        WeightsError: the base is not there, or is another than the run's.
+        WeightsError: the base weights are missing, or are not those of the run.
     """
 
     def __init__(self, run: RunCheckpoint) -> None:
@@ -73,7 +71,7 @@ class Merged:
 
 
 class Kept:
-    """The base as a run with an adapter computes with it, before it has trained anything."""
+    """Base weights as a run with an adapter computes with them: rounded or quantized."""
 
     def __init__(self, base: Source, adapter: Adapter) -> None:
         self._base, self._adapter = base, adapter
@@ -96,7 +94,7 @@ class Kept:
 
 
 def as_kept(path: str, weights: np.ndarray, model: Model, adapter: Adapter) -> np.ndarray:
-    """What of an array of the base is left in the bits that a program keeps it in."""
+    """Return an array of the base weights after rounding or quantization to its stored dtype."""
     spec = parameter_arrays(model)[path]
     if is_bfloat16(path, spec, adapter):
         return weights.astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+"""Import and export of PEFT adapters: adapter_config.json and adapter_model.safetensors.
 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -37,28 +37,35 @@ Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
 
 
 def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> Summary:
-    """Make a folder that peft loads, of a run that trained an adapter.
+    """Export the adapter of a run as a folder that PEFT can load.
+
+    Args:
+        source: Directory of the run.
+        destination: Folder to create.
+        step: Step of the checkpoint; None for the last.
 
     Raises:
-        WeightsError: the run trained none, or something that PEFT cannot say.
+        WeightsError: the run trained no adapter, or PEFT cannot represent it.
     """
     run = RunCheckpoint(source, step)
     adapter = run.program.adapter
     if adapter is None:
-        raise WeightsError(f"{source} trained its weights themselves, not an adapter")
+        raise WeightsError(
+            f"{source} trained all weights, not an adapter ([program.adapter] is not set)"
+        )
     return write_adapter(Table.of(run.side, run.model, adapter), run.read, destination)
 
 
 def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
-    """Make a folder that peft loads.
+    """Write an adapter as a folder that PEFT can load.
 
     Args:
-        table: A family's names.
-        read: Of paths that are trained, and a layer, the arrays.
-        destination: The folder; not there yet.
+        table: Family, model and weights that the adapter trains.
+        read: Returns the arrays of trainable paths in a layer.
+        destination: Folder to create.
 
     Raises:
-        WeightsError: PEFT cannot say it, or the folder cannot be written.
+        WeightsError: PEFT cannot represent the adapter, or the folder cannot be written.
     """
     _check_modules(table)
     tensors: dict[str, np.ndarray] = {}
@@ -88,10 +95,10 @@ def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
 
 
 class PeftAdapter:
-    """An adapter that peft saved, as arrays that a program trains, by path.
+    """Adapter saved by PEFT, converted to the program's trainable arrays by path.
 
     Raises:
-        WeightsError: it is another than the program's, or one that graphtrain has not.
+        WeightsError: the adapter does not match [program.adapter], or is of an unsupported kind.
     """
 
     def __init__(self, directory: Path, program: Program, side: Path) -> None:
@@ -103,8 +110,8 @@ class PeftAdapter:
         self.arrays = self._stack(program)
         if self._tensors:
             raise WeightsError(
-                f"{directory} also holds {', '.join(sorted(self._tensors)[:3])}, which "
-                "[program.adapter] does not train; set its targets and whole so that they do"
+                f"{directory} also contains {', '.join(sorted(self._tensors)[:3])}, which "
+                "[program.adapter] does not train; add them to its targets or whole"
             )
 
     def _stack(self, program: Program) -> dict[str, np.ndarray]:
@@ -125,20 +132,20 @@ class PeftAdapter:
             decoded = to_decoder(piece, tensors, model)
             for path, array in zip(piece.row.paths, decoded, strict=True):
                 into = arrays[path] if piece.layer is None else arrays[path][piece.layer]
-                into[tuple(map(slice, array.shape))] = array  # rows of zeros past the vocabulary
+                into[tuple(map(slice, array.shape))] = array  # rows of vocabulary padding stay zero
         return arrays
 
     def _drop_head(self, embedding: np.ndarray) -> None:
-        """The embedding once more, where the head is tied to it."""
+        """Discard the copy of the embedding that PEFT saves for a tied LM head."""
         head = self._table.tied_head
         copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
         if copy is not None and not np.array_equal(copy, embedding):
             raise WeightsError(
-                f"{self.directory}: {head} differs from the embedding, to which config.json ties it"
+                f"{self.directory}: {head} differs from the embedding, but config.json ties them"
             )
 
     def _pairs(self, piece: Piece) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Both factors of each weight in a piece."""
+        """Return both factors of each weight in a piece, by path."""
         module = module_of(piece)
         first = self._take(module, f"{_PREFIX}{module}.lora_A.weight")
         second = self._take(module, f"{_PREFIX}{module}.lora_B.weight")
@@ -147,8 +154,8 @@ class PeftAdapter:
         targets = [path for path in piece.row.paths if path in self._table.targets]
         if count not in (rank, rank * len(targets)):
             raise WeightsError(
-                f"{self.directory}: {module} has rank {count} and program.adapter.rank is {rank}; "
-                f"set {count}"
+                f"{self.directory}: {module} has rank {count}, but program.adapter.rank = {rank}; "
+                f"set it to {count}"
             )
         share = _scale(self.config, module, count) / self.adapter.scale
         second = second * np.float32(share) if share != 1 else second
@@ -165,8 +172,8 @@ class PeftAdapter:
                 )
             if count != rank and any(own[other][1].any() for other in others):
                 raise WeightsError(
-                    f"{self.directory}: {module} packs {len(own)} weights with factors in common; "
-                    f"set program.adapter.rank = {count}"
+                    f"{self.directory}: {module} packs {len(own)} weights that share their LoRA "
+                    f"factors; set program.adapter.rank = {count}"
                 )
             pairs[path] = own[path]
         return pairs
@@ -177,15 +184,15 @@ class PeftAdapter:
         shapes = [one.shape for one in found]
         if shapes != list(wanted):
             raise WeightsError(
-                f"{self.directory}: {name} has the shape {_say(shapes)}, and program.model's has "
-                f"{_say(wanted)}; the adapter is of another model"
+                f"{self.directory}: {name} has shape {_say(shapes)}, but program.model requires "
+                f"{_say(wanted)}; the adapter belongs to another model"
             )
 
     def _take(self, module: str, name: str) -> np.ndarray:
         if name not in self._tensors:
             raise WeightsError(
-                f"{self.directory} has no {name}, but [program.adapter] trains {module}; leave it "
-                "out of targets or whole"
+                f"{self.directory} has no {name}, but [program.adapter] trains {module}; remove it "
+                "from targets or whole"
             )
         return self._tensors.pop(name).astype(np.float32)
 
@@ -195,14 +202,14 @@ def _say(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def _check_modules(table: Table) -> None:
-    """PEFT saves modules, so all that is in one is trained whole or none is."""
+    """Raise if a module is only partly trained in full: PEFT saves complete modules."""
     modules = {name.rpartition(".")[0] for piece in table.saved() for name in piece.names}
     for piece in table.family.pieces(table.model):
         for name in piece.names:
             left = set(piece.row.paths) - table.whole
             if name.rpartition(".")[0] in modules and left:
                 raise WeightsError(
-                    f"PEFT saves whole modules, and {name.rpartition('.')[0]} also holds "
+                    f"PEFT saves complete modules, and {name.rpartition('.')[0]} also contains "
                     f"{', '.join(sorted(left))}; train with them in program.adapter.whole"
                 )
 
@@ -247,7 +254,7 @@ def _config(table: Table) -> dict[str, Any]:
 
 
 def _inside(module: str) -> str:
-    """A module's name within its layer, the same in each; outside of layers all of it."""
+    """Return a module's name within its layer; the full name for a module outside the layers."""
     in_layer = re.fullmatch(r".*?\.\d+\.(.*)", module)
     return in_layer[1] if in_layer else module
 
@@ -268,14 +275,12 @@ def _read(directory: Path) -> dict[str, Any]:
     }
     for setting, is_refused in refused.items():
         if is_refused:
-            raise WeightsError(
-                f"{path}: {setting} = {config.get(setting)!r}, which graphtrain's adapters have not"
-            )
+            raise WeightsError(f"{path}: {setting} = {config.get(setting)!r} is not supported")
     return config
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """What PEFT multiplies a module's product by."""
+    """Return the factor by which PEFT scales the product of a module's LoRA factors."""
 
     def pattern(setting: str, usual: Any) -> Any:
         for name, value in (config.get(setting) or {}).items():
@@ -285,7 +290,7 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
 
     alpha = pattern("alpha_pattern", config.get("lora_alpha"))
     if not isinstance(alpha, int | float):
-        raise WeightsError(f"{_CONFIG}: lora_alpha = {alpha!r} of {module} is no number")
+        raise WeightsError(f"{_CONFIG}: lora_alpha = {alpha!r} of {module} is not a number")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
@@ -293,6 +298,6 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     from graphtrain.weights.files import SafetensorsFolder
 
     if not path.is_file():
-        raise WeightsError(f"{path} is not there; peft's save_pretrained writes it")
+        raise WeightsError(f"{path} does not exist; write it with PEFT's save_pretrained")
     folder = SafetensorsFolder([path])
     return {name: folder.read(name) for name in folder.names}

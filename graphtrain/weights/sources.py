@@ -1,4 +1,4 @@
-"""Where the decoder's arrays can be read from: a converted folder, or a checkpoint of a run."""
+"""Sources of the decoder's arrays: a converted folder, or a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -18,47 +18,55 @@ from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.files import SafetensorsFolder, open_folder
 
-SIDE = "hugging_face"  # the folder of files that are not weights
+SIDE = "hugging_face"  # folder of Hugging Face files other than weights
 
 
 class Source(Protocol):
-    """The decoder's arrays, of one layer each where they are in the layers."""
+    """Readable arrays of the decoder; arrays in the layers are read one layer at a time."""
 
     @property
-    def directory(self) -> Path: ...
+    def directory(self) -> Path:
+        """Converted folder or run directory."""
+        ...
 
     @property
     def files(self) -> list[Path]:
-        """All that the arrays are read from."""
+        """All files that the arrays are read from."""
         ...
 
     @property
-    def model(self) -> Model: ...
+    def model(self) -> Model:
+        """Settings of the model."""
+        ...
 
     @property
     def side(self) -> Path:
-        """Files of Hugging Face that are not weights; may not be there."""
+        """Folder of Hugging Face files other than weights; it may not exist."""
         ...
 
     def dtype(self, path: str) -> np.dtype | None:
-        """As kept; none where numbers are kept in the dtype of training."""
+        """Return the stored dtype; None for a run, which stores the dtype of training."""
         ...
 
-    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]: ...
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        """Return complete arrays of one layer, or outside the layers if `layer` is None."""
+        ...
 
-    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray: ...
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the array that `read` would return."""
+        ...
 
 
 def stored_name(path: str, layer: int | None) -> str:
-    """Of an array in a converted folder: layers/3/mlp/up for layers/mlp/up of layer 3."""
+    """Return an array's name in a converted folder, for example layers/3/mlp/up."""
     return path if layer is None else path.replace("layers/", f"layers/{layer}/", 1)
 
 
 class Converted:
-    """A folder that `graphtrain convert hf-to-graphtrain` wrote.
+    """Folder written by `graphtrain convert hf-to-graphtrain`.
 
     Raises:
-        WeightsError: it is not whole.
+        WeightsError: the folder is incomplete.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,8 +88,8 @@ class Converted:
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.folder.names or self.folder.shape(name) != shape:
             raise WeightsError(
-                f"{self.directory}/weights does not hold {name} of shape {shape}, which "
-                "model.toml says; convert the source again"
+                f"{self.directory}/weights does not contain {name} with shape {shape}, which "
+                "model.toml requires; convert the source again"
             )
 
     def dtype(self, path: str) -> np.dtype:
@@ -96,10 +104,14 @@ class Converted:
 
 
 class RunCheckpoint:
-    """A checkpoint of a run, its last if no step is named; it holds the arrays read last.
+    """Checkpoint of a run; caches the arrays that were read last.
+
+    Args:
+        directory: Directory of the run.
+        step: Step of the checkpoint; None for the last.
 
     Raises:
-        WeightsError: there is none.
+        WeightsError: there is no such checkpoint.
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
@@ -142,36 +154,42 @@ class RunCheckpoint:
         inner = trained_arrays(self.program)[path].shape[1:]
         if array.shape[-len(inner) :] != inner:
             raise WeightsError(
-                f"{self._checkpoints}/{self.step}: {path} is {list(array.shape)}, which is not of "
-                f"the [program] in {self.directory}/config.toml; bring its settings back"
+                f"{self._checkpoints}/{self.step}: {path} has shape {list(array.shape)}, which "
+                f"does not match [program] in {self.directory}/config.toml; restore its settings"
             )
-        return array.reshape(-1, *inner)  # the rounds of a pipeline are in front of its rows
+        return array.reshape(-1, *inner)  # merge a pipeline's axis of virtual stages
 
 
 def checkpoint_step(directory: Path, step: int | None) -> int:
-    """The step of a run's checkpoint, its last if none is named.
+    """Return `step` after checking that its checkpoint exists; the last step if None.
 
     Raises:
-        WeightsError: there is none.
+        WeightsError: there is no such checkpoint.
     """
     from graphtrain.checkpoints.checkpoint import saved_steps
 
     steps = saved_steps(directory / "checkpoints")
     if not steps or (step is not None and step not in steps):
         there = ", ".join(map(str, steps)) or "none"
-        raise WeightsError(f"no such checkpoint in {directory}; there are: {there}")
+        raise WeightsError(f"no such checkpoint in {directory}; existing steps: {there}")
     return steps[-1] if step is None else step
 
 
 def open_source(directory: Path, step: int | None = None) -> Source:
-    """A converted folder or the directory of a run.
+    """Open a converted folder or a run directory; the adapter of a run is merged.
+
+    Args:
+        directory: Converted folder or run directory.
+        step: Step of the run's checkpoint; None for the last.
 
     Raises:
-        WeightsError: it is neither, or has no such step.
+        WeightsError: the directory is neither, or has no such checkpoint.
     """
     if (directory / "model.toml").is_file():
         if step is not None:
-            raise WeightsError(f"{directory} is a converted folder, which has no steps")
+            raise WeightsError(
+                f"{directory} is a converted folder, which has no checkpoints; do not pass a step"
+            )
         return Converted(directory)
     if (directory / "checkpoints").is_dir():
         run = RunCheckpoint(directory, step)
@@ -181,19 +199,19 @@ def open_source(directory: Path, step: int | None = None) -> Source:
 
         return Merged(run)
     raise WeightsError(
-        f"{directory} is neither a folder of graphtrain convert (it would hold model.toml) nor the "
-        "directory of a run (checkpoints); convert weights of others first: graphtrain convert -h"
+        f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
+        "checkpoints); convert weights of other formats first: graphtrain convert -h"
     )
 
 
 def read_model(path: Path) -> Model:
-    """The settings in a model.toml.
+    """Read the model settings from a model.toml.
 
     Raises:
-        WeightsError: it has none.
+        WeightsError: the file has no valid [program.model].
     """
     try:
         table = tomllib.loads(path.read_text())["program"]["model"]
         return TypeAdapter(Model).validate_json(json.dumps(table))
     except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(f"{path} holds no [program.model]: {error}") from error
+        raise WeightsError(f"{path} has no valid [program.model]: {error}") from error

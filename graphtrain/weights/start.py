@@ -1,4 +1,4 @@
-"""What a run starts from: weights converted, or those of another run, put where a program wants."""
+"""Initial weights of a run: from a converted folder or another run, sharded for a program."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from lowering.trees import Tree
 
 Index = tuple[slice, ...]
-Read = Callable[[str, tuple[int, ...], Index], np.ndarray]  # by path and whole shape, a part
-Fill = Callable[["Tree", Read], "Tree"]  # of described arrays, those on the devices
+Read = Callable[
+    [str, tuple[int, ...], Index], np.ndarray
+]  # reads a part, by path and unsharded shape
+Fill = Callable[["Tree", Read], "Tree"]  # loads the described arrays onto the devices
 
 
 def open_initial(config: Config) -> Source | ModuleWeights | None:
-    """The weights of run.initial, if it is set.
+    """Open the weights that run.initial names, or return None if it is not set.
 
     Raises:
-        WeightsError: they are not whole, or of another model than program.model.
+        WeightsError: the weights are incomplete, or do not match program.model.
     """
     if config.run.initial is None:
         return None
@@ -41,19 +43,19 @@ def open_initial(config: Config) -> Source | ModuleWeights | None:
     theirs, mine = weights.model, config.program.model
     if mine.vocab < theirs.vocab:
         raise WeightsError(
-            f"run.initial: {directory} has a vocabulary of {theirs.vocab} and program.model.vocab "
-            f"= {mine.vocab} is smaller; set at least {theirs.vocab}"
+            f"run.initial: {directory} has a vocabulary of {theirs.vocab}, but program.model.vocab "
+            f"= {mine.vocab} is smaller; set it to at least {theirs.vocab}"
         )
     theirs, mine = mathematics(replace(theirs, vocab=mine.vocab)), mathematics(mine)
     differ = [
-        f"{field.name} = {getattr(mine, field.name)} (there {getattr(theirs, field.name)})"
+        f"{field.name} = {getattr(mine, field.name)} (instead of {getattr(theirs, field.name)})"
         for field in fields(mine)
         if getattr(mine, field.name) != getattr(theirs, field.name)
     ]
     if differ:
         raise WeightsError(
-            f"run.initial: {directory} holds another model than [program.model], which has "
-            f'{", ".join(differ)}; preset = "{directory}/model.toml" takes its settings'
+            f"run.initial: {directory} contains another model than [program.model], which has "
+            f'{", ".join(differ)}; to use its settings, set preset = "{directory}/model.toml"'
         )
     return weights
 
@@ -61,16 +63,17 @@ def open_initial(config: Config) -> Source | ModuleWeights | None:
 def start_parameters(
     weights: Source | ModuleWeights, program: Program, described: Tree, fill: Fill
 ) -> Tree:
-    """The parameters of a program on its devices; only parts that a device holds are read."""
+    """Load a program's parameters onto its devices; each host reads only its devices' shards."""
     if isinstance(weights, ModuleWeights):
         return weights.parameters(described, fill, stages_of(program))
     return fill(described, reader(weights, program))
 
 
 def reader(weights: Source, program: Program) -> Read:
-    """Parts of weights as a program stores them.
+    """Return a function that reads parts of the weights in a program's layout.
 
-    Layers go where the program's stages have them; rows of zeros fill up stages and vocabulary.
+    Layers are in the order of the program's pipeline stages. Padding rows of stages and of the
+    vocabulary are zeros.
     """
     layers = np.array([-1 if layer is None else layer for layer in rows_of_layers(program)])
     arrays = parameter_arrays(weights.model)
@@ -80,7 +83,9 @@ def reader(weights: Source, program: Program) -> Read:
         index = tuple(slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True))
         if not path.startswith("layers/"):
             return _part(weights, path, None, own, index)
-        leading = len(shape) - len(own) + 1  # the rounds of a pipeline may be in front of its rows
+        leading = (
+            len(shape) - len(own) + 1
+        )  # a pipeline may have an axis of virtual stages before that of rows
         wanted = layers.reshape(shape[:leading])[index[:leading]]
         parts = [_part(weights, path, int(n), own[1:], index[leading:]) for n in wanted.ravel()]
         return np.stack(parts).reshape(*wanted.shape, *parts[0].shape)
@@ -91,7 +96,7 @@ def reader(weights: Source, program: Program) -> Read:
 def _part(
     weights: Source, path: str, layer: int | None, shape: tuple[int, ...], index: Index
 ) -> np.ndarray:
-    """A part in float32, with zeros where it reaches past the array, or of the layer -1."""
+    """Return a part in float32; zeros outside the array, and for the padding layer -1."""
     part = np.zeros([one.stop - one.start for one in index], np.float32)
     if layer == -1:
         return part
@@ -105,7 +110,7 @@ def _part(
 
 
 def keep_side(weights: Source | ModuleWeights, directory: Path) -> None:
-    """Copy configuration and tokenizer of the weights into a run's directory, for the way back."""
+    """Copy config.json, tokenizer etc. of the weights into a run directory, for later export."""
     if isinstance(weights, ModuleWeights):
         from graphtrain.weights.convert import copy_side
 

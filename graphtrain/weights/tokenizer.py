@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of the data a run learns from, for the way back."""
+"""Tokenizer and chat template of a run's training data, copied for the export of its weights."""
 
 import shutil
 from pathlib import Path
@@ -11,9 +11,13 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def keep_tokenizer(prefix: str, side: Path) -> None:
-    """Copy what is beside a dataset: its tokenizer where there is none yet, and its template.
+    """Copy a dataset's chat template, and its tokenizer unless `side` contains one already.
 
-    A dataset that was not made here says nothing of its tokenizer, and nothing is copied.
+    Copies nothing for a dataset that graphtrain did not prepare, because its tokenizer is unknown.
+
+    Args:
+        prefix: path of the dataset without its suffix.
+        side: folder to copy to.
     """
     description = read_description(prefix)
     if description is None:

@@ -1,7 +1,8 @@
-"""Safetensors files written array by array, in any order, in memory of one block.
+"""Safetensors writer for one array at a time, in any order, with little memory.
 
-The library writes a file from arrays that are all in memory. The format allows more: its header
-says where each array will be, so files of the right length come first and arrays as they are ready.
+The safetensors library needs all arrays of a file in memory. The header of the format, however,
+contains the position of each array, so this writer creates files of the final size first and writes
+each array when it is ready.
 
 Source: https://huggingface.co/docs/safetensors, "Format"
 """
@@ -18,17 +19,23 @@ import numpy as np
 
 from graphtrain.weights.files import CODES
 
-_MOST = 5_000_000_000  # bytes of a file; transformers' own limit
+_MOST = 5_000_000_000  # bytes per file; the default limit of transformers
 _BLOCK = 16 << 20  # bytes copied at once
 
 Specs = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 class Writer:
-    """Files of one folder, with an index where they are several."""
+    """Writer of the safetensors files of one folder, with an index if there are several."""
 
     def __init__(self, directory: Path, arrays: Specs, most: int = _MOST) -> None:
-        """Begin files that will hold these arrays."""
+        """Create the files for these arrays.
+
+        Args:
+            directory: folder to write to.
+            arrays: dtype and shape by name, of all arrays.
+            most: maximum size of a file in bytes; a larger array gets a file of its own.
+        """
         self._directory = directory
         self._left = dict(arrays)
         self._where: dict[str, tuple[str, int]] = {}
@@ -42,7 +49,7 @@ class Writer:
             self._begin(name, shard)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Put an array into its place, whatever the order of its elements in memory."""
+        """Write an array to its position; its memory layout does not matter."""
         dtype, shape = self._left.pop(name)
         assert (array.dtype, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
         file_name, offset = self._where[name]
@@ -63,7 +70,7 @@ class Writer:
             path.write_text(json.dumps(index, indent=2) + "\n")
 
     def _begin(self, file_name: str, arrays: Specs) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
         end = 0
         for name, (dtype, shape) in arrays.items():
             begin, end = end, end + _size(dtype, shape)
@@ -73,7 +80,7 @@ class Writer:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
+        text += b" " * (-len(text) % 8)  # aligns the arrays to 8 bytes
         with (self._directory / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
@@ -85,7 +92,7 @@ class Writer:
 
 
 def _divide(arrays: Specs, most: int) -> list[dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Into files of at most so many bytes, or of one array, in order."""
+    """Divide the arrays, in order, into files of at most `most` bytes or of one array."""
     shards: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, (dtype, shape) in arrays.items():

@@ -86,7 +86,7 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
         assert "weights/model.safetensors differs" in err
     shutil.rmtree(cold.path / "ours")
     _, err = cold.command("convert", "graphtrain-to-hf", "run", "again", status=2)
-    assert "ours is neither a folder of graphtrain convert" in err
+    assert "ours is neither a converted folder" in err
 
 
 def test_an_adapter_needs_weights_to_start_from(cold):

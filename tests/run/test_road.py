@@ -125,7 +125,7 @@ def test_a_run_of_another_model_is_refused(place):
     place.command("run", "config.toml", "--set", "run.steps=2")
     words = ["--set", "program.model.mlp=64", "--compile", "--set", "run.steps=3"]
     _, err = place.command("run", "config.toml", *words, status=2)
-    assert "is of another program" in err and "mlp" in err
+    assert "was saved by another program" in err and "mlp" in err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(place):

@@ -23,7 +23,7 @@ def test_a_run_takes_its_programs_from_s3_that_fails_half_of_the_requests(
         assert ": 3 programs, " in out and out.endswith(", 3 requests\n")
         monkeypatch.setenv("GRAPHTRAIN_SHARED_CACHE", "s3://team/programs")
         _, err = cold.command("run", "config.toml")
-        assert "3 programs from s3://team/programs" in err
+        assert "fetched 3 programs from s3://team/programs" in err
         assert network.met["passed"] < network.met.total()
     place.command("run", "config.toml", "--set", "run.directory=again")
     assert place.curve() == place.curve("again")

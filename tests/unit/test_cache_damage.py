@@ -36,13 +36,17 @@ def edit_record(entry, **changes):
 
 
 DAMAGES = {
-    "sha256 differs": lambda entry: flip(entry / "payload", 2000),
-    "payload has 100 bytes of 5120": lambda entry: (entry / "payload").write_bytes(b"x" * 100),
+    "payload does not match its checksum": lambda entry: flip(entry / "payload", 2000),
+    "payload has 100 bytes instead of 5120": lambda entry: (entry / "payload").write_bytes(
+        b"x" * 100
+    ),
     "payload is missing": lambda entry: (entry / "payload").unlink(),
     "record.json is missing": lambda entry: (entry / "record.json").unlink(),
     "record.json is not JSON": lambda entry: (entry / "record.json").write_text('{"schema": 1,'),
     "record.json is not a JSON object": lambda entry: (entry / "record.json").write_text("[]"),
-    "record.json is not as it was": lambda entry: edit_record(entry, record={"mesh": {"data": 4}}),
+    "record.json does not match its checksum": lambda entry: edit_record(
+        entry, record={"mesh": {"data": 4}}
+    ),
 }
 
 
@@ -80,7 +84,7 @@ def test_put_replaces_a_damaged_entry(cache, entry):
 def test_an_entry_under_the_digest_of_another_is_not_used(cache, entry):
     other = CacheKey.of(text="module { other }")
     entry.rename(entry.with_name(other.digest))
-    with pytest.warns(CacheWarning, match=r"record.json is of another program"):
+    with pytest.warns(CacheWarning, match=r"record.json belongs to another program"):
         assert cache.get(other) is None
 
 
@@ -103,7 +107,7 @@ def test_put_moves_another_version_to_quarantine(cache, entry):
 BAD_REQUESTS = {
     "request is not JSON": b"\xff\x00",
     "request has schema 7": b'{"schema": 7}',
-    "request lacks its graph": b'{"schema": 1, "graph": "train", "program": "../../payload"}',
+    "request has no valid graph": b'{"schema": 1, "graph": "train", "program": "../../payload"}',
 }
 
 
@@ -121,7 +125,7 @@ def test_a_request_under_the_digest_of_another_is_not_used(cache):
     other = CacheKey.of(graph="train", program={"layers": 4})
     requests = cache.root / "v1" / "requests"
     (requests / f"{REQUEST.digest}.json").rename(requests / f"{other.digest}.json")
-    with pytest.warns(CacheWarning, match="request is not as it was written"):
+    with pytest.warns(CacheWarning, match="the request's contents do not match its digest"):
         assert cache.find(other) is None
 
 

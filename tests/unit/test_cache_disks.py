@@ -166,7 +166,7 @@ def test_damage_in_a_read_only_store_is_noticed_and_left_there(tmp_path, read_on
     payload = tmp_path / "v1" / "programs" / KEY.digest / "payload"
     payload.write_bytes(b"smaLl")
     read_only(tmp_path)
-    with pytest.warns(CacheWarning, match="left there, since it cannot be moved"):
+    with pytest.warns(CacheWarning, match="it could not be moved to quarantine"):
         assert cache.get(KEY) is None
     assert payload.read_bytes() == b"smaLl"
     assert not cache.verify(repair=True).sound

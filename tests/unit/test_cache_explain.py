@@ -83,7 +83,7 @@ def test_a_miss_says_what_changed_in_words_to_act_on(cache, changes, lines):
     explanation = cache.explain(request(**changes))
     assert not explanation.hit
     assert sorted(explanation.lines) == lines
-    assert "changed since the nearest of 1 that it holds" in explanation.reason
+    assert "differences from the nearest of 1 stored ones" in explanation.reason
 
 
 def test_the_nearest_stored_request_is_explained_and_the_newest_of_equals(cache, monkeypatch):
@@ -99,7 +99,7 @@ def test_the_nearest_stored_request_is_explained_and_the_newest_of_equals(cache,
 def test_another_graph_is_not_compared_with(cache):
     explanation = cache.explain(request(graph="decode"))
     assert explanation.nearest == ()
-    assert str(explanation) == f"the cache at {cache.root} holds no decode graph at all"
+    assert str(explanation) == f"the cache at {cache.root} contains no decode graph"
 
 
 def test_a_graph_is_found_by_the_name_it_was_linked_with(cache):
@@ -113,12 +113,14 @@ def test_a_program_that_was_removed_is_said_to_be(cache):
     explanation = cache.explain(request())
     assert not explanation.hit
     assert "was compiled before, but its program" in str(explanation)
-    assert "is not stored any more" in str(explanation)
+    assert "is no longer stored" in str(explanation)
 
 
 def test_a_program_that_cannot_be_used_is_said_to_be(cache):
     (cache.root / "v1" / "programs" / KEY.digest / "payload").write_bytes(b"")
-    assert str(cache.explain(request())).endswith("cannot be used: payload has 0 bytes of 1")
+    assert str(cache.explain(request())).endswith(
+        "cannot be used: payload has 0 bytes instead of 1"
+    )
 
 
 def test_an_explanation_is_json(cache):

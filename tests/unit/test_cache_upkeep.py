@@ -183,5 +183,5 @@ def test_sizes_are_parsed(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1.2.3", "5 parsecs", "1e3", "1GiB"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="is not a size; write it as in 500MB"):
+    with pytest.raises(ValueError, match="is not a size; use a form such as 500MB"):
         parse(text)

@@ -47,7 +47,7 @@ def test_arrays_of_another_program_are_named(tmp_path):
     checkpoints.save(1, state(), {})
     checkpoints.wait()
     with pytest.raises(
-        TrainingError, match=r"parameters/head is float32 \[8, 64\] there and float"
+        TrainingError, match=r"parameters/head is float32 \[8, 64\] in the checkpoint and float"
     ):
         checkpoints.restore(1, described(state(rows=16)))
     checkpoints.close()
@@ -65,7 +65,7 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_checkpoint(tmp_path):
         checkpoints.save(1, state(), {})
         checkpoints.wait()
         checkpoints.save(2, state(rows=4096), {})
-        with pytest.raises(TrainingError, match=r"cannot be written; free space"):
+        with pytest.raises(TrainingError, match=r"cannot be written; free disk space"):
             checkpoints.wait()
         assert saved_steps(tmp_path / "run") == [1]
     finally:

@@ -25,7 +25,7 @@ def bundle(tmp_path):
 
 
 def test_a_directory_without_keys_is_no_bundle(tmp_path):
-    with pytest.raises(CacheError, match=r"this is no bundle: keys.json"):
+    with pytest.raises(CacheError, match=r"not a bundle: keys.json"):
         finish(tmp_path, Cache(tmp_path / "store"))
 
 

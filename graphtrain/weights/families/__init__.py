@@ -1,7 +1,7 @@
-"""Model families of Hugging Face: a table each, of settings and of weights, on the one decoder.
+"""Hugging Face model families: tables that map their settings and weights to the native decoder.
 
-Imports no JAX. To add one: a file beside the others, a line here, and a case in
-tests/unit/families/test_families.py.
+Does not import JAX. To add a family: add a module with its tables, a line in FAMILIES below, and a
+case in tests/unit/families/test_families.py.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from graphtrain.weights.families.llama import AQUILA, LLAMA, MISTRAL
 from graphtrain.weights.families.mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from graphtrain.weights.families.qwen import QWEN2, QWEN3
 
-# In the order in which a model that came from no family looks for one.
+# In order of preference for a model that was not loaded from Hugging Face.
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -40,31 +40,33 @@ FAMILIES = (
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that a config.json says it is of.
+    """Return the family named by `model_type` in config.json.
 
     Raises:
-        WeightsError: there is no such family here.
+        WeightsError: the family is not supported.
     """
     found = config.get("model_type")
     for family in FAMILIES:
         if family.model_type == found:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise WeightsError(f"config.json: model_type = {found!r} is no known family; known: {known}")
+    raise WeightsError(
+        f"config.json: model_type = {found!r} is not supported; supported families: {known}"
+    )
 
 
 def family_for(model: Model) -> Family:
-    """The first family that can say all that the settings of a model do.
+    """Return the first family whose config.json can express all settings of a model.
 
     Raises:
-        WeightsError: none can.
+        WeightsError: no family can.
     """
     for family in FAMILIES:
         if family.expresses(model):
             return family
     raise WeightsError(
-        "no family of Hugging Face has a model with these settings of [program.model] together; "
-        f"the families are {', '.join(family.model_type for family in FAMILIES)}"
+        "no Hugging Face family supports this combination of settings in [program.model]; "
+        f"known families: {', '.join(family.model_type for family in FAMILIES)}"
     )
 
 

@@ -1,6 +1,7 @@
-"""Baichuan 1 and 2: of 7B with rotary positions, of 13B with ALiBi; 2 with a head of unit rows.
+"""Baichuan 1 and 2: 7B with RoPE, 13B with ALiBi; Baichuan 2 normalises the rows of the LM head.
 
-All have one model_type. 7B says max_position_embeddings and 13B does not; 2 says z_loss_weight.
+All share one model_type. Only the config.json of 7B contains max_position_embeddings, and only that
+of Baichuan 2 contains z_loss_weight.
 """
 
 from __future__ import annotations

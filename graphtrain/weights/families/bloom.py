@@ -1,4 +1,4 @@
-"""Bloom: ALiBi, a norm of the embedding; query, key and value side by side within each head."""
+"""BLOOM: ALiBi, LayerNorm after the embedding; query, key and value interleaved by head."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _LAYER = "transformer.h.{layer}"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Widths, each under the names it had in the family's life; the MLP is four times as wide."""
+    """Model sizes, under all names that BLOOM has used; the MLP width is 4 * embed."""
 
     def read(self, config: Config) -> dict[str, Any]:
         embed = config.get("hidden_size") or config.get("n_embed")
         layers = config.get("n_layer") or config.get("num_hidden_layers")
         heads = config.get("n_head") or config.get("num_attention_heads")
         if not (embed and layers and heads):
-            raise WeightsError("config.json: hidden_size, n_layer or n_head is missing")
+            raise WeightsError(
+                "config.json: hidden_size, n_layer or n_head is missing; all three are required"
+            )
         return {"embed": embed, "mlp": 4 * embed, "layers": layers, "heads": heads}
 
     def write(self, model: Model) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Family: how a family of Hugging Face says what the decoder's settings and arrays say.
+"""Family: mapping of a Hugging Face family's settings and tensors to the native decoder's.
 
-Both directions come from one table. A row of weights is a pair of names and a pattern of einops,
-Hugging Face's order of axes on its left and the decoder's on its right; the names of axes are the
-settings that give their sizes.
+One table serves both directions. A row of weights is a pair of names and an einops pattern, with
+Hugging Face's order of axes on the left and the decoder's on the right; axes are named after the
+settings that specify their sizes.
 """
 
 from __future__ import annotations
@@ -20,58 +20,64 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 
 Config = Mapping[str, Any]  # config.json
-SAME = ""  # the pattern of arrays that need none
+SAME = ""  # pattern of arrays with the same axes on both sides
 
 
 class Setting(Protocol):
-    """One thing that a config.json says."""
+    """Mapping between entries of config.json and settings of a Model."""
 
     def read(self, config: Config) -> dict[str, Any]:
-        """As settings of a Model."""
+        """Return the settings of a Model that `config` specifies."""
         ...
 
     def write(self, model: Model) -> dict[str, Any]:
-        """As entries of a config.json."""
+        """Return the entries of config.json that describe `model`."""
         ...
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors of Hugging Face that hold the same numbers as arrays of the decoder."""
+    """Mapping between tensors of Hugging Face and arrays of the decoder with the same values."""
 
-    name: str  # Hugging Face's; {layer} stands for each, {expert} for all of a layer together
-    paths: tuple[str, ...]  # the decoder's; several where Hugging Face packs them into one
-    pattern: str = SAME  # packed arrays come out behind one another along the first axis
-    divide: Callable[[np.ndarray, Model], list[np.ndarray]] | None = None  # the first axis, uneven
-    join: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # what divide was given
+    name: str  # Hugging Face's; {layer} for one layer, {expert} for all experts of a layer
+    paths: tuple[str, ...]  # the decoder's; several if Hugging Face packs them into one tensor
+    pattern: str = SAME  # einops; packed arrays are stacked along the first axis of the result
+    divide: Callable[[np.ndarray, Model], list[np.ndarray]] | None = (
+        None  # splits the first axis unevenly
+    )
+    join: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # inverse of divide
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A row, of one layer."""
+    """Row of weights for one layer, or outside the layers."""
 
     row: Row
-    layer: int | None  # None: outside of the layers
-    names: tuple[str, ...]  # several: one for each expert
+    layer: int | None  # None: outside the layers
+    names: tuple[str, ...]  # tensor names; several: one for each expert
 
 
 @dataclass(frozen=True)
 class Family:
-    """The tables of a family."""
+    """Tables of settings and weights of one Hugging Face family."""
 
     model_type: str  # in config.json
-    architecture: str  # the class that transformers loads it with
+    architecture: str  # class name in transformers
     settings: tuple[Setting, ...]
     rows: tuple[Row, ...]
-    always: Mapping[str, Any] = field(default_factory=dict)  # settings that no config.json says
-    prefix: str = ""  # of names that some checkpoints leave out
-    without_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)  # buffers, as expressions
+    always: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings implied by the family, absent from config.json
+    prefix: str = ""  # prefix of tensor names that some checkpoints omit
+    without_weights: tuple[str, ...] = (
+        r".*\.rotary_emb\.inv_freq",
+    )  # regular expressions of buffers to ignore
 
     def model(self, config: Config) -> Model:
-        """What a config.json describes.
+        """Return the model that a config.json describes.
 
         Raises:
-            WeightsError: something the decoder does not do, or a setting without a value.
+            WeightsError: the decoder does not support a setting, or a required one is missing.
         """
         settings = dict(self.always)
         for setting in self.settings:
@@ -79,10 +85,10 @@ class Family:
         try:
             return Model(**settings)
         except ValueError as error:
-            raise WeightsError(f"config.json describes no model: {error}") from error
+            raise WeightsError(f"config.json does not describe a valid model: {error}") from error
 
     def config(self, model: Model) -> dict[str, Any]:
-        """The config.json that describes a model."""
+        """Return the contents of a config.json that describes a model."""
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -92,24 +98,24 @@ class Family:
         return config
 
     def expresses(self, model: Model) -> bool:
-        """Whether config.json can say all of a model."""
+        """Return whether config.json can express every setting of a model."""
         try:
             return mathematics(self.model(self.config(model))) == mathematics(model)
         except WeightsError:
             return False
 
     def pieces(self, model: Model) -> Iterator[Piece]:
-        """All that a checkpoint of the model holds, row by row.
+        """Yield the pieces of a checkpoint of the model: every row, for every layer.
 
         Raises:
-            WeightsError: the model has arrays that are in no row.
+            WeightsError: the model has arrays for which the family has no row.
         """
         arrays = parameter_arrays(model)
         rows = [row for row in self.rows if row.paths[0] in arrays]
         if left := set(arrays) - {path for row in rows for path in row.paths}:
             raise WeightsError(
-                f"{self.model_type} has no name for {', '.join(sorted(left))}; "
-                "its models are of other settings"
+                f"{self.model_type} models have no tensor for {', '.join(sorted(left))}; "
+                "[program.model] has settings that this family does not support"
             )
         for row in rows:
             layers = range(model.layers) if "{layer}" in row.name else [None]
@@ -118,10 +124,13 @@ class Family:
 
 
 def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> list[np.ndarray]:
-    """The decoder's arrays of a piece, in the order of its paths; views where they can be.
+    """Convert Hugging Face's tensors of a piece to the decoder's arrays, as views if possible.
+
+    Returns:
+        One array for each path of the row, in order.
 
     Raises:
-        WeightsError: a tensor is of another shape than the model's.
+        WeightsError: the shape of a tensor does not match the model.
     """
     row = piece.row
     given = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
@@ -134,8 +143,8 @@ def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> lis
         want = array_shape(path, model)
         if array.shape != want:
             raise WeightsError(
-                f"{piece.names[0]} has the shape {tensors[0].shape}, so {path} would have "
-                f"{array.shape}, but config.json makes it {want}"
+                f"{piece.names[0]} has shape {tensors[0].shape}, so {path} would have "
+                f"{array.shape}, but config.json implies {want}"
             )
     return arrays
 
@@ -143,7 +152,7 @@ def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> lis
 def to_hugging_face(
     piece: Piece, arrays: Sequence[np.ndarray], model: Model
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of a piece by name, from the decoder's arrays in the order of its paths."""
+    """Yield names and tensors of a piece, from the decoder's arrays in the order of its paths."""
     row = piece.row
     if row.join is not None:
         joined = row.join(arrays, model)
@@ -158,13 +167,13 @@ def to_hugging_face(
 
 
 def array_shape(path: str, model: Model) -> tuple[int, ...]:
-    """Of an array, of one layer where it is in the layers."""
+    """Return the shape of an array; for an array in the layers, that of one layer."""
     shape = parameter_arrays(model)[path].shape
     return shape[1:] if path.startswith("layers/") else shape
 
 
 def mathematics(model: Model) -> Model:
-    """Only the settings that say which function of its weights a model is."""
+    """Return the model with only the settings that affect its output; others are defaults."""
     every, mixture = model.full_every, model.mixture
     if mixture is not None:
         mixture = Mixture(
@@ -203,7 +212,8 @@ def _move(piece: Piece, array: np.ndarray, pattern: str, model: Model) -> np.nda
         return rearrange(array, pattern, **sizes)
     except EinopsError as error:
         raise WeightsError(
-            f"{piece.names[0]} has the shape {array.shape}, which is no {pattern} of {sizes}"
+            f"{piece.names[0]} has shape {array.shape}, which does not match the axes {pattern} "
+            f"with sizes {sizes}"
         ) from error
 
 
@@ -215,7 +225,8 @@ def _sizes(model: Model) -> dict[str, int | None]:
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "mlp": model.mlp,
-        "slots": model.heads // model.kv_heads + 2,  # query heads of a group, its key and its value
+        "slots": model.heads // model.kv_heads
+        + 2,  # per group: query heads, one key and one value head
         "two": 2,  # gate and up
         "three": 3,  # query, key and value
     }

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms around attention and MLP, alternating windows, soft caps."""
+"""Gemma 2 and 3: pre- and post-norms, alternating sliding windows, logit soft caps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ALWAYS = {"scale_offset": True, "post_norm": True, "scaled_embedding": True}
 
 @dataclass(frozen=True)
 class _TwoRopes:
-    """Gemma 3's: one for layers with a window and one, perhaps stretched, for those without."""
+    """Gemma 3's two RoPEs: one for sliding-window layers, and one, perhaps scaled, for the rest."""
 
     def read(self, config: Config) -> dict[str, Any]:
         if told := config.get("rope_parameters"):

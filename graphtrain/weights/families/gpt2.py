@@ -1,4 +1,4 @@
-"""GPT-2: positions from a table, weights (in, out), query, key and value side by side."""
+"""GPT-2: learned positions, weights of shape (in, out), query, key and value packed in one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAYER = "transformer.h.{layer}"
 
 @dataclass(frozen=True)
 class _Inner:
-    """The width of the MLP; null is four times that of the residual stream."""
+    """Width of the MLP; null means 4 * n_embd."""
 
     def read(self, config: Config) -> dict[str, Any]:
         return {"mlp": config.get("n_inner") or 4 * config["n_embd"]}
@@ -26,7 +26,7 @@ class _Inner:
 
 
 def norm(name: str, path: str) -> tuple[Row, Row]:
-    """A layer norm's scale and shift."""
+    """Return the rows of a LayerNorm's scale and bias."""
     return Row(f"{name}.weight", (f"{path}/scale",)), Row(f"{name}.bias", (f"{path}/bias",))
 
 

@@ -1,4 +1,4 @@
-"""InternLM, a Llama with biases in attention; InternLM2, which packs query, key and value."""
+"""InternLM (Llama with attention biases) and InternLM2 (packed query, key and value)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYER = "model.layers.{layer}"
 
 
 def _divide(slots: np.ndarray, model: Model) -> list[np.ndarray]:
-    """Of each group its query heads, its key and its value."""
+    """Split the packed slots of each group into query heads, key and value."""
     query = rearrange(slots[:-2], "group embed kv_heads d -> embed (kv_heads group) d")
     return [query, slots[-2], slots[-1]]
 

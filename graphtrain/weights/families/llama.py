@@ -1,4 +1,4 @@
-"""Llama 1, 2 and 3.x, and those that differ from it in settings alone: Mistral, Aquila."""
+"""Llama 1, 2 and 3.x, and families that differ only in settings: Mistral and Aquila."""
 
 from graphtrain.weights.families.family import Family, Row
 from graphtrain.weights.families.settings import Choice, Key, Only, Rope, Window

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, and those of Qwen 1.5, 2 and 3."""
+"""Mixture-of-experts families: Mixtral, Qwen2-MoE (also Qwen1.5) and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphtrain.weights.families.settings import Choice, Key, Only, QwenWindow, 
 
 @dataclass(frozen=True)
 class Experts:
-    """How many there are, how many work on a token, and what their shares add up to."""
+    """Number of experts, experts per token, normalisation of routing weights, shared expert."""
 
-    count: tuple[str, ...]  # keys; the first is written
-    normalise: str | None = None  # key; None: always
-    shared: str | None = None  # key of the width of one that every token has; None: there is none
+    count: tuple[str, ...]  # keys of the number of experts; the first one present is read
+    normalise: str | None = None  # key; None: always normalised
+    shared: str | None = None  # key of the shared expert's width; None: no shared expert
 
     def read(self, config: Config) -> dict[str, Any]:
         count = next((config[key] for key in self.count if key in config), None)
@@ -35,7 +35,7 @@ class Experts:
 
     def write(self, model: Model) -> dict[str, Any]:
         if model.mixture is None:
-            raise WeightsError("the model has no mixture")
+            raise WeightsError("the model has no experts: program.model.mixture is not set")
         told: dict[str, Any] = dict.fromkeys(self.count, model.mixture.experts)
         told["num_experts_per_tok"] = model.mixture.per_token
         if self.shared:
@@ -44,7 +44,7 @@ class Experts:
 
 
 def rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and its experts, under the names that a family has for them."""
+    """Return the rows of a router and its experts, with a family's tensor names."""
     widen, narrow = (
         "experts mlp embed -> experts embed mlp",
         "experts embed mlp -> experts mlp embed",

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2, with biases of query, key and value; Qwen3, with norms of query and key."""
+"""Qwen1.5 and Qwen2 (biases of query, key and value); Qwen3 (norms of query and key)."""
 
 from graphtrain.weights.families.family import Family
 from graphtrain.weights.families.llama import GROUPED, HEAD, ROWS, SIZES

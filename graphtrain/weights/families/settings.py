@@ -1,4 +1,4 @@
-"""What config.json files say, one class for each sort of saying."""
+"""Mappings of config.json entries to settings of a Model, one class for each kind of entry."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Key:
-    """A setting under another name."""
+    """Setting with the same values under another name."""
 
     setting: str
     key: str
-    default: Any = _REQUIRED  # where config.json leaves it out
+    default: Any = _REQUIRED  # used if config.json omits the key
 
     def read(self, config: Config) -> dict[str, Any]:
         value = config.get(self.key)
         if value is None:
             value = self.default
         if value is _REQUIRED:
-            raise WeightsError(f"config.json: {self.key} is missing")
+            raise WeightsError(f"config.json: {self.key} is missing; it is required")
         return {self.setting: value}
 
     def write(self, model: Model) -> dict[str, Any]:
@@ -35,12 +35,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting whose values have other names."""
+    """Setting whose values have other names."""
 
     setting: str
     key: str
-    values: dict[Any, Any]  # Hugging Face's to ours
-    default: Any  # Hugging Face's, where config.json leaves it out
+    values: dict[Any, Any]  # Hugging Face's value to graphtrain's
+    default: Any  # Hugging Face's value if config.json omits the key
 
     def read(self, config: Config) -> dict[str, Any]:
         value = config.get(self.key)
@@ -55,12 +55,14 @@ class Choice:
         for theirs, ours in self.values.items():
             if ours == mine:
                 return {self.key: theirs}
-        raise WeightsError(f"{self.setting} = {mine!r} has no name under {self.key}")
+        raise WeightsError(
+            f"{self.setting} = {mine!r} cannot be expressed by {self.key} in config.json"
+        )
 
 
 @dataclass(frozen=True)
 class Only:
-    """What a family may say and the decoder does in one way only."""
+    """Entry for which the decoder supports a single value."""
 
     key: str
     value: Any
@@ -69,7 +71,7 @@ class Only:
         found = config.get(self.key)
         if found is not None and found != self.value:
             raise WeightsError(
-                f"config.json: {self.key} = {found!r} is not supported, only {self.value!r}"
+                f"config.json: {self.key} = {found!r} is not supported, only {self.value!r} is"
             )
         return {}
 
@@ -79,7 +81,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Rope:
-    """Base and scaling, as transformers 4 and as transformers 5 say them."""
+    """Base and scaling of RoPE, in the formats of transformers 4 and transformers 5."""
 
     base: float = 10_000.0
 
@@ -100,10 +102,10 @@ class Rope:
 
 
 def read_scaling(told: Config) -> RopeScaling | None:
-    """What stretches angles.
+    """Return the RoPE scaling that config.json specifies, or None.
 
     Raises:
-        WeightsError: a way that the decoder has not.
+        WeightsError: the decoder does not support this type of scaling.
     """
     match told.get("rope_type", told.get("type", "default")):
         case "default":
@@ -112,8 +114,8 @@ def read_scaling(told: Config) -> RopeScaling | None:
             return RopeScaling(kind="linear", factor=told["factor"])
         case "dynamic":
             warnings.warn(
-                "config.json: dynamic scaling of rotary angles begins past "
-                "max_position_embeddings; graphtrain trains without it, so keep batch.length below",
+                "config.json: dynamic RoPE scaling applies only beyond max_position_embeddings and "
+                "is not supported; keep batch.length at or below max_position_embeddings",
                 stacklevel=2,
             )
             return None
@@ -127,13 +129,13 @@ def read_scaling(told: Config) -> RopeScaling | None:
             )
         case other:
             raise WeightsError(
-                f"config.json: rotary angles of type {other!r} are not supported; "
-                "default, linear and llama3 are"
+                f"config.json: RoPE type {other!r} is not supported; supported types: default, "
+                "linear, llama3, and dynamic without its scaling"
             )
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """What read_scaling reads."""
+    """Return the entry of config.json that `read_scaling` reads, or None."""
     if scaling is None:
         return None
     told = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -148,7 +150,7 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Window:
-    """A window in all layers or in none: null is none."""
+    """Sliding window in all layers, or in none if null."""
 
     def read(self, config: Config) -> dict[str, Any]:
         return {"window": config.get("sliding_window")}
@@ -159,7 +161,7 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowedLayers:
-    """A window in some layers: a list of types, or where there is none, every so many is full."""
+    """Sliding window in some layers, from layer_types or from an interval of full attention."""
 
     window: int
     every: int
@@ -185,10 +187,10 @@ class WindowedLayers:
 
 
 def full_every(types: list[str]) -> int | None:
-    """After how many layers a full one comes; none: never.
+    """Return the interval between full-attention layers, or None if there are none.
 
     Raises:
-        WeightsError: they come at other places than at multiples of one number.
+        WeightsError: the full-attention layers are not at multiples of one number.
     """
     full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
     if not full:
@@ -196,15 +198,15 @@ def full_every(types: list[str]) -> int | None:
     every = full[0] + 1
     if full != list(range(every - 1, len(types), every)):
         raise WeightsError(
-            "config.json: the full layers of layer_types do not come at equal distances, "
-            "which no setting here can say"
+            "config.json: the full-attention layers in layer_types are not at equal intervals, "
+            "which is not supported"
         )
     return every
 
 
 @dataclass(frozen=True)
 class QwenWindow:
-    """Qwen's models say a window and, apart from it, that it is not used."""
+    """Qwen's sliding window, which use_sliding_window switches on or off."""
 
     def read(self, config: Config) -> dict[str, Any]:
         if not config.get("use_sliding_window"):
@@ -220,7 +222,10 @@ class QwenWindow:
 
     def write(self, model: Model) -> dict[str, Any]:
         if model.full_every is not None:
-            raise WeightsError("Qwen's windows begin at a layer and do not alternate")
+            raise WeightsError(
+                "Qwen models cannot alternate full and sliding-window attention; "
+                "program.model.full_every must not be set"
+            )
         windowed = model.window is not None
         kind = "sliding_attention" if windowed else "full_attention"
         return {

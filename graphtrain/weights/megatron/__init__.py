@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron-LM and of what is built on it, as arrays by one set of names.
+"""Import of checkpoints of Megatron-LM and its derivatives, with one canonical set of names.
 
-Both layouts are read: torch-dist (`.metadata` and `.distcp` files) and one folder for each rank
-(`mp_rank_XX`). Classes that their pickles name are never looked up: an empty one stands in.
+Both formats are supported: torch-dist (`.metadata` and `.distcp` files) and one folder per rank
+(`mp_rank_XX`). Classes that the pickles name are never imported; placeholders replace them.
 
-Imports no JAX; PyTorch when the first file is read.
+Does not import JAX; imports PyTorch when the first file is read.
 """

@@ -1,4 +1,4 @@
-"""Megatron's arguments, which its checkpoints hold, as settings of a model."""
+"""Conversion of the Megatron arguments stored in a checkpoint to settings of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphtrain.errors import WeightsError
 
 Arguments = Mapping[str, Any]
 
-# What the decoder does in one way only: by argument, that way.
+# Values that the decoder supports, for arguments of which it supports only some.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "attention_output_gate": (False,),
@@ -41,24 +41,26 @@ _NORMS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
 
 def model_of(arguments: Arguments, vocab: int) -> Model:
-    """What arguments describe.
+    """Return the model that Megatron's arguments describe.
 
     Args:
-        arguments: Of Megatron-LM's command, by their names in the program.
-        vocab: Rows of the embedding.
+        arguments: Arguments of Megatron-LM by attribute name.
+        vocab: Number of rows of the embedding.
 
     Raises:
-        WeightsError: something the decoder does not do, or a size is missing.
+        WeightsError: the decoder does not support an argument's value, or a size is missing.
     """
     for name, values in _ONLY.items():
         if (found := arguments.get(name)) is not None and found not in values:
             allowed = " or ".join(map(repr, values))
-            raise WeightsError(f"the checkpoint's args: {name} = {found!r}, only {allowed} is read")
+            raise WeightsError(
+                f"the checkpoint's args: {name} = {found!r} is not supported, only {allowed} is"
+            )
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
     if missing := [name for name in sizes if not arguments.get(name)]:
         raise WeightsError(
-            f"the checkpoint's args do not say {' and '.join(missing)}; "
-            "say what model it is: --model PRESET, or --model FILE.toml with a [program.model]"
+            f"the checkpoint's args do not contain {' and '.join(missing)}; "
+            "specify the model: --model PRESET, or --model FILE.toml with a [program.model]"
         )
     try:
         return Model(
@@ -76,7 +78,9 @@ def model_of(arguments: Arguments, vocab: int) -> Model:
             **_positions(arguments),
         )
     except ValueError as error:
-        raise WeightsError(f"the checkpoint's args describe no model: {error}") from error
+        raise WeightsError(
+            f"the checkpoint's args do not describe a valid model: {error}"
+        ) from error
 
 
 def _groups(arguments: Arguments) -> int | None:
@@ -84,7 +88,7 @@ def _groups(arguments: Arguments) -> int | None:
 
 
 def _window(arguments: Arguments) -> int | None:
-    """Megatron counts the positions before a query's own."""
+    """Return the sliding window; Megatron excludes the query's own position from its size."""
     if not (found := arguments.get("window_size")):
         return None
     return found[0] + 1 if isinstance(found, tuple | list) else found
@@ -94,7 +98,7 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
     settings: dict[str, Any] = {"mlp": arguments["ffn_hidden_size"], "bias": _bias(arguments)}
     if arguments.get("swiglu"):
         settings["activation"] = "swiglu"
-    # Its fused kernel of bias and GELU is of the tanh, whatever the model says.
+    # Megatron's fused bias-GELU kernel always uses the tanh approximation.
     elif arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True):
         settings["activation"] = "gelu_tanh"
     else:
@@ -104,13 +108,13 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
     shared = arguments.get("moe_shared_expert_intermediate_size")
     if shared and not arguments.get("moe_shared_expert_gate"):
         raise WeightsError(
-            "the checkpoint's args: a shared expert without moe_shared_expert_gate is not read"
+            "the checkpoint's args: a shared expert without moe_shared_expert_gate is not supported"
         )
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
     settings["mixture"] = Mixture(
         experts=arguments["num_experts"],
         per_token=arguments.get("moe_router_topk") or 2,
-        # A softmax over those that were chosen is one over all, normalised.
+        # A softmax over the chosen experts equals a normalised softmax over all experts.
         normalise=not arguments.get("moe_router_pre_softmax", False),
         shared=shared or None,
     )
@@ -136,7 +140,7 @@ def _positions(arguments: Arguments) -> dict[str, Any]:
     rotary = arguments.get("use_rotary_position_embeddings", False)
     usual = "rope" if rotary else "learned_absolute"
     kind = _named(arguments, "position_embedding_type", usual, _POSITIONS)
-    if kind == "learned" and rotary:  # Megatron before position_embedding_type
+    if kind == "learned" and rotary:  # Megatron versions before position_embedding_type
         kind = "rope"
     if kind == "learned":
         return {"positions": kind, "max_length": arguments.get("max_position_embeddings")}
@@ -148,7 +152,7 @@ def _positions(arguments: Arguments) -> dict[str, Any]:
 
 def _scaling(arguments: Arguments) -> RopeScaling | None:
     if arguments.get("use_rope_scaling"):
-        # Megatron has no arguments for the others: RotaryEmbedding._apply_scaling of megatron-core.
+        # The other values are constants of megatron-core, RotaryEmbedding._apply_scaling.
         return RopeScaling(
             kind="llama3",
             factor=float(arguments.get("rope_scaling_factor") or 8.0),
@@ -164,5 +168,7 @@ def _named(arguments: Arguments, name: str, usual: str, values: Mapping[str, str
     found = arguments.get(name) or usual
     if found not in values:
         known = ", ".join(values)
-        raise WeightsError(f"the checkpoint's args: {name} = {found!r}; {known} are read")
+        raise WeightsError(
+            f"the checkpoint's args: {name} = {found!r} is not supported; supported: {known}"
+        )
     return values[found]

@@ -1,7 +1,7 @@
-"""One folder for each rank, `mp_rank_XX[_YYY][_ZZZ]`: parts of arrays, to be put together.
+"""Megatron's checkpoints with one folder per rank, `mp_rank_XX[_YYY][_ZZZ]`; assembles shards.
 
-The first number is the tensor rank, then come the pipeline rank and the expert rank, each only
-where there are several.
+The first number is the tensor rank; the pipeline rank and the expert rank follow, each only if
+there are several.
 
 Source: Megatron-LM, megatron/training/checkpointing.py, get_checkpoint_name; the axes are those of
 its ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding
@@ -39,14 +39,14 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Array:
-    keys: tuple[str, str]  # of the chunk's dictionary, and in it
-    paths: tuple[Path, ...]  # of each tensor rank
-    shape: tuple[int, ...]  # of a part
+    keys: tuple[str, str]  # key of the model chunk in the file, key of the array in the chunk
+    paths: tuple[Path, ...]  # one file per tensor rank
+    shape: tuple[int, ...]  # of one tensor rank's shard
     dtype: str
 
 
 class Classic:
-    """The weights of folders of ranks, by canonical names.
+    """Weights of a checkpoint with one folder per rank, by canonical names.
 
     Raises:
         WeightsError: a rank is missing, or a file is damaged.
@@ -57,7 +57,7 @@ class Classic:
         first = load_torch(ranks[0].path)
         self.arguments: dict[str, Any] = vars(first["args"]) if "args" in first else {}
         _check_version(ranks[0].path, first)
-        self.gated = False  # whether linear_fc1 holds gate and up; set before the first read
+        self.gated = False  # whether linear_fc1 contains gate and up; set before the first read
         self._arrays = _index(_grid(directory, ranks, self.arguments))
 
     @property
@@ -79,7 +79,7 @@ class Classic:
         if axis is None or len(array.paths) == 1:
             return self._part(name, array.paths[0]).copy()
         whole = np.empty(self.shape(name), dtype)
-        # Of gate and up every rank has a part of each.
+        # The shard of each rank contains its part of gate, then its part of up.
         blocks = 2 if self.gated and "linear_fc1." in name else 1
         size = array.shape[axis] // blocks
         for rank, path in enumerate(array.paths):
@@ -97,30 +97,33 @@ class Classic:
         # The file is mapped again for each array: mapped pages stay in memory until it is closed.
         tensor = dict(flat(load_torch(path)[chunk])).get(key)
         if tensor is None or tuple(tensor.shape) != array.shape:
-            raise WeightsError(f"{path} has no {key} of shape {array.shape}, as the first rank has")
+            raise WeightsError(
+                f"{path} has no {key} with the first rank's shape {array.shape}; the file is "
+                "damaged or of another checkpoint"
+            )
         return as_numpy(tensor, self.dtype(name))
 
 
 def _axis(name: str) -> int | None:
-    """Along which the tensor ranks split an array; none where each has it whole."""
+    """Return the axis along which tensor ranks shard an array; None if it is replicated."""
     if _ROWS.fullmatch(name):
         return 0
     return 1 if _COLUMNS.fullmatch(name) else None
 
 
 def _ranks(directory: Path) -> list[_Rank]:
-    """Of the folders; the second number is the pipeline's for now."""
+    """Return the ranks of the folders, taking the second number as pipeline rank (see `_grid`)."""
     found = []
     for folder in sorted(directory.iterdir()):
         if not (match := _RANK.fullmatch(folder.name)):
             continue
         files = [folder / name for name in _FILES if (folder / name).is_file()]
         if not files:
-            raise WeightsError(f"{folder} holds none of {', '.join(_FILES)}")
+            raise WeightsError(f"{folder} contains none of {', '.join(_FILES)}")
         tensor, pipeline, expert = (int(number or 0) for number in match.groups())
         found.append(_Rank(tensor, pipeline, expert, files[0]))
     if not found:
-        raise WeightsError(f"{directory} holds no folders mp_rank_XX")
+        raise WeightsError(f"{directory} contains no folders mp_rank_XX")
     return found
 
 
@@ -128,20 +131,20 @@ def _check_version(path: Path, loaded: Mapping[str, Any]) -> None:
     version = loaded.get("checkpoint_version", 0)
     if version < 2:
         raise WeightsError(
-            f"{path} has checkpoint_version = {version}, whose queries, keys and values are in "
-            "another order; load and save it with Megatron-LM 2.0 or newer first"
+            f"{path} has checkpoint_version = {version}, in which queries, keys and values have "
+            "another order; load it and save it again with Megatron-LM 2.0 or newer first"
         )
 
 
 def _grid(
     directory: Path, ranks: list[_Rank], arguments: Mapping[str, Any]
 ) -> dict[tuple[int, int], tuple[Path, ...]]:
-    """The files of the tensor ranks, by pipeline rank and expert rank.
+    """Return the files of the tensor ranks, by pipeline rank and expert rank.
 
     Raises:
         WeightsError: a rank is missing.
     """
-    # Without a pipeline the second number is that of the experts.
+    # Without a pipeline the second number is the expert rank.
     experts = (arguments.get("expert_model_parallel_size") or 1) > 1
     if experts and (arguments.get("pipeline_model_parallel_size") or 1) == 1:
         ranks = [_Rank(one.tensor, 0, one.pipeline, one.path) for one in ranks]
@@ -150,8 +153,8 @@ def _grid(
     for where in np.ndindex(pipelines, experts_, tensors):
         if where not in files:
             raise WeightsError(
-                f"{directory} has no folder of tensor rank {where[2]}, pipeline rank {where[0]}, "
-                f"expert rank {where[1]}, and folders of higher ranks"
+                f"{directory} has no folder for tensor rank {where[2]}, pipeline rank {where[0]}, "
+                f"expert rank {where[1]}, although it has folders of higher ranks"
             )
     return {
         (pipeline, expert): tuple(files[pipeline, expert, tensor] for tensor in range(tensors))
@@ -160,13 +163,13 @@ def _grid(
 
 
 def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array]:
-    """Layers count on from chunk to chunk of a virtual pipeline, each through all stages."""
+    """Index all arrays; layers are numbered chunk by chunk, each chunk through all stages."""
     chunks: dict[tuple[str, int, int], dict[str, tuple[str, Any]]] = {}
     for (pipeline, expert), paths in grid.items():
         for chunk, tensors in _chunks(paths[0]):
             chunks[chunk, pipeline, expert] = tensors
     arrays: dict[str, _Array] = {}
-    layers: dict[int, int] = defaultdict(int)  # before the chunk, by expert rank
+    layers: dict[int, int] = defaultdict(int)  # number of layers before the chunk, by expert rank
     for chunk, pipeline, expert in sorted(chunks, key=lambda one: (len(one[0]), one)):
         tensors = chunks[chunk, pipeline, expert]
         numbers = {expert_of(name) for name in tensors} - {None}
@@ -174,14 +177,16 @@ def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array
             own = moved(name, layers[expert], expert * len(numbers))
             kind = str(tensor.dtype).removeprefix("torch.")
             found = _Array((chunk, key), grid[pipeline, expert], tuple(tensor.shape), kind)
-            arrays.setdefault(own, found)  # what no expert has, each expert rank has
+            arrays.setdefault(
+                own, found
+            )  # arrays outside the experts are replicated over expert ranks
         within = [layer for name in tensors if (layer := layer_of(name)) is not None]
         layers[expert] += max(within, default=-1) + 1
     return arrays
 
 
 def _chunks(path: Path) -> Iterator[tuple[str, dict[str, tuple[str, Any]]]]:
-    """The dictionaries of a file, `model` or `model0` and on, by canonical names."""
+    """Yield a file's model chunks (`model`, or `model0`, `model1` ...), by canonical names."""
     for chunk, tree in load_torch(path).items():
         if not re.fullmatch(r"model\d*", chunk) or not isinstance(tree, Mapping):
             continue

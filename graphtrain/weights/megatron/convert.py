@@ -1,4 +1,4 @@
-"""From a checkpoint of Megatron-LM to a folder that a run can start from, an array at a time."""
+"""Conversion of a Megatron-LM checkpoint to a converted folder, one array at a time."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ def from_megatron(
     model: str | None = None,
     vocab: int | None = None,
 ) -> Summary:
-    """Make a converted folder of a checkpoint of Megatron-LM, of any degrees of parallelism.
+    """Convert a Megatron-LM checkpoint of any parallelism to a converted folder.
 
     Args:
-        source: The folder of a checkpoint, or of several, of which the latest is taken.
-        destination: Where to write.
-        progress: Is told of every array.
-        model: A preset or a .toml file, for checkpoints that do not say what model they are of.
-        vocab: Rows to keep of the padded vocabulary; those that the checkpoint says, else all.
+        source: Folder of one checkpoint, or of several, of which the latest is used.
+        destination: Folder to create.
+        progress: Called for each group of arrays.
+        model: Preset or .toml file, for checkpoints that do not contain Megatron's arguments.
+        vocab: Vocabulary size without padding; None: the size in the arguments or the preset, else
+            all rows.
 
     Raises:
-        WeightsError: the model is not known, or the weights are not its.
+        WeightsError: the model is unknown, or the weights do not match it.
     """
     folder, arguments = open_checkpoint(_iteration(source))
     padded, kept = _models(folder, arguments, model, vocab)
@@ -72,7 +73,7 @@ def from_megatron(
 
 
 def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Model) -> None:
-    """One piece; nothing of it is in memory afterwards."""
+    """Convert and write one piece without retaining its arrays in memory."""
     made = to_decoder(piece, [folder.read(name) for name in piece.names], padded)
     for path, array in zip(piece.row.paths, made, strict=True):
         cut = tuple(slice(size) for size in array_shape(path, kept))
@@ -80,10 +81,10 @@ def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Mo
 
 
 def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
-    """The weights of one checkpoint, and the arguments it was made with, if it holds them.
+    """Open one checkpoint; return its weights, and its arguments, if it contains them.
 
     Raises:
-        WeightsError: it is of neither layout, or damaged.
+        WeightsError: the checkpoint has neither supported format, or is damaged.
     """
     if (directory / ".metadata").is_file():
         common = directory / "common.pt"
@@ -93,19 +94,19 @@ def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
         classic = Classic(directory)
         return classic, classic.arguments
     raise WeightsError(
-        f"{directory} is no checkpoint of Megatron-LM: it holds neither .metadata (torch-dist) nor "
-        "folders mp_rank_XX"
+        f"{directory} is not a Megatron-LM checkpoint: it contains neither .metadata (torch-dist) "
+        "nor folders mp_rank_XX"
     )
 
 
 def _iteration(source: Path) -> Path:
-    """The checkpoint in a folder of several, which a file names; NeMo keeps one in `weights`."""
+    """Return the latest checkpoint of a folder, or the folder itself; NeMo uses `weights`."""
     latest = source / _LATEST
     if latest.is_file():
         told = latest.read_text().strip()
         name = told if told == "release" else f"iter_{int(told):07d}" if told.isdigit() else ""
         if not name or not (source / name).is_dir():
-            raise WeightsError(f"{latest} says {told!r}, and there is no folder of that name")
+            raise WeightsError(f"{latest} names {told!r}, but no such checkpoint folder exists")
         return source / name
     if (source / "weights").is_dir():
         return source / "weights"
@@ -117,24 +118,24 @@ def _iteration(source: Path) -> Path:
 def _models(
     folder: Folder, arguments: dict[str, Any], named: str | None, vocab: int | None
 ) -> tuple[Model, Model]:
-    """As the checkpoint has it, with its padding, and as it is kept."""
+    """Return the model with the checkpoint's padded vocabulary, and with the unpadded one."""
     if _TOKENS not in folder.names:
-        raise WeightsError(f"the checkpoint has no {_TOKENS}; it is of no GPT model")
+        raise WeightsError(f"the checkpoint has no {_TOKENS}; it is not of a GPT model")
     rows = folder.shape(_TOKENS)[0]
     if named is not None:
         model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(named)))
         model = replace(model, merged_gate=False)
-        vocab = vocab or min(model.vocab, rows)  # presets say it without padding
+        vocab = vocab or min(model.vocab, rows)  # presets contain the unpadded size
     elif arguments:
         model = model_of(arguments, rows)
         vocab = vocab or int(arguments.get("vocab_size") or rows)
     else:
         raise WeightsError(
-            "the checkpoint holds no args, as those of Megatron-LM do; say what model it is: "
+            "the checkpoint does not contain Megatron-LM's args; specify the model: "
             "--model PRESET, or --model FILE.toml with a [program.model]"
         )
     if vocab > rows:
-        raise WeightsError(f"a vocabulary of {vocab} is more than the checkpoint's {rows} rows")
+        raise WeightsError(f"a vocabulary of {vocab} exceeds the {rows} rows in the checkpoint")
     return replace(model, vocab=rows), replace(model, vocab=vocab)
 
 
@@ -142,11 +143,12 @@ def _check_names(wanted: set[str], folder: Folder, model: Model) -> None:
     there = set(folder.names)
     if missing := sorted(wanted - there):
         raise WeightsError(
-            f"the checkpoint lacks {some(missing)}, which a model of its settings has; "
-            f"what it holds beside: {some(sorted(there - wanted)) or 'nothing'}"
+            f"the checkpoint lacks {some(missing)}, which a model with its settings requires; "
+            f"unexpected arrays in it: {some(sorted(there - wanted)) or 'none'}"
         )
     left = there - wanted - ({"output_layer.weight"} if model.tied_head else set())
     if left:
         raise WeightsError(
-            f"the checkpoint holds {some(sorted(left))}, which a model of its settings has not"
+            f"the checkpoint contains {some(sorted(left))}, which a model with its settings does "
+            "not have"
         )

@@ -1,4 +1,4 @@
-"""torch-dist: arrays in chunks, wherever the ranks left them, and one file that says where."""
+"""torch-dist checkpoints: arrays in chunks, located by the file `.metadata`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphtrain.weights.files import as_numpy, torch_dtype
 from graphtrain.weights.megatron.names import canonical
 from graphtrain.weights.megatron.pickles import Inert, load_pickle, load_tensor
 
-# Axes in front of an array's own, and after which words its name leaves their numbers out.
+# Leading axes of layers and experts: positions in a name where their index is inserted.
 _LEADING = (
     re.compile(r"(?<=decoder\.layers)\.(?!\d)"),
     re.compile(r"(?<=\.experts)\.experts\.(?!\d)"),
@@ -25,25 +25,25 @@ _LEADING = (
 @dataclass(frozen=True)
 class _Chunk:
     path: Path
-    begin: int  # bytes
+    begin: int  # bytes from the beginning of the file
     length: int  # bytes
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # position in the array
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Array:
-    key: str  # in the file
-    at: tuple[int, ...]  # along the axes of layers and experts
-    shape: tuple[int, ...]  # without those
+    key: str  # name in the checkpoint
+    at: tuple[int, ...]  # index along the axes of layers and experts
+    shape: tuple[int, ...]  # without the axes of layers and experts
     dtype: str
 
 
 class TorchDist:
-    """The weights of a folder with `.metadata`, by canonical names.
+    """Weights of a torch-dist checkpoint, by canonical names.
 
     Raises:
-        WeightsError: a file is damaged, or holds what is not read here.
+        WeightsError: a file is damaged, or uses an unsupported feature.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +52,9 @@ class TorchDist:
         try:
             self._arrays, self._chunks = _index(directory, metadata)
         except (AttributeError, TypeError, ValueError, LookupError) as error:
-            raise WeightsError(f"{self._path} says no places of arrays: {error!r}") from error
+            raise WeightsError(
+                f"{self._path} does not list arrays and their chunks: {error!r}"
+            ) from error
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,15 +81,19 @@ class TorchDist:
             whole[tuple(place)] = part
             covered += part.size
         if covered != whole.size:
-            raise WeightsError(f"{self._path} has no place of all of {array.key}, or one twice")
+            raise WeightsError(
+                f"{self._path}: the chunks of {array.key} do not cover it exactly once"
+            )
         return whole
 
     def _read(self, chunk: _Chunk, array: _Array, dtype: np.dtype) -> np.ndarray:
         if not chunk.path.is_file():
-            raise WeightsError(f"{chunk.path} is not there; {array.key} is in it")
+            raise WeightsError(f"{chunk.path}, which contains {array.key}, does not exist")
         tensor = load_tensor(chunk.path, chunk.begin, chunk.length)
         if tuple(getattr(tensor, "shape", ())) != chunk.shape:
-            raise WeightsError(f"{chunk.path} does not hold {array.key} where {self._path} says")
+            raise WeightsError(
+                f"{chunk.path} does not contain {array.key} at the position in {self._path}"
+            )
         inside = [at - begin for at, begin in zip(array.at, chunk.offset, strict=False)]
         return as_numpy(tensor[tuple(inside)], dtype)
 
@@ -107,7 +113,7 @@ def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str,
         if (shape := shapes.get((index.fqn, tuple(getattr(index, "offset", None) or ())))) is None:
             continue
         if getattr(where, "transform_descriptors", None):
-            raise WeightsError(f"{directory} is compressed, which is not read here")
+            raise WeightsError(f"{directory} is compressed, which is not supported")
         chunks[index.fqn].append(
             _Chunk(
                 directory / Path(where.relative_path).name,
@@ -121,13 +127,13 @@ def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str,
 
 
 def _dtype(properties: Inert) -> Any:
-    """TensorProperties pickles as a tuple, its dtype first."""
+    """Return the dtype; TensorProperties is pickled as a tuple that begins with it."""
     state = properties.state
     return state[0] if isinstance(state, tuple) else state["dtype"]
 
 
 def _arrays(key: str, name: str, size: tuple[int, ...], dtype: str) -> dict[str, _Array]:
-    """Of each layer and of each expert by itself, where a key holds all of them."""
+    """Return the arrays of a key by name: one per layer and expert if it stacks them."""
     patterns = [pattern for pattern in _LEADING if pattern.search(name)]
     found = {}
     for at in np.ndindex(*size[: len(patterns)]):

@@ -1,6 +1,6 @@
-"""The names that arrays have in Megatron's checkpoints of all ages, brought to one set.
+"""Canonical names for the arrays in checkpoints of all versions of Megatron-LM.
 
-The set is that of megatron-core's own layers: norms by themselves, experts by their number:
+Canonical names are those of megatron-core's local layers, with separate norms and numbered experts:
 `decoder.layers.3.mlp.experts.0.linear_fc1.weight`.
 """
 
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# In this order. Transformer Engine keeps a norm with the product that follows it; what came before
-# megatron-core has names of its own.
+# Applied in this order. Transformer Engine names a norm after the linear layer that follows it;
+# versions before megatron-core have other names.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -31,14 +31,14 @@ _RENAMED = tuple(
         (r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.\3.\1.\2"),
     )
 )
-# State that is no weight: of kernels, of angles; the embedding once more, where a tied head is.
+# State other than weights: of kernels, of RoPE; also the copy of the embedding for a tied head.
 _NOT_WEIGHTS = re.compile(r".*(_extra_state.*|inv_freq|word_embeddings_for_head\.weight)$")
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)(?=\.)")
 
 
 def canonical(name: str) -> str | None:
-    """The one name of an array; none for state that is no weight."""
+    """Return the canonical name of an array, or None for state that is not a weight."""
     if _NOT_WEIGHTS.match(name):
         return None
     for pattern, renamed in _RENAMED:
@@ -47,25 +47,25 @@ def canonical(name: str) -> str | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer an array is in."""
+    """Return the layer of an array by its name, or None."""
     found = _LAYER.search(name)
     return int(found[0]) if found else None
 
 
 def expert_of(name: str) -> int | None:
-    """The expert an array is of."""
+    """Return the expert of an array by its name, or None."""
     found = _EXPERT.search(name)
     return int(found[0]) if found else None
 
 
 def moved(name: str, layers: int, experts: int) -> str:
-    """The name of an array so many layers and experts further on."""
+    """Return the name with its layer and expert numbers increased by these offsets."""
     name = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)
     return _EXPERT.sub(lambda found: str(int(found[0]) + experts), name)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries by names with dots."""
+    """Yield the leaves of nested dictionaries, with names joined by dots."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""PyTorch's files and pickles, read as data: nothing that they name is imported or called."""
+"""Safe reading of PyTorch files and pickles: nothing that they name is imported or called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphtrain.errors import WeightsError
 
 
 class Inert:
-    """Stands in for an object of a class that a pickle names: keeps what it is given."""
+    """Placeholder for an object of a class that a pickle names; stores its arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -25,7 +25,7 @@ class Inert:
             self.__dict__.update(state)
 
 
-# Classes that only keep what they are given, as they are.
+# Harmless container classes that are restored as themselves.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("collections", "OrderedDict"): OrderedDict,
@@ -39,20 +39,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(path: Path) -> Any:
-    """What a pickle holds, with an Inert for every object.
+    """Load a pickle, with an Inert in place of every object of another class.
 
     Raises:
-        WeightsError: it is damaged.
+        WeightsError: the pickle is damaged.
     """
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()
-    except Exception as error:  # a damaged pickle raises anything
-        raise WeightsError(f"{path} is no whole pickle: {error!r}") from error
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise WeightsError(f"{path} is not a complete pickle: {error!r}") from error
 
 
 def load_torch(path: Path) -> Any:
-    """What a file of torch.save holds; its tensors are read when they are used.
+    """Load a file written by torch.save; its tensors are memory-mapped, and read when used.
 
     Raises:
         WeightsError: PyTorch is not installed, or the file is damaged.
@@ -61,7 +61,7 @@ def load_torch(path: Path) -> Any:
 
 
 def load_tensor(path: Path, offset: int, length: int) -> Any:
-    """The tensor that torch.save wrote into a part of a file.
+    """Load the tensor that torch.save wrote to a byte range of a file.
 
     Raises:
         WeightsError: PyTorch is not installed, or the file is damaged.
@@ -80,7 +80,7 @@ def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> 
         import torch
     except ImportError:
         raise WeightsError(
-            f"{path}: Megatron's files are PyTorch's; install it: pip install 'graphtrain[bin]'"
+            f"{path}: Megatron's files need PyTorch; run: pip install 'graphtrain[bin]'"
         ) from None
     serialization = torch.serialization
     try:
@@ -89,12 +89,14 @@ def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> 
         others = [(_inert(name), name) for name in found if name != "argparse.Namespace"]
         with serialization.safe_globals([*known, *others]):  # type: ignore[list-item]
             return load(torch)
-    except Exception as error:  # as above
-        raise WeightsError(f"{path} cannot be read as weights only: {_reason(error)}") from error
+    except Exception as error:  # a damaged file can raise any exception
+        raise WeightsError(
+            f"{path} cannot be loaded with weights_only=True: {_reason(error)}"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
-    """The line that says it; PyTorch advises to let the file run code first."""
+    """Return the line with the cause; PyTorch's message begins with advice to disable safety."""
     lines = str(error).strip().splitlines() or [repr(error)]
     after = [i + 2 for i, line in enumerate(lines) if line.endswith("WeightsUnpickler error: ")]
     return lines[after[0]] if after and after[0] < len(lines) else lines[0]
@@ -105,7 +107,7 @@ def _inert(name: str) -> type:
 
 
 class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
+    """Byte range of an open file, as a read-only file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length

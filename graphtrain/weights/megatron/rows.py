@@ -1,4 +1,4 @@
-"""Megatron's arrays and the decoder's, row by row, by the names of `names.py`."""
+"""Table of Megatron's arrays, by the canonical names of `names.py`, and the decoder's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/valu
 
 
 def _divide(slots: np.ndarray, model: Model) -> list[np.ndarray]:
-    """Of each group its query heads, its key and its value, side by side."""
+    """Split the packed slots of each group into query heads, key and value."""
     query = rearrange(slots[:-2], "group ... kv_heads d -> ... (kv_heads group) d")
     return [query, slots[-2], slots[-1]]
 
@@ -28,7 +28,7 @@ def _norm(name: str, path: str) -> tuple[Row, Row]:
 
 
 def _widen(name: str, paths: Sequence[str], experts: str = "") -> tuple[Row, Row]:
-    """The first product of an MLP: gate and up in one, where there is a gate."""
+    """Return the rows of an MLP's first linear layer, which packs gate and up if gated."""
     bias = Row(f"{name}.bias", tuple(f"{path}_bias" for path in paths))
     if len(paths) == 1:
         pattern = f"{experts}mlp embed -> {experts}embed mlp" if experts else WIDEN
@@ -39,7 +39,7 @@ def _widen(name: str, paths: Sequence[str], experts: str = "") -> tuple[Row, Row
 
 
 def megatron(model: Model) -> Family:
-    """The table of a model, which depends on whether its MLP has a gate and experts."""
+    """Return the table for a model, which depends on whether its MLP is gated and has experts."""
     names = ("gate", "up") if is_gated(model) else ("up",)
     widened = [f"layers/mlp/{name}" for name in names]
     if model.mixture is None:

@@ -173,14 +173,16 @@ def test_the_vocabulary_loses_its_padding(tmp_path):
     assert Converted(tmp_path / "cut").model.vocab == 40
     more = from_megatron(tmp_path / "source", tmp_path / "more", quiet, vocab=44)
     assert more.parameters - made.parameters == 4 * 16 * 2
-    assert "a vocabulary of 49 is more than the checkpoint's 48 rows" in refused(
+    assert "a vocabulary of 49 exceeds the 48 rows in the checkpoint" in refused(
         tmp_path / "source", vocab=49
     )
 
 
 def test_a_checkpoint_without_arguments_asks_for_the_model(tmp_path):
     source = write(tmp_path / "source", args=None)
-    assert "holds no args" in refused(source) and "--model PRESET" in refused(source)
+    assert "does not contain Megatron-LM's args" in refused(source) and "--model PRESET" in refused(
+        source
+    )
     assert "the checkpoint lacks" in refused(source, model="gpt2")
     from_megatron(write(tmp_path / "known"), tmp_path / "told", quiet)
     from_megatron(source, tmp_path / "named", quiet, model=str(tmp_path / "told/model.toml"))
@@ -192,13 +194,15 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         def __reduce__(self):
             return Path(tmp_path / "ran").touch, ()
 
-    assert "cannot be read as weights only" in refused(write(tmp_path / "evil", rng_state=Evil()))
+    assert "cannot be loaded with weights_only=True" in refused(
+        write(tmp_path / "evil", rng_state=Evil())
+    )
     dist = tmp_path / "dist"
     dist.mkdir()
     (dist / ".metadata").write_bytes(pickle.dumps(Evil()))
-    assert "is no whole pickle" in refused(dist)
+    assert "is not a complete pickle" in refused(dist)
     (dist / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    assert "says no places of arrays" in refused(dist)
+    assert "does not list arrays and their chunks" in refused(dist)
     assert not (tmp_path / "ran").exists()
 
 
@@ -208,18 +212,20 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
     assert "checkpoint_version = 1" in refused(write(tmp_path / "old", checkpoint_version=1))
     source = write(tmp_path / "part")
     (source / "iter_0000010/mp_rank_01_001").mkdir()
-    assert "holds none of model_optim_rng.pt" in refused(source)
+    assert "contains none of model_optim_rng.pt" in refused(source)
     shutil.copy(
         source / "iter_0000010/mp_rank_00/model_optim_rng.pt",
         source / "iter_0000010/mp_rank_01_001",
     )
-    assert "no folder of tensor rank 1, pipeline rank 0" in refused(source)
+    assert "no folder for tensor rank 1, pipeline rank 0" in refused(source)
     whole = (source / "iter_0000010/mp_rank_00/model_optim_rng.pt").read_bytes()
     cut = write(tmp_path / "cut") / "iter_0000010/mp_rank_00/model_optim_rng.pt"
     cut.write_bytes(whole[:-2000])
-    assert "cannot be read as weights only" in refused(tmp_path / "cut")
-    assert "is no checkpoint of Megatron-LM" in refused(tmp_path / "cut/iter_0000010/mp_rank_00")
-    with pytest.raises(WeightsError, match=r"rotary_interleaved = True, only False is read"):
+    assert "cannot be loaded with weights_only=True" in refused(tmp_path / "cut")
+    assert "is not a Megatron-LM checkpoint" in refused(tmp_path / "cut/iter_0000010/mp_rank_00")
+    with pytest.raises(
+        WeightsError, match=r"rotary_interleaved = True is not supported, only False is"
+    ):
         model_of(ARGUMENTS | {"rotary_interleaved": True}, 48)
 
 

@@ -193,9 +193,9 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"rank": 4}, r"q_proj has rank 3 and program.adapter.rank is 4; set 3"),
-        ({"targets": ("attention/query",)}, r"also holds .*lora_A.*set its targets"),
-        ({"targets": ("attention/*", "mlp/down")}, r"has no .*k_proj.*leave it out"),
+        ({"rank": 4}, r"q_proj has rank 3, but program.adapter.rank = 4; set it to 3"),
+        ({"targets": ("attention/query",)}, r"also contains .*lora_A.*add them to its targets"),
+        ({"targets": ("attention/*", "mlp/down")}, r"has no .*k_proj.*remove it"),
     ],
 )
 def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):

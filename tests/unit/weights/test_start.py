@@ -83,15 +83,17 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
 
 
 def test_another_model_is_refused_with_what_differs(converted):
-    with pytest.raises(WeightsError, match=r"rope_base = 5\.0 \(there 10000\.0\)"):
+    with pytest.raises(WeightsError, match=r"rope_base = 5\.0 \(instead of 10000\.0\)"):
         open_initial(config(converted, rope_base=5.0))
-    with pytest.raises(WeightsError, match=r"vocabulary of 65 and program\.model\.vocab = 64"):
+    with pytest.raises(WeightsError, match=r"vocabulary of 65, but program\.model\.vocab = 64"):
         open_initial(config(converted, vocab=64))
     assert open_initial(config(converted, remat="full", dropout=0.1)) is not None
 
 
 def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
-    with pytest.raises(WeightsError, match=r"is neither a folder .* convert weights of others"):
+    with pytest.raises(
+        WeightsError, match=r"is neither a converted folder .* convert weights of other formats"
+    ):
         open_source(tmp_path)
 
 
@@ -133,5 +135,5 @@ def test_a_run_does_not_go_on_with_another_adapter(converted, tmp_path, changed)
     (tmp_path / "config.toml").write_text(render(adapted(converted)))
     check_adapter(adapted(converted, dropout=0.1), tmp_path)
     (name,) = changed
-    with pytest.raises(WeightsError, match=rf"which has {name} = .*\(there"):
+    with pytest.raises(WeightsError, match=rf"\[program\.adapter\]: {name} = .*\(instead of"):
         check_adapter(adapted(converted, **changed), tmp_path)
