@@ -153,6 +153,6 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
     exposed = sum(hidden.values()) - time.overlapped
     if hidden:
         slowest = max(hidden, key=lambda axes: hidden[axes])
-        excess[f"communication over {slowest} that does not overlap {exposed:.2f} s"] = exposed
+        excess[f"communication over {slowest} without overlap {exposed:.2f} s"] = exposed
     said = max(excess, key=lambda each: excess[each])
     return f"{said} of {total:.2f} s"
