@@ -1,4 +1,4 @@
-"""Imports of libraries that offer more than a run takes, and would import it with themselves."""
+"""Import libraries without optional dependencies that a run does not need."""
 
 import importlib
 import sys
@@ -6,9 +6,14 @@ from types import ModuleType
 
 
 def import_without(name: str, *others: str) -> ModuleType:
-    """Import a library as it is where others, which it can do without, are not installed.
+    """Import a library as if some of its optional dependencies were not installed.
 
-    What has been imported already stays. Nothing else may import the others at the same time.
+    Dependencies that are already imported remain available. No other thread may import them at the
+    same time.
+
+    Args:
+        name: module to import.
+        others: optional dependencies to hide.
     """
     hidden = [other for other in others if other not in sys.modules]
     for other in hidden:

@@ -1,6 +1,7 @@
-"""How a Graph becomes an executable: targets, toolchains, backends.
+"""Lower, compile and load a Graph for a target: targets, toolchains and backends.
 
-May import `sharding_rules`; knows nothing of language models.
+May import `sharding_rules`, and nothing from `graphtrain`. Contains no code specific to language
+models.
 """
 
 import importlib
@@ -18,5 +19,5 @@ _BACKENDS: dict[str, str] = _XLA | {
 
 
 def backend(target: "Target") -> ModuleType:
-    """The module that lowers, compiles and loads for a target; imported when first asked for."""
+    """Return the module that lowers, compiles and loads for a target. Import it on first use."""
     return importlib.import_module(_BACKENDS[target.platform])

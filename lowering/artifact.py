@@ -1,21 +1,22 @@
-"""What a compiler made: the executable's bytes, and facts about it."""
+"""Compiled program as stored: the executable's bytes and a JSON record about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# Raise it when records or payloads hold more: what was stored before is then compiled again.
+# Increment when the contents of records or payloads change. Older entries are then recompiled.
 RECORD_VERSION = 4
 
-# str, int, finite float, bool, None, lists and mappings of these; spelt out, every use needs a cast
+# str, int, finite float, bool, None, and lists and mappings of these. A recursive type would need
+# a cast at every use.
 JSON: TypeAlias = Any
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled program as it is stored and sent, not as it runs.
+    """A serialized compiled program, as it is stored and transferred.
 
-    The payload is code: load it only when it came from a store that you write.
+    The payload is executable code: load it only from a cache whose writers you trust.
     """
 
     payload: bytes

@@ -1,4 +1,4 @@
-"""What a user can fix about lowering, compiling and loading."""
+"""Errors of lowering, compiling and loading that a user can fix."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,24 +9,24 @@ class LoweringError(RuntimeError):
 
 
 class OutOfMemory(LoweringError):
-    """A program does not fit the memory of a device, as its compiler or the device found."""
+    """A program does not fit in device memory, as reported by the compiler or the device."""
 
     def __init__(self, graph: str, target: object, said: str, largest: str = "") -> None:
         first = said.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
         self.graph, self.target, self.said = graph, target, said
-        held = f"; largest, by estimate: {largest}" if largest else ""
+        held = f"; estimated largest: {largest}" if largest else ""
         super().__init__(
-            f"{graph} does not fit {target}: {first}{held}; "
-            "graphtrain plan finds the cheapest changes that would fit"
+            f"{graph} does not fit in the memory of {target}: {first}{held}; "
+            "run graphtrain plan for the cheapest changes that would fit"
         )
 
 
 class CompilerMissing(LoweringError):
-    """The target's compiler is not on this machine; what it would be given is."""
+    """The target's compiler is not installed; carries the input files that it would be given."""
 
     def __init__(
         self, message: str, files: Mapping[str, bytes], preflight: Mapping[str, Any]
     ) -> None:
         super().__init__(message)
-        self.files = files  # by name: whoever catches this puts them into a directory
-        self.preflight = preflight  # what was found in the program without the compiler
+        self.files = files  # compiler input by file name, for the caller to write to a directory
+        self.preflight = preflight  # facts found in the program without the compiler

@@ -1,4 +1,4 @@
-"""Graph: one step, its inputs and outputs, no devices."""
+"""Graph: one step function with its inputs and outputs, independent of devices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from sharding_rules.arrays import ArraySpec
 
 @dataclass(frozen=True)
 class Graph:
-    """A pure function of named trees of arrays, described before any array exists."""
+    """A pure function of named trees of arrays, described by shapes, axes and dtypes."""
 
     name: str
-    step: Callable[..., Tree]  # takes the inputs by position, in order
+    step: Callable[..., Tree]  # receives the inputs as positional arguments, in order
     inputs: Mapping[str, Tree]  # of ArraySpec
     outputs: Tree  # of ArraySpec
-    donated: tuple[str, ...] = ()  # inputs whose memory the outputs may take
-    runs_once: bool = False  # so compile it quickly rather than well
+    donated: tuple[str, ...] = ()  # inputs whose buffers the outputs may reuse
+    runs_once: bool = False  # prefer a short compilation to fast code
 
     def arrays(self) -> dict[str, ArraySpec]:
-        """Every input and output by path; what a step returns of its state has the same path."""
+        """Return the spec of every input and output by path; the state has one path for both."""
         return flatten(dict(self.inputs)) | flatten(self.outputs)

@@ -1,4 +1,4 @@
-"""Lowered: the traced, sharded program: what the compiler is given."""
+"""Lowered: the traced, sharded program, which is the compiler's input."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,12 @@ from sharding_rules.plan import Plan
 
 @dataclass(frozen=True)
 class Lowered:
-    """One graph's StableHLO with its shardings, and what its record will say."""
+    """StableHLO of one graph with its shardings, and facts for its record."""
 
     name: str
     text: str
     plan: Plan
     target: Target
-    facts: dict[str, Any]  # for the record: paths, layouts and donations of inputs and outputs
-    options: dict[str, Any]  # for the compiler
-    handle: Any  # the backend's own object, which compile() takes
+    facts: dict[str, Any]  # for the record: paths, layouts and donation of inputs and outputs
+    options: dict[str, Any]  # compiler options
+    handle: Any  # backend-specific object, used by the backend's compile()

@@ -1,4 +1,4 @@
-"""Nested dictionaries as flat paths and back: trees are stored by name and never pickled."""
+"""Conversion between nested dictionaries and flat paths: trees are stored by name, not pickled."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,10 +7,10 @@ Tree = Any  # a leaf, or a dictionary from names to Trees
 
 
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """Leaves by path, as in "state/parameters/head"; keys in sorted order, as JAX takes them.
+    """Return the leaves by path, as in "state/parameters/head", in JAX's sorted key order.
 
     Raises:
-        ValueError: an empty dictionary or a key with a slash, which no path can say.
+        ValueError: a dictionary is empty or a key contains a slash; neither has a path.
     """
     if not isinstance(tree, Mapping):
         return {prefix: tree}
@@ -19,13 +19,13 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key in sorted(tree):
         if "/" in key:
-            raise ValueError(f"{prefix}: key {key!r} holds a slash")
+            raise ValueError(f"{prefix}: key {key!r} contains a slash, the separator of paths")
         leaves |= flatten(tree[key], f"{prefix}/{key}" if prefix else key)
     return leaves
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Tree:
-    """The tree whose flatten is leaves."""
+    """Return the nested dictionaries for leaves by path; the inverse of flatten."""
     if list(leaves) == [""]:
         return leaves[""]
     tree: dict[str, Any] = {}
@@ -39,7 +39,10 @@ def unflatten(leaves: Mapping[str, Any]) -> Tree:
 
 
 def tails(path: str) -> Iterator[str]:
-    """What follows each slash, longest first: of a moment's path one is that of its parameter."""
+    """Yield the part of a path after each slash, longest first.
+
+    For the path of an optimizer moment, one of them is the path of its parameter.
+    """
     while "/" in path:
         path = path.partition("/")[2]
         yield path

@@ -1,4 +1,4 @@
-"""Where every array lives: the vocabulary of axes, rule tables, and the plan they make.
+"""Sharding of every array: axis names, rule tables, and the plan that results from them.
 
-Imports no backend and no other package of this project, so a plan costs milliseconds.
+Imports no backend and no other package of this project, so that making a plan takes milliseconds.
 """

@@ -1,4 +1,4 @@
-"""ArraySpec: an array without data."""
+"""ArraySpec: description of an array without data."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from sharding_rules.axes import ARRAY_AXES, check_axes
 from sharding_rules.errors import ShardingError
 
-# frozen: weights that no step changes; they are split as parameters are.
+# frozen: weights without gradients and optimizer state, sharded by the rules of parameters.
 Role = Literal["parameter", "frozen", "gradient", "optimizer", "activation"]
 
 Memory = Literal["device", "host"]
@@ -17,17 +17,20 @@ _ITEM_BYTES = {"bool": 1, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Sizes, a name for each dimension (None: never split), dtype, and what the array is for."""
+    """Shape, array axis of each dimension (None: never split), dtype, role and memory."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: str = "float32"
     role: Role = "parameter"
-    memory: Memory = "device"  # where it rests between steps
+    memory: Memory = "device"  # memory that stores the array between steps
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
-            raise ShardingError(f"shape {self.shape} and axes {self.axes} differ in length")
+            raise ShardingError(
+                f"shape {self.shape} and axes {self.axes} differ in length; name one axis for each "
+                "dimension"
+            )
         check_axes(self.axes, ARRAY_AXES, f"array of shape {self.shape}")
 
     @property
@@ -36,7 +39,7 @@ class ArraySpec:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element, from the dtype's name ("bfloat16", "int32", "float8_e4m3fn")."""
+    """Return the bytes of one element of a dtype, for example "bfloat16" or "float8_e4m3fn"."""
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())

@@ -1,53 +1,60 @@
-"""The vocabulary: every array axis and mesh axis, with its meaning."""
+"""Names of all array axes and mesh axes, with their meaning."""
 
 import difflib
 from collections.abc import Iterable
 
 from sharding_rules.errors import ShardingError
 
-# Slowest link first: neighbours on the last axis exchange the most data and sit closest together.
+# Slowest links first: devices along the last axis exchange the most data and are closest together.
 MESH_AXES = {
-    "data": "copies of the model that see different sequences",
-    "fsdp": "sequences and weights both split; weights are gathered for use (ZeRO-3)",
-    "stage": "consecutive layers, as a pipeline",
-    "expert": "experts of a mixture",
-    "context": "positions of long sequences",
-    "tensor": "heads, MLP and vocabulary, with the residual stream split by position",
+    "data": "data parallelism: replicas of the model, each with other sequences",
+    "fsdp": "fully sharded data parallelism (ZeRO-3): sequences and weights are split, and weights "
+    "are gathered for use",
+    "stage": "pipeline parallelism: consecutive layers on consecutive stages",
+    "expert": "expert parallelism: experts of a mixture",
+    "context": "context parallelism: positions of long sequences",
+    "tensor": "tensor parallelism: heads, MLP and vocabulary, with sequence parallelism of the "
+    "residual stream",
 }
 
 ARRAY_AXES = {
-    "attended": "positions of keys and values; split, attention passes them around a ring",
+    "attended": "positions of keys and values; if split, ring attention passes them on",
     "attending": "positions of queries inside attention",
-    "attention_heads": "query heads inside attention, those that a split of heads leaves together",
-    "attention_kv_heads": "key and value heads inside attention, likewise",
+    "attention_heads": "query heads inside attention, after a split of heads",
+    "attention_kv_heads": "key and value heads inside attention, after a split of heads",
     "batch": "sequences of a step",
-    "capacity": "tokens that one expert takes",
-    "embed": "the residual stream",
+    "capacity": "tokens of one expert, up to its capacity",
+    "embed": "features of the residual stream",
     "experts": "experts of a mixture",
-    "head_dim": "inside one attention head",
-    "grouped": "sequences of a step, while their tokens are with experts",
+    "head_dim": "features of one attention head",
+    "grouped": "sequences of a step, while their tokens are dispatched to experts",
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "layers": "the scanned stack of layers",
-    "microbatch": "parts of a batch whose gradients are accumulated one after the other",
-    "mlp": "the hidden width of the MLP",
-    "positions": "rows of a learned position table",
-    "rank": "the inner width of an adapter",
-    "residual": "positions of the residual stream, between attention and MLP",
-    "rounds": "times a microbatch passes the stages of a pipeline",
-    "routes": "experts, as a router scores them",
-    "seq": "positions, where a block works on all that tensor parallelism leaves whole",
-    "shared": "the hidden width of the expert that every token has",
+    "microbatch": "microbatches of gradient accumulation",
+    "mlp": "hidden features of the MLP",
+    "positions": "rows of a learned position embedding",
+    "rank": "rank of a LoRA adapter",
+    "residual": "positions of the residual stream, outside attention and MLP",
+    "rounds": "rounds of a pipeline (virtual stages)",
+    "routes": "experts, as outputs of the router",
+    "seq": "positions inside attention and MLP, which sequence parallelism does not split",
+    "shared": "hidden features of the shared expert",
     "stages": "stages of a pipeline, side by side",
-    "vocab": "tokens of the vocabulary",
+    "vocab": "token ids of the vocabulary",
 }
 
 
 def check_axes(names: Iterable[str | None], known: dict[str, str], where: str) -> None:
-    """Refuse a name outside the vocabulary: a misspelt axis would replicate its array in silence.
+    """Check axis names: a misspelled axis would silently replicate its array.
+
+    Args:
+        names: names to check; None is allowed.
+        known: all valid names, with their meaning.
+        where: location for the error message.
 
     Raises:
-        ShardingError: with the nearest known name.
+        ShardingError: a name is unknown; the message suggests the most similar one.
     """
     for name in names:
         if name is None or name in known:

@@ -1,5 +1,5 @@
-"""What a user can fix about placement."""
+"""Errors in sharding rules and meshes that a user can fix."""
 
 
 class ShardingError(ValueError):
-    """An array cannot be placed as the rules and the mesh ask; the message says what to change."""
+    """Rules and mesh cannot be applied to an array; the message says what to change."""

@@ -1,4 +1,4 @@
-"""MeshShape: mesh axes and their sizes, without devices."""
+"""MeshShape: names and sizes of mesh axes, without devices."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from sharding_rules.errors import ShardingError
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes by mesh axis, slowest link first, whatever the order they were given in."""
+    """Size of each mesh axis, always in the order of MESH_AXES: slowest links first."""
 
     axes: Mapping[str, int]
 
@@ -19,16 +19,17 @@ class MeshShape:
         check_axes(self.axes, MESH_AXES, "mesh")
         for name, size in self.axes.items():
             if size < 1:
-                raise ShardingError(f"mesh: {name} = {size}; a mesh axis has at least 1 device")
+                raise ShardingError(f"mesh: {name} = {size}, but a mesh axis has at least 1 device")
         ordered = {name: self.axes[name] for name in MESH_AXES if name in self.axes}
         object.__setattr__(self, "axes", ordered)
 
     @classmethod
     def resolve(cls, sizes: Mapping[str, int | Literal["rest"]], devices: int) -> "MeshShape":
-        """Give the axis marked "rest" what the others leave of the devices.
+        """Return the mesh in which the axis "rest" has the size that uses all devices.
 
         Raises:
-            ShardingError: two axes are "rest", or the sizes do not multiply to the devices.
+            ShardingError: several axes are "rest", or the product of the sizes is not the number of
+                devices.
         """
         fixed = cls({name: size for name, size in sizes.items() if size != "rest"})
         rest = [name for name, size in sizes.items() if size == "rest"]
@@ -42,7 +43,7 @@ class MeshShape:
                 else f'set one axis to "rest", or use a target of {fixed.devices} devices'
             )
             raise ShardingError(
-                f"mesh: {fixed} does not fill the target's {devices} devices; {remedy}"
+                f"mesh: {fixed} does not use all {devices} devices of the target; {remedy}"
             )
         return cls({**fixed.axes, **dict.fromkeys(rest, left)})
 
@@ -51,7 +52,7 @@ class MeshShape:
         return math.prod(self.axes.values())
 
     def size(self, names: tuple[str, ...]) -> int:
-        """Devices along several mesh axes; an axis the mesh lacks counts as 1."""
+        """Return the number of devices along several mesh axes; an absent axis has size 1."""
         return math.prod(self.axes.get(name, 1) for name in names)
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
-"""Pipelines by arithmetic: which layers a stage holds, and what it does at every tick.
+"""Pipeline schedules: the layers of each stage, and the work of each stage at every tick.
 
-A chunk is what one stage computes in one round: chunk `round * stages + stage`, in the order that
-a microbatch passes them. A tick is the time in which every stage works on one chunk.
+A chunk is the group of layers that one stage computes in one round (a virtual stage). A microbatch
+passes the chunks in the order of their index, `round * stages + stage`. A tick is the time in which
+every stage computes one chunk.
 
 Source: Huang et al. 2019, "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al. 2021, section
 2.2, https://arxiv.org/abs/2104.04473 (1F1B, and interleaved stages, here called circular).
@@ -18,24 +19,24 @@ Schedule = Literal["gpipe", "circular", "1f1b"]
 
 @dataclass(frozen=True)
 class Stages:
-    """The layers of a model, divided among the stages of a pipeline.
+    """Assignment of a model's layers to the stages of a pipeline.
 
-    All stages work in step, so a chunk takes as long, and as much memory, as the largest: shorter
-    ones are filled with rows of zeros whose work is thrown away. Out of `rows`, `waste` are so.
+    All stages work in lockstep, so every chunk takes the time and memory of the largest one.
+    Smaller chunks are padded with rows of zeros, whose results are discarded.
     """
 
     stages: int
     rounds: int
-    layers: tuple[int, ...]  # of each chunk
+    layers: tuple[int, ...]  # number of layers of each chunk
 
     @property
     def depth(self) -> int:
-        """Rows that every chunk has, for layers or for zeros."""
+        """Number of rows of every chunk, including padding."""
         return max(self.layers)
 
     @property
     def rows(self) -> tuple[int | None, ...]:
-        """The layer in every row of the stored arrays, chunk by chunk; None for zeros."""
+        """Layer in each row of the stacked arrays, chunk by chunk; None for padding."""
         rows: list[int | None] = []
         first = 0
         for layers in self.layers:
@@ -45,33 +46,42 @@ class Stages:
 
     @property
     def waste(self) -> float:
-        """The part of all rows, and of a stage's work, that is zeros."""
+        """Fraction of all rows, and of a stage's work, that is padding."""
         return 1 - sum(self.layers) / len(self.rows)
 
 
 def divide_layers(
     layers: int, stages: int, rounds: int = 1, given: Sequence[int] | None = None
 ) -> Stages:
-    """Give every chunk its layers: as given, or evenly.
+    """Assign layers to chunks, evenly or as given.
 
-    What does not divide leaves one layer less to the last chunk, which the head follows, then to
-    the first, which the embedding precedes, and so on inwards.
+    If the layers do not divide evenly, the last chunk (followed by the LM head) has one layer less,
+    then the first (preceded by the embedding), and so on inwards.
+
+    Args:
+        layers: number of layers of the model.
+        stages: number of pipeline stages.
+        rounds: chunks of each stage.
+        given: number of layers of each chunk; None for an even division.
 
     Raises:
-        ShardingError: fewer layers than chunks, or given numbers that are not of this model.
+        ShardingError: there are fewer layers than chunks, or `given` does not fit the model.
     """
     chunks = stages * rounds
     where = f"{stages} stages" + (f" x {rounds} rounds" if rounds > 1 else "")
     if layers < chunks:
         raise ShardingError(
-            f"{where} = {chunks} parts need at least as many layers; model.layers = {layers}"
+            f"{where} = {chunks} chunks require at least {chunks} layers, but model.layers = "
+            f"{layers}; reduce the number of stages or rounds"
         )
     if given is not None:
         if len(given) != chunks:
-            raise ShardingError(f"pipeline.layers has {len(given)} numbers; {where} take {chunks}")
+            raise ShardingError(
+                f"pipeline.layers has {len(given)} numbers, but {where} require {chunks}"
+            )
         if sum(given) != layers:
             raise ShardingError(
-                f"pipeline.layers adds up to {sum(given)}, not to model.layers = {layers}"
+                f"the sum of pipeline.layers is {sum(given)}; it must be model.layers = {layers}"
             )
         return Stages(stages, rounds, tuple(given))
     depth = -(-layers // chunks)
@@ -81,10 +91,12 @@ def divide_layers(
 
 
 def check_microbatches(microbatches: int, stages: int) -> None:
-    """Refuse microbatches that leave stages idle: each stage embeds and scores as many.
+    """Check that the number of microbatches is a multiple of the number of stages.
+
+    Each stage embeds, and computes the loss of, equally many microbatches.
 
     Raises:
-        ShardingError: with the numbers nearby that would do.
+        ShardingError: it is not; the message contains the nearest valid numbers.
     """
     if microbatches % stages:
         below = microbatches // stages * stages
@@ -96,7 +108,7 @@ def check_microbatches(microbatches: int, stages: int) -> None:
 
 
 class Work(NamedTuple):
-    """What a stage does at a tick."""
+    """Work of one stage at one tick."""
 
     stage: int
     tick: int
@@ -106,30 +118,32 @@ class Work(NamedTuple):
 
 
 def ticks(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
-    """Ticks of a step. One of 1f1b has time for a forward and a backward pass, those of the others
-    for one of them."""
+    """Return the number of ticks of a step.
+
+    A tick of 1f1b contains a forward and a backward pass, a tick of other schedules one of them.
+    """
     if schedule == "1f1b":
         return microbatches + 2 * (stages - 1)
     return 2 * (microbatches * rounds + stages - 1)
 
 
 def bubble(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> float:
-    """The part of a step in which a stage has nothing to do."""
+    """Return the fraction of a step in which a stage is idle (pipeline bubble)."""
     idle = 2 * (stages - 1)
     return idle / ticks(schedule, stages, rounds, microbatches)
 
 
 def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> list[Work]:
-    """What every stage does at every tick of a training step, in order of ticks.
+    """Return the work of every stage at every tick of a training step, in order of ticks.
 
-    Circular passes microbatches in groups of as many as there are stages: a group comes round when
-    the first stage is done with it. Its backward passes are its forward passes in reverse.
+    In the circular schedule, groups of as many microbatches as stages pass all rounds one after the
+    other. The backward passes are the forward passes in reverse order.
 
     Args:
-        schedule: As in [program.pipeline].
-        stages: Devices along the mesh axis.
-        rounds: Passes of a microbatch through all stages.
-        microbatches: Of a step, a multiple of stages.
+        schedule: Name of the schedule, as in [program.pipeline].
+        stages: Number of stages, which is the size of the mesh axis.
+        rounds: Number of chunks of each stage.
+        microbatches: Number of microbatches in a step, a multiple of stages.
     """
     if schedule == "1f1b":
         work = list(_one_forward_one_backward(stages, microbatches))

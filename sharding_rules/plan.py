@@ -1,4 +1,4 @@
-"""make_plan: rules applied to every array, or an error that says why not."""
+"""make_plan: apply sharding rules to every array, or raise an error that says why it fails."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_NEAREST = 12  # divisors that an error names
+_NEAREST = 12  # maximum number of divisors in an error message
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How each dimension of one array is split, as mesh axes by dimension."""
+    """Sharding of one array: the mesh axes that split each dimension."""
 
     spec: ArraySpec
     split: tuple[tuple[str, ...], ...]
@@ -21,13 +21,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """For every array by path, where it lives on the mesh."""
+    """Layout of every array on the mesh, by path."""
 
     mesh: MeshShape
     layouts: Mapping[str, Layout]
 
     def shard_shape(self, path: str) -> tuple[int, ...]:
-        """Sizes of the piece one device holds."""
+        """Return the shape of one device's shard."""
         layout = self.layouts[path]
         return tuple(
             size // self.mesh.size(names)
@@ -35,13 +35,18 @@ class Plan:
         )
 
     def bytes_of(self, path: str) -> int:
-        """Bytes of the piece one device holds."""
+        """Return the bytes of one device's shard."""
         layout = self.layouts[path]
         shards = self.mesh.size(tuple(name for names in layout.split for name in names))
         return layout.spec.nbytes // shards
 
     def bytes_per_device(self, role: str | None = None, memory: Memory = "device") -> int:
-        """Bytes one device holds, in its own or its host's memory, of all arrays or of one role."""
+        """Return the bytes of one device's shards of all arrays, or of those with a role.
+
+        Args:
+            role: role of the arrays; None for all roles.
+            memory: count only arrays in this memory: the device's, or that of its host.
+        """
         return sum(
             self.bytes_of(path)
             for path, layout in self.layouts.items()
@@ -50,16 +55,20 @@ class Plan:
 
 
 def make_plan(arrays: Mapping[str, ArraySpec], rules: Rules, mesh: MeshShape) -> Plan:
-    """Place every array.
+    """Return the layout of every array by the rules.
 
     Raises:
-        ShardingError: a dimension does not divide, or one mesh axis would split two dimensions.
+        ShardingError: mesh axes do not divide a dimension, or one would split two dimensions.
     """
     return Plan(mesh, {path: layout(path, spec, rules, mesh) for path, spec in arrays.items()})
 
 
 def layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Layout:
-    """Place one array; mesh axes the mesh lacks, or has one device of, split nothing."""
+    """Return the layout of one array. Mesh axes that are absent or of size 1 are ignored.
+
+    Raises:
+        ShardingError: mesh axes do not divide a dimension, or one would split two dimensions.
+    """
     table = rules.of(spec.role, path)
     split: list[tuple[str, ...]] = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
@@ -87,5 +96,5 @@ def _does_not_divide(
     divisors = ", ".join(map(str, smaller[-_NEAREST:]))
     return (
         f"{path}: axis {axis!r} has size {size}, which {' x '.join(names)} = {shards} does not "
-        f"divide; sizes that would: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"
+        f"divide; sizes that divide: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"
     )

@@ -1,4 +1,4 @@
-"""Rules: array axis to mesh axes, from the presets and from a user's own tables."""
+"""Rules: tables from array axis to mesh axes, from presets and from the user's files."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +19,10 @@ _TABLES = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Rules:
-    """Which mesh axes split an array axis: for weights at rest, and for what a step computes.
+    """Mesh axes that split each array axis: of stored parameters, and of activations.
 
-    Gradients and optimizer state are split as their parameters are, and by their own table further
-    (ZeRO-1 and 2). `arrays` overrides all that for the arrays a pattern names.
+    Gradients and optimizer state are split like their parameters, and further by their own tables
+    (ZeRO-1 and ZeRO-2). `arrays` overrides these tables for arrays whose path matches a pattern.
     """
 
     parameters: Table
@@ -40,20 +40,27 @@ class Rules:
 
     @classmethod
     def load(cls, names: Sequence[str]) -> "Rules":
-        """Combine presets (and files ending in .toml); each adds its mesh axes to the others'."""
+        """Combine presets and files (names that end in .toml); the union of their mesh axes.
+
+        Raises:
+            ShardingError: a name is unknown, or a file is not a valid rule table.
+        """
         tables: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _TABLES}
         arrays: dict[str, Table] = {}
         for name in names:
             document = _read(name)
             unknown = set(document) - {*_TABLES, "arrays"}
             if unknown:
-                raise ShardingError(f"rules {name!r}: unknown table {sorted(unknown)[0]!r}")
+                raise ShardingError(
+                    f"rules {name!r}: unknown table {sorted(unknown)[0]!r}; known tables: "
+                    f"{', '.join((*_TABLES, 'arrays'))}"
+                )
             for table in _TABLES:
                 _merge(tables[table], document.get(table, {}), name)
             for pattern, table in document.get("arrays", {}).items():
                 if not isinstance(table, Mapping):
                     raise ShardingError(
-                        f"rules {name!r}: arrays.{pattern!r} = {table!r} is not a table from "
+                        f"rules {name!r}: arrays.{pattern!r} = {table!r} is not a table; map "
                         "array axes to mesh axes"
                     )
                 _merge(override := {}, table, name)
@@ -61,7 +68,7 @@ class Rules:
         return cls(arrays=arrays, **tables)
 
     def of(self, role: Role, path: str = "") -> Table:
-        """The table that the array at a path follows."""
+        """Return the table for an array with this role and path."""
         table = self._by_role[role]
         for pattern, override in self.arrays.items():
             if role != "activation" and matches(path, pattern):
@@ -70,7 +77,7 @@ class Rules:
 
     @cached_property
     def _by_role(self) -> dict[Role, Table]:
-        """Made once: a search asks for the tables of every array of thousands of strategies."""
+        """Tables by role, cached because a search reads them for thousands of strategies."""
         return {
             "parameter": self.parameters,
             "frozen": self.parameters,
@@ -80,7 +87,7 @@ class Rules:
         }
 
     def without(self, mesh_axes: Iterable[str]) -> "Rules":
-        """The same rules where some mesh axes split nothing."""
+        """Return the rules without some mesh axes."""
         dropped = set(mesh_axes)
 
         def rest(table: Table) -> Table:
@@ -93,10 +100,10 @@ class Rules:
         return Rules(arrays=arrays, **{name: rest(getattr(self, name)) for name in _TABLES})
 
     def check_patterns(self, paths: Iterable[str]) -> None:
-        """Refuse an override that names no array: it would leave the array to the other rules.
+        """Check that every pattern of `arrays` matches; otherwise it would silently do nothing.
 
         Raises:
-            ShardingError: with an array it may have meant.
+            ShardingError: a pattern matches no array; the message contains a similar path.
         """
         paths = list(paths)
         for pattern in self.arrays:
@@ -104,18 +111,18 @@ class Rules:
                 tail = pattern.rsplit("/", 1)[-1].strip("*")
                 near = [path for path in paths if tail and tail in path] or paths
                 raise ShardingError(
-                    f"rules, arrays {pattern!r}: no array matches; arrays are named as in "
+                    f"rules, arrays {pattern!r}: no array matches; an example of a path is "
                     f"{near[0].removeprefix('state/')!r}"
                 )
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern names an array: by its whole path or from any "/" on."""
+    """Return whether a pattern matches a path, or the rest of a path after any "/"."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*/{pattern}")
 
 
 def presets() -> list[str]:
-    """Names of the strategies that come with graphtrain."""
+    """Return the names of the rule tables that are included in graphtrain."""
     return sorted(path.stem for path in _PRESETS.glob("*.toml"))
 
 
@@ -125,7 +132,8 @@ def _read(name: str) -> dict:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ShardingError(
-            f"no rules {name!r}; presets: {', '.join(presets())}, or the path of a .toml file"
+            f"unknown rules {name!r}; use a preset ({', '.join(presets())}) or the path of a .toml "
+            "file"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ShardingError(f"rules {name}: {error}") from None
@@ -135,17 +143,19 @@ def _merge(into: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
     for axis, value in table.items():
         added = (value,) if isinstance(value, str) else value
         if not isinstance(added, list | tuple) or not all(isinstance(one, str) for one in added):
-            raise ShardingError(f"rules {name!r}: {axis} = {value!r} is not a mesh axis or a list")
+            raise ShardingError(
+                f"rules {name!r}: {axis} = {value!r} is not a mesh axis or a list of mesh axes"
+            )
         into[axis] = _in_mesh_order({*into.get(axis, ()), *added})
 
 
 def _together(table: Table, further: Table) -> Table:
-    """Both tables, an axis in both split by the mesh axes of both."""
+    """Merge two tables; an array axis in both is split by the mesh axes of both."""
     axes = {*table, *further}
     return {axis: _in_mesh_order({*table.get(axis, ()), *further.get(axis, ())}) for axis in axes}
 
 
 def _in_mesh_order(names: set[str]) -> tuple[str, ...]:
-    """Mesh order, not file order, so that combining presets either way is the same plan."""
+    """Sort mesh axes in mesh order, so that the order of presets does not change the plan."""
     known = tuple(name for name in MESH_AXES if name in names)
     return known + tuple(sorted(names - set(known)))

@@ -1,4 +1,4 @@
-"""A strategy in the form that MindSpore and MindFormers read."""
+"""Export of a strategy in the file format of MindSpore and MindFormers."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ _PARAMETERS = "state/parameters/"
 
 
 def write_ckpt(path: Path, program: Program) -> None:
-    """Write how the parameters of a program are split, as MindSpore's parameter strategy file.
+    """Write the shardings of a program's parameters as MindSpore's parameter strategy file.
 
-    Names are those of our checkpoints with dots, as in layers.attention.query.
+    Parameter names are those of graphtrain's checkpoints with dots, as in layers.attention.query.
 
     Raises:
-        LoweringError: no such target.
-        ShardingError: an array cannot be placed.
+        LoweringError: unknown target.
+        ShardingError: the rules cannot split an array.
         OSError: the file cannot be written.
     """
     from graphtrain.planning.assess import plan_program

@@ -1,4 +1,4 @@
-"""A strategy: only how a program's arrays are split, as a file; nothing is compiled for it."""
+"""Strategy file: the shardings of a program's arrays, without compiling the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """A program, and where the arrays of its state live, by path as in "parameters/head"."""
+    """A program and the shardings of its state, by path as in "parameters/head"."""
 
     program: Program
     arrays: dict[
@@ -27,11 +27,11 @@ class Strategy:
 
 
 def strategy_of(program: Program) -> Strategy:
-    """The strategy of a program; traces it, in seconds.
+    """Return the strategy of a program. This traces it, which takes seconds.
 
     Raises:
-        LoweringError: no such target.
-        ShardingError: an array cannot be placed.
+        LoweringError: unknown target.
+        ShardingError: the rules cannot split an array.
     """
     from graphtrain.planning.assess import plan_program
 
@@ -59,7 +59,7 @@ def write_json(path: Path, program: Program) -> None:
     about = {
         "graphtrain_strategy": _FORMAT,
         "mesh": dict(mesh_shape(program).axes),
-        "rows": rows_of_layers(program),  # the layer in each row of stacked arrays; null: zeros
+        "rows": rows_of_layers(program),  # layer in each row of stacked arrays; null: padding
         "arrays": strategy.arrays,
         "program": asdict(program),
     }
@@ -67,7 +67,7 @@ def write_json(path: Path, program: Program) -> None:
 
 
 def _lines(about: dict[str, Any]) -> str:
-    """JSON with a line for each array and for each of the rest."""
+    """Format JSON with one line for each array and each other entry."""
     arrays = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in about["arrays"].items()
     )
@@ -79,13 +79,13 @@ def _lines(about: dict[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Strategy:
-    """Read what write_json wrote.
+    """Read a strategy file written by write_json.
 
     Raises:
-        PlanError: it is no such file.
+        PlanError: the file does not exist or is not a strategy.
     """
     if not path.is_file():
-        raise PlanError(f"{path}: no such file; {_remedy(path)}")
+        raise PlanError(f"{path}: file not found; {_remedy(path)}")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         if about["graphtrain_strategy"] != _FORMAT:
@@ -93,11 +93,11 @@ def read_json(path: Path) -> Strategy:
         program = TypeAdapter(Program).validate_json(json.dumps(about["program"]))
         return Strategy(program, {name: dict(one) for name, one in about["arrays"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path} is no strategy ({error!r}); {_remedy(path)}") from error
+        raise PlanError(f"{path} is not a strategy file ({error!r}); {_remedy(path)}") from error
 
 
 def _remedy(path: Path) -> str:
-    return f"write one: graphtrain plan CONFIG --save-strategy {path}"
+    return f"create it with: graphtrain plan CONFIG --save-strategy {path}"
 
 
 def _write_ckpt(path: Path, program: Program) -> None:
@@ -110,14 +110,14 @@ _WRITERS: dict[str, Callable[[Path, Program], None]] = {".json": write_json, ".c
 
 
 def save_strategy(path: Path, program: Program) -> None:
-    """Write the strategy of a program in the format that the file's suffix names.
+    """Write the strategy of a program in the format of the file's suffix, .json or .ckpt.
 
     Raises:
-        PlanError: no such format, or the file cannot be written.
+        PlanError: unknown suffix, or the file cannot be written.
     """
     if path.suffix not in _WRITERS:
         known = " or ".join(_WRITERS)
-        raise PlanError(f"{path}: a strategy is written as {known}, by the file's suffix")
+        raise PlanError(f"{path}: unknown suffix of a strategy file; use {known}")
     try:
         _WRITERS[path.suffix](path, program)
     except OSError as error:

@@ -1,6 +1,7 @@
-"""Every graph of a run into the cache.
+"""Compile all graphs of a run into the cache.
 
-This process imports neither JAX nor the model: it looks up, hands out what is missing, and reports.
+This process imports neither JAX nor the model. It looks up cache entries, starts worker processes
+for missing graphs, and reports the outcomes.
 """
 
 import time
@@ -23,11 +24,14 @@ def compile_tasks(
     retry_failed: bool = False,
     observe: Observer = lambda label, stage: None,
 ) -> Report:
-    """Have every graph in the cache; one that fails does not stop the others.
+    """Compile every graph that is not cached; a failure does not stop the others.
 
     Args:
-        limits: what this host gives to it.
-        retry_failed: compile also what this compiler refused before.
+        tasks: graphs to compile.
+        cache: cache to look up and to fill.
+        limits: limits on this host's resources.
+        retry_failed: compile graphs again that this compiler has rejected before.
+        observe: called with the label and stage of each task.
     """
     began = time.perf_counter()
 
@@ -55,7 +59,10 @@ def compile_tasks(
 
 
 def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
-    """A program that its device cannot hold stays stored, for plans, but is a failure here."""
+    """Turn the outcome of a program that does not fit in device memory into a failure.
+
+    The program stays in the cache, for plans.
+    """
     target = Target.parse(task.program.target)
     if outcome.digest is None or not (target.is_gpu or target.platform == "neuron"):
         return outcome
@@ -82,7 +89,7 @@ def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
 
 
 def _refused(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
-    """What the same compiler said of the same graph before."""
+    """Return the failed outcome of the same graph with the same compiler, if one is stored."""
     failure = cache.failure(task.request, task.graph)
     if failure is None:
         return None
@@ -92,6 +99,6 @@ def _refused(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
 
 
 def _rank(task: Task) -> int:
-    """Longest first, so that none is left to compile alone at the end."""
+    """Sort key: the longest compilations first, so that none is left running alone at the end."""
     known = task.graph in _LONGEST_FIRST
     return _LONGEST_FIRST.index(task.graph) if known else len(_LONGEST_FIRST)

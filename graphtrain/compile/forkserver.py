@@ -1,4 +1,4 @@
-"""Processes for workers: begun by a forkserver that has imported what they need, ended whole."""
+"""Start and end worker processes, with a forkserver that has imported their modules."""
 
 import multiprocessing
 import os
@@ -15,29 +15,32 @@ from typing import Any
 from graphtrain.errors import GraphtrainError
 
 _SCRATCH = "graphtrain-compile-"
-_STARTS = 3  # times that a worker is begun, where its forkserver is killed meanwhile
-_PAUSE = 0.5  # seconds until the kernel says that it is gone
+_STARTS = 3  # attempts to start a worker, in case the forkserver is killed meanwhile
+_PAUSE = 0.5  # seconds until the kernel reports that the forkserver has ended
 
 
 class ForkServer:
-    """Begins workers."""
+    """Forkserver that starts worker processes."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["graphtrain.compile.worker"])
 
     def start(self, *arguments: Any) -> tuple[Any, Connection]:
-        """Start a process with arguments for worker.work; return it and its report pipe.
+        """Start a worker; return its process and the pipe on which it sends messages.
+
+        Args:
+            arguments: arguments of graphtrain.compile.worker.work, without the pipe.
 
         Raises:
-            GraphtrainError: the forkserver is killed again and again.
+            GraphtrainError: the forkserver was killed at every attempt.
         """
         for _ in range(_STARTS):
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(target=_work, args=(*arguments, theirs), daemon=True)
             try:
                 process.start()
-            except (EOFError, ConnectionError):  # the forkserver is gone; the next start makes one
+            except (EOFError, ConnectionError):  # the forkserver has ended; start() creates another
                 ours.close()
                 time.sleep(_PAUSE)
             else:
@@ -45,14 +48,14 @@ class ForkServer:
             finally:
                 theirs.close()
         raise GraphtrainError(
-            "the process that begins the compilers was killed again and again; the machine may be "
-            "out of memory, try --jobs 1"
+            f"the forkserver of the compiler processes was killed {_STARTS} times; the machine may "
+            "be out of memory; try --jobs 1"
         )
 
 
 def end(process: Any) -> None:
-    """Leave nothing of a worker behind; a compiler that it started is in its process group."""
-    with suppress(ProcessLookupError):  # nothing is left, or it has not made its group yet
+    """Kill a worker and its process group, which includes a compiler that it started."""
+    with suppress(ProcessLookupError):  # the group has ended or does not exist yet
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
@@ -60,7 +63,7 @@ def end(process: Any) -> None:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A directory for workers; those of commands that were killed are removed as well."""
+    """Create a temporary directory for workers; remove those left by killed commands."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
@@ -73,7 +76,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def _work(*arguments: Any) -> None:
-    """Begin a worker; the name by which the forkserver's children find it."""
+    """Run a worker; a module-level function, so that children of the forkserver can import it."""
     from graphtrain.compile.worker import work
 
     work(*arguments)

@@ -1,8 +1,8 @@
-"""Worker processes for the graphs that are missing, a bounded number at once.
+"""Pool of worker processes that compile the missing graphs, a limited number at once.
 
-This process imports neither JAX nor the model. It holds the lease of every graph it has begun, so
-that any number of them, on any hosts that share the store, divide the graphs among them: one that
-another has is put off, and looked for in the store later.
+This process imports neither JAX nor the model. It holds the lease of every graph that it compiles.
+Several pools, on any hosts that share the cache, therefore divide the graphs among them: a graph
+whose lease another pool holds is deferred, and looked up in the cache later.
 """
 
 import math
@@ -24,17 +24,17 @@ from graphtrain.compile.tasks import Limits, Observer, Outcome, Task
 from graphtrain.errors import CacheError
 from lowering.machine import host
 
-# What would be said again, whatever else the machine is doing; full disks and kills are not that.
+# Deterministic failures, which are stored. Others, such as full disks and kills, may not recur.
 _FINAL = ("OutOfMemory", "ShardingError")
-_INTERRUPTED = "CompilerInterrupted"  # a compiler with a process of its own was killed
-_WAITING = "waiting"  # how a stage begins in which a worker does nothing
-_LOOK_AGAIN = 0.5  # seconds between looks at graphs that other hosts have
-_TYPICAL = 1 << 30  # bytes of memory that a worker takes, where none of this run has shown it
+_INTERRUPTED = "CompilerInterrupted"  # a compiler in a process of its own was killed
+_WAITING = "waiting"  # prefix of stages in which a worker is idle
+_LOOK_AGAIN = 0.5  # seconds between attempts to acquire leases that other pools hold
+_TYPICAL = 1 << 30  # assumed memory of a worker in bytes, until one has finished
 
 
 @dataclass
 class _Queued:
-    """A graph that nobody here works on."""
+    """A graph that waits for a worker of this pool."""
 
     task: Task
     lease: Lease
@@ -44,7 +44,7 @@ class _Queued:
 
 @dataclass
 class _Worker:
-    """A running process and the graph it has."""
+    """A running worker process and its graph."""
 
     queued: _Queued
     process: Any
@@ -52,8 +52,8 @@ class _Worker:
     scratch: Path
     began: float
     deadline: float
-    message: tuple[Any, ...] | None = None  # its last word
-    is_late: bool = False
+    message: tuple[Any, ...] | None = None  # its final message
+    is_late: bool = False  # stopped because of the timeout
 
     @property
     def task(self) -> Task:
@@ -61,7 +61,7 @@ class _Worker:
 
 
 class Pool:
-    """One process for each graph, as many at once as the limits allow."""
+    """Pool with one worker process for each graph, within limits of jobs and memory."""
 
     def __init__(
         self,
@@ -70,7 +70,14 @@ class Pool:
         known: Callable[[Task], Outcome | None],
         observe: Observer,
     ) -> None:
-        """known: what the store says of a graph now; asked when its lease is held."""
+        """Create a pool.
+
+        Args:
+            cache: cache for programs and failures.
+            limits: limits on this host's resources.
+            known: returns the outcome of a graph if the cache has it; called with its lease held.
+            observe: called with the label and stage of each task.
+        """
         self._cache = cache
         self._jobs = limits.jobs or host.usable_cores()
         self._memory = limits.memory or host.available_memory()
@@ -82,7 +89,7 @@ class Pool:
         self._server = ForkServer()
 
     def run(self, tasks: Sequence[Task]) -> dict[str, Outcome]:
-        """Outcomes by label, when every graph has one."""
+        """Compile all graphs; return their outcomes by label."""
         queue = [_Queued(task, self._cache.lease(task.request)) for task in tasks]
         running: list[_Worker] = []
         outcomes: dict[str, Outcome] = {}
@@ -105,7 +112,7 @@ class Pool:
         outcomes: dict[str, Outcome],
         scratch: Path,
     ) -> None:
-        """Start workers on the graphs that no other host has, while there is room."""
+        """Start workers for graphs whose lease is free, while jobs and memory allow."""
         for queued in tuple(queue):
             if len(running) >= self._jobs or not self._has_room(running):
                 return
@@ -124,7 +131,7 @@ class Pool:
                 queued.lease.release()
 
     def _has_room(self, running: Sequence[_Worker]) -> bool:
-        """Whether the memory suffices for one worker more, as large as the largest so far."""
+        """Return whether memory suffices for another worker as large as the largest so far."""
         taken = sum(max(_resident(worker.process.pid), self._largest) for worker in running)
         return not running or taken + self._largest <= self._memory
 
@@ -141,7 +148,7 @@ class Pool:
         return _Worker(queued, process, ours, scratch, now, now + self._timeout)
 
     def _finished(self, running: list[_Worker], is_more: bool) -> list[_Worker]:
-        """Wait for news, take it in, and return the workers that have ended."""
+        """Wait for messages, process them, and return the workers that have ended."""
         by_pipe = {worker.pipe: worker for worker in running}
         pause = min(self._stop_late(running), _LOOK_AGAIN if is_more else math.inf)
         if not running:
@@ -164,7 +171,7 @@ class Pool:
         return ended
 
     def _note_stage(self, worker: _Worker, stage: str) -> None:
-        """Time spent waiting for another process does not count."""
+        """Report a stage; suspend the timeout while the worker waits for another process."""
         self._observe(worker.task.label, stage)
         if stage.startswith(_WAITING):
             worker.deadline = math.inf
@@ -172,7 +179,7 @@ class Pool:
             worker.deadline = time.perf_counter() + self._timeout
 
     def _stop_late(self, running: list[_Worker]) -> float:
-        """Kill workers whose time is over; seconds until the next one's is."""
+        """Kill workers past their deadline; return the seconds until the next deadline."""
         now = time.perf_counter()
         for worker in running:
             if now > worker.deadline and not worker.is_late:
@@ -186,7 +193,7 @@ class Pool:
         ended = worker.message is not None and not compiler_killed
         if ended or worker.is_late or attempts > self._retries:
             return False
-        # As the kernel ends what takes its memory.
+        # The kernel's out-of-memory killer uses SIGKILL, so run fewer workers at once.
         if compiler_killed or worker.process.exitcode == -signal.SIGKILL:
             self._jobs = max(1, self._jobs // 2)
         return True
@@ -217,18 +224,18 @@ class Pool:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = (
-                f"; the machine may be out of memory ({readable(self._memory)} were there at the "
-                "start), try --jobs 1"
+                f"; the machine may be out of memory ({readable(self._memory)} were available at "
+                "the start); try --jobs 1"
             )
-            return f"the compiler's process was ended by {name}{hint if name == 'SIGKILL' else ''}"
-        return f"the compiler's process ended with status {code} and said nothing"
+            return f"the compiler process was killed by {name}{hint if name == 'SIGKILL' else ''}"
+        return f"the compiler process exited with status {code} without an error message"
 
     def _keep(self, worker: _Worker, reason: dict[str, str]) -> str | None:
-        """Store the StableHLO and log of a failure; the store itself may be what failed."""
+        """Store the StableHLO and log of a failure; return None if the cache cannot be written."""
         text, log = (_read(worker.scratch / name) for name in ("program.mlir", "log.txt"))
         task = worker.task
         try:
-            # By its graph: what one command calls a task, another does not.
+            # Stored by graph, not by label, since labels differ between commands.
             kept = self._cache.store_failure(task.request, task.graph, text, log, reason)
             return str(kept)
         except CacheError:
@@ -240,7 +247,7 @@ def _again(queued: _Queued) -> _Queued:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process and its children hold; 0 once it has ended."""
+    """Return the resident bytes of a process and its children; 0 once it has ended."""
     import psutil
 
     try:
@@ -257,7 +264,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
-    """On Ctrl-C or a defect, leave no worker behind and no lease held."""
+    """Stop all workers and release their leases at exit, also on Ctrl-C and unexpected errors."""
     try:
         yield
     finally:

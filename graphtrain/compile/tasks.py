@@ -1,4 +1,4 @@
-"""What a compilation is asked for, and what became of it."""
+"""Compilation tasks, their limits and their outcomes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,14 +10,14 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.schema import Program
 from graphtrain.torch_xla.graphs import Extracted
 
-Observer = Callable[[str, str], None]  # label of a graph, what it is doing now
+Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
 
 
 @dataclass(frozen=True)
 class Task:
-    """One graph to have in the cache."""
+    """One graph to compile into the cache."""
 
-    label: str  # what progress and reports call it
+    label: str  # name in progress output and reports
     program: Program | Extracted
     graph: str
     request: CacheKey
@@ -25,34 +25,34 @@ class Task:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a host gives to compiling."""
+    """Limits on the resources of one host for compiling."""
 
-    jobs: int | None = None  # workers at once; as many as there are cores if None
-    memory: int | None = None  # bytes for all workers; what is available at the start if None
-    timeout: float | None = None  # seconds after which a worker is stopped
-    retries: int = 1  # further attempts for a worker, or its compiler, that was killed
+    jobs: int | None = None  # maximum number of workers at once; None: number of cores
+    memory: int | None = None  # bytes for all workers; None: available memory at the start
+    timeout: float | None = None  # seconds after which a worker is stopped; None: no limit
+    retries: int = 1  # further attempts if a worker or its compiler is killed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one graph."""
+    """Outcome of one task."""
 
     label: str
     status: Literal["compiled", "cached", "bundled", "failed"]
     seconds: float
-    digest: str | None = None  # of the stored program
+    digest: str | None = None  # of the program in the cache
     error: str | None = None
     kind: str | None = None  # class of the error, as in "OutOfMemory"
     failure: str | None = None  # directory with the StableHLO and the log
-    attempts: int = 1  # 0: known from before
-    peak_bytes: int | None = None  # of this host's memory, most that its worker held
-    bundle: str | None = None  # directory with what a compiler that is not here would be given
-    preflight: dict[str, Any] | None = None  # for Neuron: instructions, their limit, warnings
+    attempts: int = 1  # 0: a stored failure
+    peak_bytes: int | None = None  # peak host memory of the worker
+    bundle: str | None = None  # directory with the input of a compiler that is not installed
+    preflight: dict[str, Any] | None = None  # for Neuron: instruction count, its limit, warnings
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all of them."""
+    """Outcomes of all tasks."""
 
     outcomes: tuple[Outcome, ...]
     seconds: float
@@ -74,7 +74,7 @@ class Report:
 
 
 def tasks_of(programs: dict[str, Program]) -> list[Task]:
-    """The graphs of several programs by name; the name is left out of labels where there is one."""
+    """Return the tasks of all graphs of programs; a single program's name is left out of labels."""
     return [
         Task(graph if len(programs) == 1 else f"{name} {graph}", program, graph, request)
         for name, program in programs.items()

@@ -1,7 +1,7 @@
-"""One graph, from settings to a stored program, in a process of its own.
+"""Worker process: compile one graph, from its settings to a stored program.
 
-The forkserver preloads this module, so a worker begins with everything imported. Nothing here
-starts a backend at import: a backend does not survive a fork.
+The forkserver preloads this module, so that a worker starts with everything imported. Importing it
+must not initialize a JAX backend, which would not survive a fork.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from sharding_rules.rules import Rules
 
 
 class Bundled(LoweringError):
-    """The compiler is not here; what it would be given is stored."""
+    """The compiler is not installed; its input is stored in the cache as a bundle."""
 
     def __init__(self, directory: Path, missing: CompilerMissing) -> None:
         super().__init__(str(missing))
@@ -56,14 +56,22 @@ def work(
     scratch: Path,
     pipe: Connection,
 ) -> None:
-    """Body of a worker process: compile one graph, report stages and the outcome through the pipe.
+    """Compile one graph in a worker process; send stages and the outcome through the pipe.
 
-    Sends ("stage", text) any number of times, then ("done", program digest, compiled, peak bytes),
-    ("bundled", message, directory, what preflight found, peak bytes) or ("failed", message, class
-    of the error, peak bytes).
+    Messages are ("stage", text), any number of times, then ("done", program digest, compiled, peak
+    bytes), ("bundled", message, directory, facts of the preflight, peak bytes) or ("failed",
+    message, class of the error, peak bytes).
+
+    Args:
+        program: the program, or graphs extracted from a torch-xla script.
+        name: name of the graph.
+        request: its request key.
+        store: directory of the cache.
+        scratch: temporary directory of this worker.
+        pipe: connection to the pool.
     """
-    os.setpgid(0, 0)  # a compiler that this starts ends with it
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # so that nothing is left elsewhere
+    os.setpgid(0, 0)  # so that a compiler started by this process is killed with it
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # the pool removes this directory
     threading.Thread(target=_end_with_parent, args=(scratch.parent,), daemon=True).start()
     with _output_to(scratch / "log.txt"):
         try:
@@ -91,10 +99,21 @@ def produce(
     scratch: Path,
     say: Callable[[str], None],
 ) -> tuple[str, bool]:
-    """Make sure the cache holds the program of a request; return its digest, and if it is new.
+    """Ensure that the cache contains the program of a request.
 
-    The caller holds the request's lease. Who has another request that leads to the same program
-    waits here and then finds it done.
+    The caller must hold the request's lease. If a worker for another request compiles the same
+    program, this one waits and then finds it in the cache.
+
+    Args:
+        program: the program, or graphs extracted from a torch-xla script.
+        name: name of the graph.
+        request: its request key.
+        cache: the cache.
+        scratch: temporary directory, for the StableHLO.
+        say: called with each stage.
+
+    Returns:
+        The digest of the program, and whether it was compiled now.
     """
     if isinstance(program, Program) and is_imported(program.model):
         say("comparing with PyTorch")
@@ -105,7 +124,7 @@ def produce(
     say("tracing")
     lowered = lower(program, name)
     if name == "train" and isinstance(program, Program) and is_imported(program.model):
-        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run makes no module
+        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run has no PyTorch module
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -121,7 +140,10 @@ def produce(
 
 
 def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tuple[Imported, str]:
-    """The model with the front end that is right, and why that is the strict one, if it is."""
+    """Return the model with the front end that reproduces PyTorch's results.
+
+    Also return the reason if that is the strict one, else an empty string.
+    """
     from graphtrain.torch_frontend.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
@@ -129,7 +151,7 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
     from graphtrain.torch_frontend.parity import ensure_parity
 
     target = Target.parse(program.target)
-    lowering.backend(target).described_devices(target)  # before anything asks JAX for a device
+    lowering.backend(target).described_devices(target)  # must precede other uses of JAX devices
     strict = ensure_parity(model, cache.root).strict
     model = replace(model, front_end="strict") if strict else model
     ring = Rules.load(program.rules).activations.get("attended", ())
@@ -151,10 +173,10 @@ def _flops_per_token(program: Program) -> dict[str, float]:
 
 
 def _end_with_parent(scratch: Path) -> None:
-    """End this process and its compiler when its parent, which holds the lease, has died.
+    """Kill this process and its compiler when the parent, which holds the lease, has ended.
 
     Args:
-        scratch: the parent's, which it can no longer remove.
+        scratch: temporary directory of the parent, which is removed too.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -164,7 +186,7 @@ def _end_with_parent(scratch: Path) -> None:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has held, or a compiler it started, if that is more."""
+    """Return the peak memory of this process or of its compiler, whichever is larger."""
     whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return 1024 * max(resource.getrusage(who).ru_maxrss for who in whose)
 
@@ -172,11 +194,11 @@ def _peak_bytes() -> int:
 def _compile(
     program: Program | Extracted, lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache
 ) -> Artifact:
-    """Compile; where the compiler is not here, store what it would be given as a bundle.
+    """Compile a lowered graph; if the compiler is not installed, store its input as a bundle.
 
     Raises:
-        OutOfMemory: the compiler finds no way to fit it; with what takes most.
-        Bundled: says where the bundle is.
+        OutOfMemory: the program does not fit; the message names the largest part of the memory.
+        Bundled: the compiler is not installed; contains the directory of the bundle.
     """
     try:
         return lowering.backend(lowered.target).compile(lowered)
@@ -188,14 +210,14 @@ def _compile(
 
 
 def lower(program: Program | Extracted, name: str) -> Lowered:
-    """Trace and shard one graph for the program's target; read one that is extracted."""
+    """Lower one graph for the program's target; an extracted graph is read from its file."""
     target = Target.parse(program.target)
     if isinstance(program, Extracted):
         return _lower_extracted(program, target)
     backend = lowering.backend(target)
-    backend.described_devices(target)  # before the model is built, which may ask for a device
+    backend.described_devices(target)  # must precede building the model, which may use JAX devices
     rules, graph = Rules.load(program.rules), build_graph(program, name)
-    if name == "train":  # the graph that holds every array
+    if name == "train":  # the only graph that contains all arrays
         rules.check_patterns(graph.arrays())
     return backend.lower(graph, rules, mesh_shape(program), target)
 
@@ -208,12 +230,12 @@ def _lower_extracted(extracted: Extracted, target: Target) -> Lowered:
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:
-    """What must be equal for two lowered programs to compile to the same executable."""
+    """Return the program key: everything that determines the executable of a lowered program."""
     return CacheKey.of(
         graph=lowered.name,
         text=hashlib.sha256(lowered.text.encode()).hexdigest(),
-        mesh=dict(lowered.plan.mesh.axes),  # names the axes by which the run places its arrays
-        inputs=lowered.facts["inputs"],  # the loader finds arrays by these paths and layouts
+        mesh=dict(lowered.plan.mesh.axes),  # axis names, used by the run's shardings
+        inputs=lowered.facts["inputs"],  # paths and layouts, used by the loader
         outputs=lowered.facts["outputs"],
         options=lowered.options,
         record=RECORD_VERSION,
@@ -224,7 +246,7 @@ def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:
 
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Send what this process and the compiler below it print to a file."""
+    """Redirect the output of this process and of its compiler to a file."""
     with path.open("ab", buffering=0) as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Assessment: what a training step holds, sends and waits for, and who says so."""
+"""Assessment: memory, collectives and time of a training step, with the source of each number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Source = Literal["compiler", "estimate"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device in a training step.
+    """Memory of one device during a training step, in bytes.
 
-    The compiler counts arguments (parameters, frozen, optimizer, batch) and the peak; what of the
-    rest is gradients and what activations is an estimate, and temporaries are what those do not
-    explain.
+    The compiler reports the arguments (parameters, frozen, optimizer, batch) and the peak.
+    Gradients and activations are estimates; temporaries are the rest of the peak.
     """
 
     parameters: int
@@ -29,8 +28,8 @@ class Memory:
     peak: int
     capacity: int  # of the device
     source: Source  # of the peak
-    frozen: int = 0  # weights that no step changes: no gradients, no optimizer state
-    refused: bool = False  # the compiler found no way to fit the program
+    frozen: int = 0  # frozen weights, without gradients and optimizer state
+    refused: bool = False  # the compilation failed with an out-of-memory error
 
     @property
     def fits(self) -> bool:
@@ -39,13 +38,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step by roofline; an estimate, from measured or predicted traffic."""
+    """Roofline estimate of the time of a training step, in seconds.
 
-    compute: float  # matrix products at the machine's peak, recomputation included
-    memory: float  # weights, state and activations through the device's memory
+    The traffic is read from the compiled program or estimated.
+    """
+
+    compute: float  # matrix products at peak FLOP/s, including recomputation
+    memory: float  # reads and writes of weights, state and activations at the memory bandwidth
     communication: dict[str, float]  # by mesh axes, as "fsdp" or "data+fsdp"
-    bubble: float  # stages waiting for their first microbatch or after their last
-    overlapped: float  # of the communication, what hides behind compute
+    bubble: float  # idle time of a pipeline stage
+    overlapped: float  # part of the communication that overlaps with compute
 
     @property
     def total(self) -> float:
@@ -55,7 +57,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Assessment:
-    """One program on one target."""
+    """Memory, collectives and time of one program on one target."""
 
     target: str
     plan: Plan  # mesh, and the layout of every array
@@ -63,8 +65,8 @@ class Assessment:
     collectives: tuple[Collective, ...]
     collectives_source: Source
     time: StepTime
-    mfu: float  # model FLOP utilisation that the time implies; recomputation is not useful work
-    mfu_causal: float  # the same, with causal attention counted in half
+    mfu: float  # model FLOPs utilization, implied by the time; recomputation is not counted
+    mfu_causal: float  # MFU with causal attention counted half
     compile_seconds: float | None = None
-    chunk: int | None = None  # positions of a sequence whose logits exist at once; None: all
-    remark: str = ""  # why the compiler was not asked, or what it could not say
+    chunk: int | None = None  # positions per chunk of the logits; None: the complete sequence
+    remark: str = ""  # why there is no compiled program, or what is unknown about it

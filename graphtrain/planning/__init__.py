@@ -1,4 +1,4 @@
-"""What a training step will hold, send and wait for, before any machine is rented.
+"""Plan a training step: its memory, communication and time, without the target machine.
 
-`assess` asks the compiler; the rest compares, keeps and explains its answers.
+`assess` compiles or estimates it; the other modules compare, store and explain the results.
 """

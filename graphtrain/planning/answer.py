@@ -1,4 +1,4 @@
-"""The answer to `graphtrain plan`: an assessment, how far to trust it, and what to change."""
+"""Answer of `graphtrain plan`: an assessment, its error bars, and changes that would fit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sharding_rules.rules import Rules
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said of one program on one target."""
+    """Complete answer of `graphtrain plan` for one program on one target."""
 
     program: Program
     assessment: Assessment
-    error_bars: Mapping[str, ErrorBar]  # by quantity, from the runs of this target
-    remedies: Sequence[Remedy] = ()  # where it does not fit
-    causes: Sequence[Cause] = ()  # of the compiled collectives, in their order
+    error_bars: Mapping[str, ErrorBar]  # by quantity, from earlier runs on this target
+    remedies: Sequence[Remedy] = ()  # changes that would fit; empty if the program fits
+    causes: Sequence[Cause] = ()  # one for each compiled collective, in order
 
 
 def answer(
@@ -40,15 +40,17 @@ def answer(
     confirm: bool = True,
     observe: Observer = lambda label, stage: None,
 ) -> Answer:
-    """Assess a program, and look for what would fit if it does not.
+    """Assess a program; if it does not fit, search for changes that would fit.
+
+    Raises what assess() raises.
 
     Args:
-        vary: the program with settings changed.
-        compile: ask the compiler, or estimate alone.
-        confirm: compile the remedies too.
-
-    Raises:
-        as assess.
+        program: the program to assess.
+        vary: function that returns the program with settings changed.
+        cache: cache to read from and compile into.
+        compile: if False, only estimate.
+        confirm: if True, compile the remedies too.
+        observe: called with each label and stage of a compilation.
     """
     assessment = assess(program, cache, observe, compile=compile)
     bars = ledger.error_bars(ledger.read(ledger.ledger_path(cache.root)), assessment.target)
@@ -62,7 +64,7 @@ def answer(
 
 
 def _causes(program: Program, assessment: Assessment, cache: Cache) -> tuple[Cause, ...]:
-    """Why each compiled collective is there; nothing of estimated ones, which are there by rule."""
+    """Explain each compiled collective. Estimated ones follow from the rules: return nothing."""
     compiled = cache.find(request_keys(program)["train"])
     if compiled is None or assessment.collectives_source != "compiler":
         return ()

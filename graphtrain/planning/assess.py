@@ -1,7 +1,7 @@
-"""assess: the compiler's answer about a training step, or the best estimate and why.
+"""Assess a training step: compile it and read memory and collectives, or estimate them.
 
-The step is compiled through the cache, by the keys that `graphtrain compile` uses: a plan of what
-is compiled costs nothing, and what a plan compiled is there for the run.
+The step is compiled into the cache, under the keys that `graphtrain compile` uses. A plan of a
+cached program therefore compiles nothing, and a run finds the programs that a plan compiled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sharding_rules.rules import Rules
 
 
 def plan_program(program: Program) -> Plan:
-    """Place every array that the training step takes, for the program's target.
+    """Return the plan of all inputs of the training step, on the program's target.
 
     Raises:
-        LoweringError: no such target.
-        ShardingError: an array cannot be placed as the rules and the mesh ask.
+        LoweringError: unknown target.
+        ShardingError: the rules cannot split an array over the mesh.
     """
     from graphtrain.graphs.build import build_graph  # imports JAX and Flax
     from lowering.trees import flatten
@@ -49,18 +49,21 @@ def assess(
     *,
     compile: bool = True,
 ) -> Assessment:
-    """Compile the training step into the cache, and read there what it does.
+    """Compile the training step into the cache and read its memory and collectives.
 
-    A target that cannot be compiled for here is estimated, with a remark that says what to install.
-    That the step does not fit is an answer, not an error.
+    If the compiler of the target is not installed, return an estimate, with a remark that says what
+    to install. A step that does not fit in memory is not an error.
 
     Args:
-        compile: ask the compiler, or estimate alone.
+        program: the program to assess.
+        cache: cache to read from and compile into.
+        observe: called with each label and stage of the compilation.
+        compile: if False, only estimate.
 
     Raises:
-        LoweringError: no such target.
-        PlanError: the step cannot be traced.
-        ShardingError: an array cannot be placed.
+        LoweringError: unknown target.
+        PlanError: tracing found that the rules cannot split an array.
+        ShardingError: the rules cannot split an array.
     """
     return assess_all({"": program}, cache, observe, compile=compile)[""]
 
@@ -74,7 +77,7 @@ def assess_all(
     compile: bool = True,
     jobs: int | None = None,
 ) -> dict[str, Assessment]:
-    """Assess several programs, compiling side by side. Raises as assess does."""
+    """Assess several programs by name, compiling in parallel. See assess()."""
     plans = {name: plan(program) for name, program in programs.items()}
     if not compile:
         return {name: estimate(program, plans[name]) for name, program in programs.items()}
@@ -88,7 +91,7 @@ def assess_all(
 
 
 def estimate(program: Program, plan: Plan | None = None) -> Assessment:
-    """The same by arithmetic alone; with a plan, no JAX is imported."""
+    """Estimate a program without the compiler. If a plan is given, do not import JAX."""
     mesh, rules = mesh_shape(program), Rules.load(program.rules)
     filled = with_padding_layers(program)
     memory = estimated_memory(filled, rules, mesh)
@@ -120,24 +123,24 @@ def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) 
     remark = ""
     if record["unknown_loops"]:
         remark = (
-            f"{record['unknown_loops']} loops of the compiled program do not tell their trip "
-            "count; collectives in them count once"
+            f"{record['unknown_loops']} loops of the compiled program have an unknown trip count; "
+            "collectives inside them are counted once"
         )
     compiled = _assessment(program, plan, memory, collectives, "compiler")
     return replace(compiled, compile_seconds=record["compile_seconds"], remark=remark)
 
 
 def _why_not(outcome: Outcome) -> str:
-    """Why there is no compiled program."""
+    """Return the reason why there is no compiled program."""
     if outcome.error is None:
-        return "the compiled program was removed from the cache meanwhile"
+        return "the compiled program was removed from the cache after its compilation"
     if outcome.kind in ("OutOfMemory", "LoweringError", "CompilerMissing"):
         return outcome.error
-    return f"the compiler failed: {outcome.error}; its StableHLO and log: {outcome.failure}"
+    return f"the compiler failed: {outcome.error}; StableHLO and log are in {outcome.failure}"
 
 
 def _explained(peak: int, program: Program, plan: Plan) -> Memory:
-    """The compiler's peak in parts: state is exact, gradients and activations are estimates."""
+    """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
     guess = estimated_memory(with_padding_layers(program), Rules.load(program.rules), plan.mesh)
     parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))
     rest = max(0, peak - parameters - frozen - optimizer)

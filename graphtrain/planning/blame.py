@@ -1,8 +1,8 @@
-"""Blame: why every collective of a compiled program is there, and which should not be.
+"""Blame: explain every collective of a compiled program by a sharding rule, or flag it.
 
-XLA inserts collectives wherever two placements meet and says nothing of where they come from. Here
-each is traced to a line of the model, the arrays it moves, and the rule that asks for it; what no
-rule asks for is flagged, with the annotation that would remove it.
+XLA inserts a collective wherever two shardings differ, and does not report why. This module traces
+each to a line of the model, the arrays that it moves, and the rule that requires it. A collective
+that no rule requires is flagged, with the annotation that would remove it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _VERBS = {
     "all-gather": "gathered",
     "reduce-scatter": "summed and split",
     "all-to-all": "exchanged",
-    "collective-permute": "passed on",
-    "collective-broadcast": "sent to all",
+    "collective-permute": "permuted",
+    "collective-broadcast": "broadcast",
 }
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why one collective is in the program."""
+    """Origin of one collective of a compiled program."""
 
     collective: Collective
-    array: str  # as in "layers/mlp/down"; the names around it for an activation
-    rule: str  # as in "parameters.embed = fsdp"; empty if none asks for it
-    strategy: str  # the preset of the rule
+    array: str  # as in "layers/mlp/down"; for an activation, the name scope of its operation
+    rule: str  # as in "parameters.embed = fsdp"; empty if no rule requires the collective
+    strategy: str  # preset that contains the rule
     explained: bool
-    sentence: str
-    seconds: float | None = None  # a step, if the speed of the links was given
+    sentence: str  # the explanation
+    seconds: float | None = None  # per step; None if the bandwidth is unknown
 
 
 def blame(
@@ -51,15 +51,15 @@ def blame(
     annotations: Sequence[Mapping[str, Any]] = (),
     bytes_per_second: Mapping[str, float] | None = None,
 ) -> tuple[Cause, ...]:
-    """Explain the collectives of a compiled training step, in their order.
+    """Explain the collectives of a compiled training step, in order.
 
     Args:
-        program: What was compiled.
-        plan: Where its arrays live.
-        rules: What made the plan.
-        collectives: As read from the compiled program, or from its record.
-        annotations: What constrain() was told: the "annotations" of the record.
-        bytes_per_second: What a device sends along each mesh axis.
+        program: The compiled program.
+        plan: Layouts of its arrays.
+        rules: Sharding rules of the plan.
+        collectives: Collectives read from the compiled program, or from its record.
+        annotations: "annotations" of the record: axes and lines of constrain() calls.
+        bytes_per_second: Bandwidth of one device along each mesh axis.
     """
     parameters = Parameters(plan, rules)
     reasons = Reasons(program, parameters)
@@ -90,7 +90,7 @@ def blame(
 
 
 def flagged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """Those that no strategy explains, the most expensive first."""
+    """Return the causes that no strategy explains, most expensive first."""
     found = (cause for cause in causes if not cause.explained)
     return tuple(sorted(found, key=lambda cause: -cause.collective.wire_bytes_per_step))
 
@@ -107,12 +107,12 @@ def _what(collective: Collective, moved: Moved, reasons: Reasons) -> str:
     phase = f" in the {phases.pop()} pass" if len(phases) == 1 and phases != {"update"} else ""
     axes = " and ".join(collective.axes)
     where = f"{collective.source}: " if collective.source else ""
-    steps = ", piece by piece beside a product," if collective.instead_of else ""
+    steps = ", in steps overlapped with a matrix product," if collective.instead_of else ""
     return f"{where}{kind}{moved} is {verb} over {axes}{steps}{phase}"
 
 
 def _cost(collective: Collective, seconds: float | None) -> str:
-    time = "" if seconds is None else f", {1e3 * seconds:.2g} ms a step"
+    time = "" if seconds is None else f", {1e3 * seconds:.2g} ms per step"
     return f" ({collective.count} x {_amount(collective.bytes)}{time})"
 
 
@@ -129,9 +129,9 @@ def _explanation(
 ) -> str:
     why = " and ".join(str(reason) for reason in given)
     if reasons.keeps_whole(collective, moved):
-        why += "; each device keeps a part, so a reduce-scatter would send half"
+        why += "; each device uses only its shard, so a reduce-scatter would send half as much"
     if moved.kind == "gradients" and reasons.in_microbatches(collective):
-        why += '; after every microbatch, as batch.reduce = "each" asks'
+        why += '; after every microbatch, because batch.reduce = "each"'
     return why
 
 
@@ -148,45 +148,49 @@ def _accusation(
         return _of_weights(moved, axes, reasons, again=reasons.in_microbatches(collective))
     if moved.kind == "gradients" and op == "all-gather":
         return (
-            f"it is made whole over {axes}, where its parameter rests in pieces; reduce it in those"
+            f"it is replicated over {axes}, but its parameter is sharded over {axes}; constrain it "
+            "to the sharding of its parameter before the reduction"
         )
     if moved.kind == "gradients":
         return (
-            f"no rule splits tokens over {axes}, so there is nothing to sum there; constrain the "
-            "gradient as its parameter rests"
+            f"no rule splits tokens over {axes}, so no sum over {axes} is needed; constrain the "
+            "gradient to the sharding of its parameter"
         )
     if "loss" in moved.names or "head" in moved.names:
         advice = (
-            f"the scores of the vocabulary are made whole over {axes}; keep them "
+            f"the logits are replicated over {axes}; keep them sharded with "
             'constrain(scores, "batch", "seq", "vocab") until they are reduced'
         )
-        return advice if op == "all-gather" else f"no rule asks for it over {axes}"
-    what = "an involuntary reshard, that no rule asks for"
+        return advice if op == "all-gather" else f"no rule requires it over {axes}"
+    what = "an involuntary reshard that no rule requires"
     if op == "all-gather":
-        what = f"an involuntary rematerialisation: no rule makes it whole over {axes}"
+        what = f"an involuntary full rematerialization: no rule replicates it over {axes}"
     meeting = _conflict(collective, axes, annotations)
-    return f"{what}; {meeting or 'constrain() it there as the line that makes it does'}"
+    return f"{what}; {meeting or 'constrain() it to the sharding that its producer has'}"
 
 
 def _of_weights(moved: Moved, axes: str, reasons: Reasons, *, again: bool) -> str:
     if again:
         return (
-            "once for every microbatch, although no rule splits weights at rest there; constrain "
-            "them before the loop"
+            "once for every microbatch, although no rule shards stored weights over that axis; "
+            "constrain them before the loop"
         )
     split = [
         f"activations.{axis} = {', '.join(reasons.rules.activations[axis])}"
         for axis in reasons.axes_of(moved)
         if set(reasons.rules.activations.get(axis, ())) & set(axes.split(" and "))
     ]
-    also = f", where {' and '.join(split)} splits their products too" if split else ""
-    return f"no rule gathers weights over {axes}{also}; constrain() what they give with that axis"
+    also = f"; {' and '.join(split)} also splits their products" if split else ""
+    return f"no rule gathers weights over {axes}{also}; constrain() their products with that axis"
 
 
 def _conflict(
     collective: Collective, axes: str, annotations: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """The annotation at the collective's line, and one that splits a like array otherwise."""
+    """Return a sentence about two annotations that split arrays of equal shape differently.
+
+    One of them is at the collective's line, or else in the same file. None if there is no pair.
+    """
     here = [each for each in annotations if each["source"] == collective.source]
     wanted = set(axes.split(" and "))
     file = collective.source.partition(":")[0]
@@ -208,7 +212,7 @@ def _conflict(
     one, other = min(pairs, key=lambda pair: _distance(*pair))
     return (
         f"{_said(one)} and {_said(other)} disagree on an array of {list(one['shape'])}: "
-        "annotate both alike, or take one away"
+        "use the same axes in both, or remove one"
     )
 
 
@@ -222,7 +226,7 @@ def _said(annotation: Mapping[str, Any]) -> str:
 
 
 def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, int]:
-    """How far apart two lines are; those of one file are nearest."""
+    """Return a sort key: annotations in the same file first, then by distance in lines."""
     file, _, line = one["source"].partition(":")
     other_file, _, other_line = other["source"].partition(":")
     return file != other_file, abs(int(line or 0) - int(other_line or 0))

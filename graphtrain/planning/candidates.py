@@ -1,4 +1,4 @@
-"""candidates: every strategy whose sizes divide a model, a batch and a machine; estimated."""
+"""Enumerate and estimate every strategy whose sizes divide a model, a batch and a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
 WIDEST_TENSOR = 64
-LONG = 8192  # positions, from which splitting them is considered
+LONG = 8192  # sequence length in tokens from which context parallelism is tried
 _WIDEST_CONTEXT = 16
 _MOST_ROUNDS = 8
 
@@ -39,7 +39,7 @@ class Candidate:
     program: Program
     mesh: MeshShape
     memory: Memory
-    time: StepTime | None = None  # only of what fits
+    time: StepTime | None = None  # None if the program does not fit
     mfu: float = 0.0
 
     @property
@@ -48,12 +48,12 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """By time; what takes as long to three digits, by what it sends: hiding it is a hope."""
+        """Sort key: step time to three digits, then communication, whose overlap is uncertain."""
         sent = sum(self.time.communication.values()) if self.time else 0.0
         return float(f"{self.seconds:.3g}"), sent
 
     def choice(self, family: str) -> str:
-        """What it chose, of one of the families."""
+        """Return the candidate's choice in a family, for example "16" for tensor."""
         rules, sizes = self.program.rules, self.mesh.axes
         if family == "zero":
             return next((name[-1] for name in ("zero1", "zero2") if name in rules), "none")
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it changes in [program]."""
+        """Settings of [program] that the candidate sets."""
         pipeline = self.program.pipeline
         staged = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
         return {
@@ -80,23 +80,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is tried of a kind of model."""
+    """Restrictions of the search for a kind of model."""
 
     stages: bool = True
     context: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
-    arrays: Mapping[str, ArraySpec] | None = None  # parameters, where not those of a native model
+    arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
 
 
 def candidates(
     program: Program, attained: float = 1.0, choices: Choices = Choices()
 ) -> Iterator[Candidate]:
-    """Every strategy whose sizes divide, fitting or not.
+    """Yield every strategy whose sizes divide, including those that do not fit in memory.
 
     Args:
-        program: of a native model.
-        attained: part of the machine's peak that products reach.
-        choices: what is tried.
+        program: program with a native model.
+        attained: fraction of the machine's peak FLOP/s that matrix products reach.
+        choices: restrictions of the search.
     """
     devices = Target.parse(program.target).devices
     for sizes in _meshes(program, devices, choices):
@@ -114,7 +114,7 @@ def candidates(
                     if choices.arrays is not None:
                         make_plan(state_arrays(choices.arrays, placed.optimizer), rules, mesh)
                 except (ShardingError, LoweringError):
-                    break  # sizes that do not divide, or no kernel, whatever the schedule
+                    break  # sizes do not divide or there is no kernel; the schedule is irrelevant
                 for variant in _variants(placed, mesh, choices.remats):
                     yield _candidate(variant, mesh, rules, weights, attained)
 
@@ -154,19 +154,19 @@ def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[s
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
                 if batch.sequences % (copies * stage):
-                    continue  # every copy has as many microbatches as stages, or a multiple
+                    continue  # microbatches of a replica must be a multiple of the stages
                 for sizes in _copies(model, copies):
                     yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
 
 
 def _without_stages(program: Program) -> bool:
-    """What no pipeline takes; see config.schema.check_pipeline."""
+    """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
     apart = program.batch.documents == "apart"
     return apart or has_frozen_weights(program) or program.loss.has_chunks
 
 
 def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
-    """What data, fsdp and expert can be, over which sequences are split."""
+    """Yield the sizes of data, fsdp and expert, the mesh axes that split the batch."""
     experts = model.mixture.experts if model.mixture else 1
     for expert in divisors(devices, experts):
         if experts % expert:
@@ -176,14 +176,14 @@ def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
 
 
 def undivided(model: Model, tensor: int) -> str:
-    """A size of the model that tensor parallelism cannot split so wide; empty if it can all."""
+    """Return a model size that `tensor` does not divide, as "name = size"; empty if all divide."""
     assert model.kv_heads
     sizes = {"kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}
     return next((f"{name} = {size}" for name, size in sizes.items() if size % tensor), "")
 
 
 def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
-    """Ways to treat data and tensor; a way of context, and files of one's own, stay as given."""
+    """Yield rule tables with variants for data and tensor; keep ulysses and the user's files."""
     context = "ulysses" if "ulysses" in program.rules else "context"
     own = [name for name in program.rules if name.endswith(".toml")]
     for first in ("data", "zero1", "zero2") if mesh.axes["data"] > 1 else ("data",):
@@ -192,14 +192,14 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
 
 
 def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
-    """Microbatches and recomputation."""
+    """Yield variants in the number of microbatches and in remat."""
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
     for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue
         rows = program.batch.sequences // microbatches
         if program.loss.kind == "preference" and rows % 2:
-            continue  # half of a pair
+            continue  # a pair of sequences must not be divided
         for remat in remats:
             yield replace(
                 program,
@@ -212,7 +212,7 @@ def _pipelines(stages: int, program: Program) -> Iterator[Pipeline]:
     if stages == 1:
         yield Pipeline()
         return
-    if program.batch.length % stages == 0:  # 1F1B splits the head over positions
+    if program.batch.length % stages == 0:  # 1F1B splits the LM head's positions over the stages
         yield Pipeline(schedule="1f1b")
     for rounds in divisors(program.model.layers // stages, _MOST_ROUNDS):
         yield Pipeline(schedule="circular", rounds=rounds)

@@ -1,4 +1,4 @@
-"""What changes between two assessments: placement, memory, communication, time."""
+"""Differences between two assessments: placement, memory, communication and time."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Change:
-    """One thing in which two assessments differ; None where one of them lacks it."""
+    """One difference between two assessments; a value is None if one of them does not have it."""
 
     kind: Kind
     what: str
     before: str | float | None
     after: str | float | None
-    unit: str = ""  # of numbers
+    unit: str = ""  # unit of numeric values
 
     @property
     def ratio(self) -> float | None:
-        """After over before, of numbers."""
+        """Ratio of after to before; None for values that are not numbers."""
         numbers = isinstance(self.before, int | float) and isinstance(self.after, int | float)
         return self.after / self.before if numbers and self.before else None  # type: ignore[operator]
 
 
 def differences(before: Assessment, after: Assessment) -> list[Change]:
-    """Everything that differs, in the order of the kinds; nothing where all is equal.
+    """Return all differences, ordered by kind.
 
-    Optimizer state that changes as its parameter does is left out.
+    Optimizer state that changes in the same way as its parameter is left out.
     """
     return [
         *_without_followers(_compare("placement", _placement(before), _placement(after))),
@@ -66,7 +66,7 @@ def _compare(
 
 
 def _without_followers(changes: Iterable[Change]) -> Iterator[Change]:
-    """All but the moments of parameters that change in the same way."""
+    """Yield all changes except moments that change in the same way as their parameter."""
     changes = list(changes)
     parameters = {
         one.what.removeprefix("state/parameters/"): (one.before, one.after)
@@ -87,7 +87,7 @@ def _placement(of: Assessment) -> dict[str, str | float]:
 
 
 def placement(plan: Plan, path: str) -> str:
-    """One array's dtype, shape and split in a line, as in "float32 64x16(tensor)"."""
+    """Return an array's dtype, shape and split as text, for example "float32 64x16(tensor)"."""
     layout = plan.layouts[path]
     sizes = (
         f"{size}({'+'.join(names)})" if names else str(size)
@@ -113,5 +113,5 @@ def _sent(of: Assessment) -> dict[str, str | float]:
 def _time(of: Assessment) -> dict[str, str | float]:
     time = of.time
     parts: dict[str, str | float] = {"compute": time.compute, "memory": time.memory}
-    parts |= {f"sending over {axes}": spent for axes, spent in time.communication.items()}
+    parts |= {f"communication over {axes}": spent for axes, spent in time.communication.items()}
     return parts | {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}

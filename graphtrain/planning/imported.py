@@ -1,4 +1,4 @@
-"""What a search does otherwise for a model of PyTorch, which is made but holds no weights."""
+"""Search for PyTorch models: the module is created without weights to learn its arrays."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _REMATS = ("none", "dots", "full")
 
 @dataclass(frozen=True)
 class Ranked:
-    """A model whose strategies are those of a native one of its sizes, where it can follow them."""
+    """A PyTorch model, ranked by the strategies of a native model of the same sizes."""
 
     program: Program
     specs: dict[str, ArraySpec]
-    not_tried: dict[str, str]  # by family: why
+    not_tried: dict[str, str]  # families that the model does not support, with the reason
 
     @classmethod
     def of(cls, program: Program) -> Ranked:
-        """Make the module, to know its arrays and whether it can be a pipeline."""
+        """Create the module, to find its arrays and whether it supports pipeline parallelism."""
         from graphtrain.torch_frontend.model import open_model
 
         assert isinstance(program.model, Imported)
         opened = open_model(program.model)
-        not_tried = {"context": "not tried for models of PyTorch; see docs/torch.md, Attention"}
+        not_tried = {"context": "not tried for PyTorch models; see docs/torch.md, Attention"}
         try:
             assert opened.parts
         except ShardingError as error:
@@ -40,7 +40,7 @@ class Ranked:
         return Choices(staged, context=False, remats=_REMATS, arrays=self.specs)
 
     def of_model(self, candidate: Candidate) -> Candidate:
-        """A candidate with the model in place of the native one of its sizes."""
+        """Return a candidate with the native model replaced by the PyTorch model."""
         found = candidate.program
         model = replace(self.program.model, remat=found.model.remat)
         return replace(candidate, program=replace(found, model=model))

@@ -1,7 +1,7 @@
-"""The ledger: what runs were predicted to take and what they took, as JSON lines beside a store.
+"""Ledger: predicted and measured costs of runs, as JSON lines in the directory of a cache.
 
-A line is appended by one write, and one cut short by a kill is passed over by every reader, so
-processes may share a ledger and die at any moment.
+Each line is appended with one write, and readers skip truncated lines. Processes can therefore
+share a ledger and be killed at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 
 @dataclass(frozen=True)
 class Costs:
-    """What a training step takes; None is not known."""
+    """Costs of a training step; None if unknown."""
 
     compile_seconds: float | None = None
     step_seconds: float | None = None  # the median over a run
@@ -28,33 +28,33 @@ class Costs:
 
 @dataclass(frozen=True)
 class Entry:
-    """One run."""
+    """Predicted and measured costs of one run."""
 
     target: str
-    request: str  # digest of what was asked for
+    request: str  # digest of the request key
     when: str  # UTC
-    steps: int  # that were measured
-    stablehlo_bytes: int  # what the compiler was given
+    steps: int  # number of measured steps
+    stablehlo_bytes: int  # size of the compiler's input
     predicted: Costs
     measured: Costs
 
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """Measured over predicted, in the runs of one target."""
+    """Ratio of measured to predicted cost, over the runs on one target."""
 
     median: float
-    worst: float  # the ratio farthest from 1, whichever way
-    count: int
+    worst: float  # the ratio farthest from 1, in either direction
+    count: int  # number of runs
 
 
 def ledger_path(store: Path) -> Path:
-    """The ledger of a store of compiled programs; nothing that cleans the store touches it."""
+    """Return the path of a cache's ledger, which removal of cache entries leaves unchanged."""
     return store / "ledger.jsonl"
 
 
 def append(path: Path, entry: Entry) -> None:
-    """Add one line, after ending a line that a killed process left."""
+    """Append one line; first terminate a truncated line of a killed process."""
     line = json.dumps(asdict(entry)) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -68,13 +68,13 @@ def append(path: Path, entry: Entry) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """All whole lines, oldest first; none where there is no ledger."""
+    """Return all complete entries, oldest first; an empty list if there is no ledger."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
 def _parse(line: str) -> Entry | None:
-    """An entry, or None for a line cut short or written by another version."""
+    """Parse a line; return None if it is truncated or written by another version."""
     try:
         fields = json.loads(line)
         predicted, measured = (Costs(**fields.pop(name)) for name in ("predicted", "measured"))
@@ -84,7 +84,7 @@ def _parse(line: str) -> Entry | None:
 
 
 def error_bars(entries: Iterable[Entry], target: str) -> dict[str, ErrorBar]:
-    """By quantity, how far the predictions for a target were off; without those never compared."""
+    """Return the error bar of each quantity that has both predictions and measurements."""
     of_target = [entry for entry in entries if entry.target == target]
     bars = {}
     for name in QUANTITIES:
@@ -99,9 +99,10 @@ def error_bars(entries: Iterable[Entry], target: str) -> dict[str, ErrorBar]:
 def predict_compile_seconds(
     entries: Sequence[Entry], target: str, stablehlo_bytes: int
 ) -> float | None:
-    """Seconds to compile a program, from earlier ones for the same machine; None without any.
+    """Predict compile seconds from earlier runs on the same machine; None if there are none.
 
-    Time grows with the text, since the layers are one scanned body whatever their number.
+    Compile time is proportional to the size of the StableHLO, in which the layers are one scanned
+    body regardless of their number.
     """
     machine = target.partition(":")[0]
     rates = [

@@ -1,7 +1,7 @@
-"""The lock: a plan as text to keep in git, and to compare a later plan with.
+"""Lock file: a plan as text under version control, to compare later plans with.
 
-What is compared is what a change of code, settings or toolchain can do to a run: placement, memory
-and communication. The toolchain itself is a comment: another version that changes nothing is fine.
+The comparison covers placement, memory and communication, which changes of code, settings or
+toolchain can affect. The toolchain is only a comment: a new version without effect is accepted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SUFFIX = ".plan"
 
 
 def lock_path(config: Path) -> Path:
-    """Where the lock of a configuration is, unless the user says otherwise."""
+    """Return the default path of the lock file of a configuration."""
     return config.with_suffix(_SUFFIX)
 
 
 def lock_text(assessment: Assessment) -> str:
-    """The lock of an assessment; equal plans give equal text."""
+    """Return the text of the lock file of an assessment; equal plans have equal text."""
     return "\n".join([*_toolchain(assessment), *_body(assessment)]) + "\n"
 
 
 def changes(locked: str, assessment: Assessment) -> list[str]:
-    """What a lock says and the assessment does not, as lines of a diff; none if they agree.
+    """Compare a lock with an assessment; return the lines of a diff, empty if they agree.
 
     Raises:
-        PlanError: one of them is from the compiler and the other an estimate.
+        PlanError: one of them is from the compiler and the other is an estimate.
     """
     now = lock_text(assessment)
     before, after = list(_compared(locked)), list(_compared(now))
@@ -42,9 +42,9 @@ def changes(locked: str, assessment: Assessment) -> list[str]:
         return []
     asked = _source(before), _source(after)
     if asked[0] != asked[1]:
-        reason = assessment.remark or "ask the same of both, or write the lock anew"
+        reason = assessment.remark or "use --no-compile for both or neither, or rewrite the lock"
         raise PlanError(
-            f"the lock is from the {asked[0]} and this plan from the {asked[1]}, so they cannot "
+            f"the lock is from the {asked[0]} and this plan is from the {asked[1]}, so they cannot "
             f"be compared; {reason}"
         )
     lines = difflib.unified_diff(before, after, "locked", "now", lineterm="", n=0)
@@ -54,7 +54,7 @@ def changes(locked: str, assessment: Assessment) -> list[str]:
 
 def _toolchain(assessment: Assessment) -> Iterator[str]:
     tools = Toolchain.here(Target.parse(assessment.target).platform)
-    yield "# A plan: graphtrain plan check compares with it, graphtrain plan lock rewrites it."
+    yield "# Lock of a plan. Compare: graphtrain plan check. Rewrite: graphtrain plan lock."
     yield "# made with " + ", ".join(
         f"{name} {version}" for name, version in tools.versions.items()
     )
@@ -86,7 +86,7 @@ _ESTIMATED = ("gradients", "activations", "temporaries", "peak")
 
 
 def _collectives(assessment: Assessment) -> Iterator[tuple[str, ...]]:
-    """One row for each size; the lines of code they come from move with every edit."""
+    """Yield one row for each size, without source lines, which change with every edit."""
     rows: Counter[tuple[str, str, int, str]] = Counter()
     for one in assessment.collectives:
         rows["+".join(one.axes), one.op, one.bytes, one.dtype] += one.count
@@ -102,7 +102,7 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _compared(text: str) -> Iterator[str]:
-    """The lines that count, whatever the blanks in them."""
+    """Yield the lines to compare: without comments and blank lines, with normalized spaces."""
     for line in text.splitlines():
         if not line.startswith("#") and line.strip():
             yield "  ".join(line.split())
@@ -113,6 +113,6 @@ def _made_with(text: str) -> list[str]:
 
 
 def _source(lines: Iterable[str]) -> str:
-    """Who made a lock: the compiler, or an estimate."""
+    """Return the source of a lock, "compiler" or "estimate", from its [memory] line."""
     memory = next((line for line in lines if line.startswith("[memory]")), "unknown")
     return memory.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""What a run took beside what was predicted, for the ledger; traces nothing, imports no model."""
+"""Append measured and predicted costs of a run to the ledger, without tracing the model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def add_run(
     """Append a run to the ledger of a store.
 
     Args:
-        record: of the compiled training step.
-        journal: records of the steps this run took, the first of which is a warm-up.
-        peak_bytes: most that one device held.
+        store: directory of the cache.
+        program: the program of the run.
+        record: record of the compiled training step.
+        journal: metrics of the steps of this run; the first one is a warm-up and is not counted.
+        peak_bytes: peak memory of one device.
 
     Raises:
         OSError: the ledger cannot be written.
@@ -58,7 +60,7 @@ def add_run(
 
 
 def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs:
-    """What a plan says of the same compiled program."""
+    """Return the costs that a plan predicts for the same compiled program."""
     mesh, size = mesh_shape(program), record["stablehlo_bytes"]
     collectives = [Collective.from_record(one) for one in record["collectives"]]
     filled = with_padding_layers(program)

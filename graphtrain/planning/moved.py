@@ -1,4 +1,4 @@
-"""What a collective moves: weights, gradients, activations, or a few numbers."""
+"""Classify the arrays that a collective moves: weights, gradients, activations or scalars."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Moved:
     """The arrays that a collective moves."""
 
     kind: Kind
-    paths: tuple[str, ...]  # of the parameters they are, or are the gradients of
-    scopes: tuple[Scope, ...]  # the operations it serves
+    paths: tuple[str, ...]  # of the parameters that are moved, or whose gradients are
+    scopes: tuple[Scope, ...]  # operations that the collective belongs to
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What to call them: parameters by path, activations by the names around them."""
+        """Names for messages: paths of parameters, name scopes of activations."""
         if self.paths:
             return tuple(path.removeprefix(PARAMETERS) for path in self.paths)
         named = ("/".join(scope.names) or scope.operation for scope in self.scopes)
         return tuple(dict.fromkeys(named))
 
     def __str__(self) -> str:
-        first, *more = self.names or ("an array without a name",)
+        first, *more = self.names or ("an unnamed array",)
         others = f" and {len(more)} more" if more else ""
         return f"{first}{others}"
 
 
 class Parameters:
-    """The parameters of a plan, to be found by the shape or the name of what is moved."""
+    """Index of the parameters of a plan, by shape and name."""
 
     def __init__(self, plan: Plan, rules: Rules) -> None:
         self.plan = plan
@@ -55,7 +55,7 @@ class Parameters:
                 self._by_shape.setdefault(shape, []).append(path)
 
     def of(self, collective: Collective) -> Moved:
-        """Classify what a collective moves."""
+        """Classify the arrays that a collective moves."""
         told = scopes(collective.scope)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
         weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
@@ -65,7 +65,7 @@ class Parameters:
         if not shapes:
             return Moved("numbers", (), told)
         alike = [self._by_shape.get(_key(shape)) for shape in shapes]
-        few = 2 * sum(map(bool, alike)) <= len(alike)  # one of several may be stacked by stage
+        few = 2 * sum(map(bool, alike)) <= len(alike)  # some of several may be stacked by stage
         passes_on = collective.op == "collective-permute" and not collective.instead_of
         if few or passes_on:
             return Moved("activations", (), told)
@@ -79,18 +79,20 @@ class Parameters:
         return Moved("activations", (), told)
 
     def named(self, name: str) -> tuple[str, ...]:
-        """Paths with a part of that name."""
+        """Return the paths of parameters with this name as a component."""
         return tuple(path for path in self.paths if name in path.split("/"))
 
     def _named(self, told: tuple[Scope, ...], alike: list[list[str] | None]) -> tuple[str, ...]:
-        """Parameters of a shape that is moved; of those, the ones that the scopes name."""
+        """Return the parameters with a moved shape; if scopes name some of them, only those."""
         possible = dict.fromkeys(path for paths in alike for path in paths or ())
         named = [path for path in possible if any(_names(scope, path) for scope in told)]
         return tuple(named or possible)
 
     def _shapes(self, path: str) -> set[tuple[int, ...]]:
-        """Every piece of a parameter that a device may hold: some of its splits undone, or all, and
-        of one layer or the stack."""
+        """Return all shapes of a parameter's shards, for every subset of its mesh axes.
+
+        Both the stack of layers and a single layer are included.
+        """
         spec = self.plan.layouts[path].spec
         tables = [self.rules.of(role, path) for role in ("parameter", "gradient", "optimizer")]
         sizes = []
@@ -107,14 +109,14 @@ class Parameters:
 
 
 def _is_of_weights(scope: Scope) -> bool:
-    """Whether an einsum of the backward pass sums over the batch: the gradient of a weight."""
+    """Return whether an einsum of the backward pass contracts the batch: a weight gradient."""
     return scope.phase == "backward" and "b" not in (scope.equation or ("", "", "b"))[2]
 
 
 def _names(scope: Scope, path: str) -> bool:
-    """Whether the names of a scope are parts of a path, in order.
+    """Return whether the names of a scope are components of a path, in order.
 
-    "norm" is any "..._norm", and "up+gate" is both.
+    "norm" matches any "..._norm", and "up+gate" matches both "up" and "gate".
     """
     parts = iter(path.split("/"))
 
@@ -125,5 +127,5 @@ def _names(scope: Scope, path: str) -> bool:
 
 
 def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The compiler transposes arrays and drops dimensions of size 1."""
+    """Return a key without order and sizes of 1, since compilers transpose and squeeze arrays."""
     return tuple(sorted(size for size in shape if size > 1))

@@ -1,6 +1,6 @@
-"""A plan as one self-contained page: open it from a disk with no network; it loads nothing.
+"""HTML page of a plan: one self-contained file that needs no network.
 
-Charts are drawn by Vega-Lite, whose JavaScript vl-convert carries and the page takes in.
+Charts are drawn by Vega-Lite; its JavaScript comes with vl-convert and is embedded in the page.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from lowering.machine.target import Target
 from sharding_rules.pipeline import bubble, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_MOST_WORK = 20_000  # pieces of a schedule that a browser still draws quickly
+_MOST_WORK = 20_000  # rectangles of a pipeline schedule that a browser draws quickly
 
 
 def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        title: of the page, as the name of the configuration.
-        searched: strategies as `graphtrain plan search --json` prints them.
+        title: title of the page, for example the name of the configuration.
+        answer: the answer to show.
+        searched: strategies in the format of `graphtrain plan search --json`.
 
     Raises:
         PlanError: vl-convert is not installed.
@@ -53,7 +54,7 @@ def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) ->
 
 
 def _pipeline(program: Program, stages: int) -> dict[str, Any] | None:
-    """The schedule of a pipeline; None without one, or where it is too long to draw."""
+    """Return the schedule of a pipeline; None without a pipeline, or if it is too long to draw."""
     rounds, microbatches = program.pipeline.rounds, program.batch.microbatches
     if stages == 1 or 2 * stages * rounds * microbatches > _MOST_WORK:
         return None
@@ -73,13 +74,14 @@ def _vega_lite() -> str:
         import vl_convert
     except ModuleNotFoundError:
         raise PlanError(
-            "a page needs vl-convert for its charts; run: pip install 'graphtrain[html]'"
+            "the HTML page requires vl-convert, which is not installed; run: "
+            "pip install 'graphtrain[html]'"
         ) from None
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _inside_script(text: str) -> str:
-    """Text that cannot end the script element around it; in a string it means the same."""
+    """Escape text so that it cannot end the enclosing script element; strings keep their value."""
     return re.sub(r"<(?=/script|!--)", r"\\u003c", text, flags=re.IGNORECASE)
 
 

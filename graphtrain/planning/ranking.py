@@ -1,4 +1,4 @@
-"""What a search found, for people and for programs."""
+"""Output of a search: table for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = "seconds", "MFU", "GB"
 
 
 def as_json(found: Found, ranked: Sequence[Candidate]) -> dict[str, Any]:
-    """Everything for programs; units are in the names."""
+    """Return the result of a search as JSON; the names contain the units."""
     return {
         "considered": found.considered,
         "search_seconds": round(found.seconds, 3),
@@ -36,11 +36,11 @@ def _row(one: Candidate) -> dict[str, Any]:
 
 
 def table(ranked: Sequence[Candidate]) -> Table:
-    """A line for each strategy."""
+    """Return a table with one row for each strategy."""
     from rich.table import Table
 
     drawn = Table(box=None, pad_edge=False)
-    for name in (*_WORDS, *_NUMBERS, "says"):
+    for name in (*_WORDS, *_NUMBERS, "source"):
         right = name in ("micro", *_NUMBERS)
         drawn.add_column(name, justify="right" if right else "left", no_wrap=True)
     for one in ranked:

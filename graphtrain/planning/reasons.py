@@ -1,4 +1,4 @@
-"""Which rule makes a collective necessary, if one does."""
+"""Find the sharding rule that requires a collective, if there is one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from graphtrain.planning.moved import Moved, Parameters
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
 
-# Sums over these are sums over tokens.
+# Array axes of tokens: a sum over one of them is a sum over tokens.
 _TOKENS = ("batch", "seq", "residual", "attending", "attended", "capacity")
-# The letters that the models' einsums have for array axes; b and s are tokens.
+# Array axes for the letters of the models' einsums; b and s are token axes.
 _LETTERS = {
     "b": ("batch",),
     "c": ("capacity",),
@@ -27,24 +27,24 @@ _LETTERS = {
     "v": ("vocab",),
     "x": ("experts",),
 }
-# What the parts of a model sum over outside their einsums.
+# Array axis that a part of the model sums over outside of einsums.
 _INSIDE = {"embedding": "vocab", "head": "vocab", "loss": "vocab", "attention": "heads"}
-_FEW = 1 << 16  # elements; a sum over tokens that is no gradient is a statistic of the batch
+_FEW = 1 << 16  # elements; a smaller sum over tokens that is not a gradient is a batch statistic
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A rule, and the strategy that it is part of."""
+    """A sharding rule and the strategy that contains it."""
 
     rule: str  # as in "parameters.embed = fsdp"
-    strategy: str  # the preset or file with that rule
+    strategy: str  # preset or file that contains the rule
 
     def __str__(self) -> str:
         return f"{self.rule} ({self.strategy})" if self.strategy else self.rule
 
 
 class Reasons:
-    """The rules of a program, asked why a collective is there."""
+    """Lookup of the rules of a program that require a collective."""
 
     def __init__(self, program: Program, parameters: Parameters) -> None:
         self.program = program
@@ -54,10 +54,10 @@ class Reasons:
         self._strategies = {name: Rules.load((name,)) for name in program.rules}
 
     def of(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
-        """Why the collective crosses one of its mesh axes; None if no rule asks for it."""
+        """Return why the collective crosses one of its mesh axes; None if no rule requires it."""
         op = collective.instead_of or collective.op
         if moved.kind == "weights":
-            # A TPU gathers small arrays by adding up pieces that are zero elsewhere.
+            # TPU compilers gather small arrays with an all-reduce of zero-padded shards.
             return self._weights(moved, mesh_axis) if op in ("all-gather", "all-reduce") else None
         if op not in ("all-reduce", "reduce-scatter") and self._is_for_rows(moved, mesh_axis):
             table = self.parameters.named("embedding")
@@ -71,13 +71,13 @@ class Reasons:
         return self._activations(collective, moved, mesh_axis, op)
 
     def in_microbatches(self, collective: Collective) -> bool:
-        """Whether it happens once for every microbatch, not once a step."""
+        """Return whether the collective is executed once per microbatch, not once per step."""
         microbatches = self.program.batch.microbatches
-        around = collective.scope.partition("jvp(")[0]  # of a loop over layers it is outside
+        around = collective.scope.partition("jvp(")[0]  # without the loop over layers, inside jvp
         return collective.loops[:1] == (microbatches,) and "while/body" in around
 
     def keeps_whole(self, collective: Collective, moved: Moved) -> bool:
-        """Whether gradients are added up whole although every device keeps only a part."""
+        """Return whether gradients are all-reduced although every device uses only its shard."""
         return (
             moved.kind == "gradients"
             and collective.op == "all-reduce"
@@ -88,13 +88,13 @@ class Reasons:
         )
 
     def axes_of(self, moved: Moved) -> tuple[str, ...]:
-        """Names of the dimensions of the parameters."""
+        """Return the array axes of the parameters that are moved."""
         layouts = (self.parameters.plan.layouts[path] for path in moved.paths)
         named = (axis for layout in layouts for axis in layout.spec.axes if axis)
         return tuple(dict.fromkeys(named))
 
     def _weights(self, moved: Moved, mesh_axis: str) -> Reason | None:
-        """Weights are gathered over what splits them at rest, but not in use."""
+        """Return the rule that shards stored weights over an axis over which they are gathered."""
         for path in moved.paths:
             layout = self.parameters.plan.layouts[path]
             for axis, names in zip(layout.spec.axes, layout.split, strict=True):
@@ -106,7 +106,7 @@ class Reasons:
     def _gradients(
         self, collective: Collective, moved: Moved, mesh_axis: str, op: str
     ) -> Reason | None:
-        """Gradients are summed over what splits tokens, into what splits them at rest."""
+        """Return the rule for a gradient: a sum over axes of tokens, scattered to its sharding."""
         summed = self._tokens(mesh_axis)
         late = self.program.batch.reduce == "last" and self.in_microbatches(collective)
         if op == "all-gather":
@@ -118,7 +118,7 @@ class Reasons:
         return summed or self._activation(("stages",), mesh_axis)
 
     def _updated(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
-        """What the optimizer's pieces add up to is sent once a step, after the update."""
+        """Return the rule for gathering updated weights, once per step after the update."""
         if self.in_microbatches(collective):
             return None
         return self._resting(moved.paths, mesh_axis, ("optimizer", "gradients"))
@@ -141,7 +141,7 @@ class Reasons:
         return self._summed(collective, moved, mesh_axis)
 
     def _summed(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
-        """Partial sums along an axis of the arrays that the mesh axis splits."""
+        """Return the rule that splits a contracted array axis, whose partial sums are reduced."""
         einsums = [scope for scope in moved.scopes if scope.equation]
         for scope in einsums:
             axes = [axis for letter in scope.contracted for axis in _LETTERS.get(letter, ())]
@@ -157,8 +157,7 @@ class Reasons:
         return self._activation(inside, mesh_axis) or statistic
 
     def _gathered(self, collective: Collective, mesh_axis: str) -> Reason | None:
-        """Positions of the residual stream, for a block that works on all of them; or tokens that
-        an expert takes."""
+        """Return the rule for gathering positions: of the residual stream, or tokens of experts."""
         dimension, sizes = collective.dimension or 0, collective.sizes[0]
         features = self._features()
         is_last = dimension == len(sizes) - 1
@@ -167,21 +166,23 @@ class Reasons:
             return None if of_features else self._activation(("residual",), mesh_axis)
         if mesh_axis in self._split("seq"):
             if any(path.startswith("batch/") for path in collective.arrays):
-                return self._activation(("attended",), mesh_axis)  # tokens, to be put in order
+                return self._activation(("attended",), mesh_axis)  # reordering to ring order
             travels = ("attended", "attention_heads")
             by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
             return None if by_kernel else self._activation(("seq",), mesh_axis)
         return self._activation(("experts",), mesh_axis)
 
     def _features(self) -> set[int]:
-        """Widths of what a model computes, as its parameters have them."""
+        """Return the sizes of the model's feature axes, read from its parameters."""
         specs = (layout.spec for layout in self.parameters.plan.layouts.values())
         sized = (pair for spec in specs for pair in zip(spec.axes, spec.shape, strict=True))
         return {size for axis, size in sized if axis in ("embed", "mlp", "vocab")}
 
     def _is_for_rows(self, moved: Moved, mesh_axis: str) -> bool:
-        """Whether tokens travel so that each device adds up its own columns of the embedding's
-        gradient; where that is less than the gradient itself."""
+        """Return whether tokens are gathered for the gradient of the embedding.
+
+        Each device then adds up its own columns, which sends less than the gradient itself.
+        """
         adds = any(scope.operation == "scatter-add" for scope in moved.scopes)
         return adds and self._tokens(mesh_axis) is not None
 
@@ -204,7 +205,7 @@ class Reasons:
         mesh_axis: str,
         tables: tuple[str, ...] = ("parameters", "gradients", "optimizer"),
     ) -> Reason | None:
-        """The rule that splits one of these parameters, or what belongs to it, over a mesh axis."""
+        """Return the rule that splits a parameter, its gradient or its moments over a mesh axis."""
         for path in paths:
             for axis in self.parameters.plan.layouts[path].spec.axes:
                 for table in tables:

@@ -1,4 +1,4 @@
-"""Remedies: the cheapest changes of settings with which a program that does not fit would fit."""
+"""Remedies: the cheapest changes of settings that make a program fit in device memory."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from lowering.machine.target import Target
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
-# A change of settings, as --set takes it: ("program.model.remat=full",).
+# A change of settings, as arguments of --set: ("program.model.remat=full",).
 Change = tuple[str, ...]
-# The program that the configuration gives with changes; a ConfigError where that is none.
+# Returns the program with changed settings; raises ConfigError if they are invalid.
 Vary = Callable[[Sequence[str]], Program]
 
-_OFFERED = 3
-_COMPILATIONS = 6  # to find them
-_REMAT = ("none", "attention", "dots", "full")  # each holds less than the one before
-_FAMILIES = 3  # changed at once, at most
+_OFFERED = 3  # number of remedies to return
+_COMPILATIONS = 6  # maximum number of candidates to compile
+_REMAT = ("none", "attention", "dots", "full")  # in order of decreasing memory
+_FAMILIES = 3  # maximum number of families to change at once
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which the program fits."""
+    """A change of settings with which the program fits, and its assessment."""
 
     change: Change
     assessment: Assessment
 
     @property
     def confirmed(self) -> bool:
-        """Whether a compiler said so."""
+        """True if a compilation confirmed it."""
         return self.assessment.memory.source == "compiler"
 
     @property
@@ -51,7 +51,7 @@ class Remedy:
 
     @property
     def device_seconds(self) -> float:
-        """Of a step: what a remedy costs, on more devices too."""
+        """Cost of a step: step time multiplied by the number of devices."""
         return self.assessment.time.total * self.devices
 
 
@@ -64,10 +64,10 @@ def find_remedies(
     confirm: bool = True,
     observe: Observer = lambda label, stage: None,
 ) -> list[Remedy]:
-    """Changes that fit: without more devices first, then the cheapest in device-seconds a step.
+    """Return changes that fit: same number of devices first, then by device-seconds per step.
 
-    Candidates are estimated, with an estimate as wrong as it was about the program itself. The
-    best are compiled, and those that then do not fit are left out.
+    Candidates are estimated; the estimate is scaled by its error for the original program. The best
+    are compiled, and those that do not fit then are left out.
     """
     candidates = _that_fit(failed, program, vary)
     if not confirm:
@@ -85,7 +85,7 @@ def find_remedies(
 
 
 def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
-    """Single changes, then several at once while fewer are found than are offered."""
+    """Return fitting changes by estimate: single ones, then combinations until enough are found."""
     error = max(1.0, failed.memory.peak / _estimate(program).memory.peak)
     families = [list(family) for family in _families(program)]
     remedies: list[Remedy] = []
@@ -96,7 +96,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
                 try:
                     assessment = _estimate(vary(change))
                 except USER_ERRORS:
-                    continue  # settings that do not go together
+                    continue  # an invalid combination of settings
                 if assessment.memory.peak * error <= assessment.memory.capacity:
                     remedies.append(Remedy(change, assessment))
         if len(remedies) >= _OFFERED:
@@ -106,7 +106,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
 
 
 def _estimate(program: Program) -> Assessment:
-    """In well under a millisecond, without tracing."""
+    """Estimate a program without tracing, in less than a millisecond."""
     rules, mesh = Rules.load(program.rules), mesh_shape(program)
     filled = with_padding_layers(program)
     arrays = state_arrays(trained_arrays(filled), program.optimizer)
@@ -116,7 +116,7 @@ def _estimate(program: Program) -> Assessment:
 
 
 def _families(program: Program) -> Iterator[Iterator[Change]]:
-    """Changes by kind; two of one kind never go together."""
+    """Yield families of changes; at most one change of each family is applied."""
     yield _remat(program)
     yield _microbatches(program)
     yield _optimizer(program)
@@ -150,7 +150,7 @@ def _optimizer(program: Program) -> Iterator[Change]:
 
 
 def _mesh(program: Program) -> Iterator[Change]:
-    """Weights, or their gradients and moments, split further."""
+    """Yield changes that shard weights, or their gradients and moments, further."""
     mesh = mesh_shape(program).axes
     if mesh["data"] > 1:
         for name in ("zero1", "zero2"):
@@ -170,7 +170,7 @@ def _mesh_change(mesh: object, **sizes: object) -> str:
 
 
 def _devices(program: Program) -> Iterator[Change]:
-    """Two and four times the devices; what is added goes to fsdp, which splits the weights."""
+    """Yield changes to two and four times the devices, added to the fsdp axis."""
     target, mesh = Target.parse(program.target), mesh_shape(program).axes
     sizes = list(target.topology)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the name of an operation in a compiled program says of where it comes from."""
+"""Parser of operation names in a compiled program: model scope, phase and einsum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 Phase = Literal["forward", "backward", "recomputation", "update"]
 
-# Names that JAX's own transformations leave, not a model's.
+# Names that JAX's transformations add to the name stack, which are not names of a model.
 _JAX = {
     "",
     "body",
@@ -27,24 +27,24 @@ _EQUATION = re.compile(r"^([a-z]+),([a-z]+)->([a-z]*)$")
 
 @dataclass(frozen=True)
 class Scope:
-    """One operation: the names of the model around it, and the einsum it computes."""
+    """One operation: its name scopes in the model, and the einsum that it computes."""
 
     names: tuple[str, ...]  # as in ("attention", "query")
-    operation: str  # JAX's name of it: "dot_general", "sharding_constraint"
+    operation: str  # JAX primitive: "dot_general", "sharding_constraint"
     phase: Phase
-    equation: tuple[str, str, str] | None = None  # axes of both operands and of the result
+    equation: tuple[str, str, str] | None = None  # letters of both operands and of the result
 
     @property
     def contracted(self) -> str:
-        """Letters of the axes that the einsum sums over."""
+        """Letters of the axes that the einsum contracts."""
         left, right, result = self.equation or ("", "", "")
         return "".join(letter for letter in left if letter in right and letter not in result)
 
 
 def scopes(text: str) -> tuple[Scope, ...]:
-    """Read an operation's name; one that the compiler put together of several has several.
+    """Parse an operation's name; an operation that the compiler merged has several scopes.
 
-    Those are written prefix/(one:another).
+    The name of a merged operation is "prefix/(one:another)".
     """
     return tuple(_scope(name) for name in _several(text)) if text else ()
 
@@ -60,7 +60,7 @@ def _several(text: str) -> list[str]:
 
 
 def _matching(text: str) -> int:
-    """Where the parenthesis opens that the last character closes."""
+    """Return the index of the parenthesis that the last character closes."""
     depth = 0
     for index in range(len(text) - 1, -1, -1):
         depth += (text[index] == ")") - (text[index] == "(")
@@ -70,7 +70,7 @@ def _matching(text: str) -> int:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Parts of a text, but not of what is in its parentheses."""
+    """Split a text at separators outside of parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

@@ -1,6 +1,7 @@
-"""search: every strategy that a machine allows for a model and a batch, ranked by estimate.
+"""Search all strategies for a model and a batch on a target, ranked by estimate.
 
-Sizes that do not divide are never built; what does not fit memory is set aside with its reason.
+Sizes that do not divide are never built. Strategies that do not fit in memory are not ranked; the
+result contains the reason.
 """
 
 from __future__ import annotations
@@ -29,29 +30,33 @@ FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule"
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has looked at."""
+    """Result of a search."""
 
-    ranked: tuple[Candidate, ...]  # those that fit, fastest first
-    lost: dict[str, str]  # by family, as "tensor 16": why its best member lost
-    considered: int
-    seconds: float
+    ranked: tuple[Candidate, ...]  # candidates that fit, fastest first
+    lost: dict[str, str]  # by choice, as "tensor 16": why its best candidate is not the fastest
+    considered: int  # number of candidates
+    seconds: float  # duration of the search
 
 
 def search(program: Program, keep: int = 20) -> Found:
-    """Rank the strategies for a program's model, batch and target; compiles nothing.
+    """Rank the strategies for a program's model, batch and target, without compiling.
 
     Args:
-        keep: how many to return.
+        program: the program whose strategy is varied.
+        keep: number of strategies to return.
 
     Raises:
-        LoweringError: no such target.
-        PlanError: no strategy divides the model and the batch, the model is a mixture, or one of
-            PyTorch whose sizes no configuration says.
+        LoweringError: unknown target.
+        PlanError: no strategy divides the model and the batch, the model is a mixture of experts,
+            or it is a PyTorch model whose sizes are unknown.
     """
     began, asked, imported = time.perf_counter(), program, None
     program = with_native_model(program)
     if program.model.mixture is not None:
-        raise PlanError("graphtrain plan search estimates dense models; this one is a mixture")
+        raise PlanError(
+            "graphtrain plan search supports only dense models, and program.model is a mixture of "
+            "experts; use graphtrain plan with a mesh and rules of your choice"
+        )
     choices = Choices()
     if is_imported(asked.model):
         from graphtrain.planning.imported import Ranked
@@ -72,7 +77,7 @@ def search(program: Program, keep: int = 20) -> Found:
     if not considered:
         raise PlanError(
             f"no strategy divides batch.sequences = {program.batch.sequences} and the model over "
-            f"{program.target}; choose a batch that the devices divide"
+            f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
     fitting.sort(key=lambda one: one.rank)
     kept = fitting[:keep]
@@ -84,7 +89,7 @@ def search(program: Program, keep: int = 20) -> Found:
 
 
 def _better(one: Candidate, other: Candidate) -> bool:
-    """Fitting before not fitting; then the faster, or the smaller where neither fits."""
+    """Return whether `one` is better: it fits, or is faster, or is smaller if neither fits."""
     if one.memory.fits != other.memory.fits:
         return one.memory.fits
     if one.memory.fits:
@@ -116,33 +121,33 @@ def _reason(winner: Candidate | None, best: Candidate) -> str:
         }
         largest = max(parts, key=lambda name: parts[name])
         return (
-            f"nothing fits: at best {held.peak / 1e9:.1f} GB of {held.capacity / 1e9:.0f} GB, of "
-            f"which {largest} {parts[largest] / 1e9:.1f} GB"
+            f"nothing fits: the smallest needs {held.peak / 1e9:.1f} GB of "
+            f"{held.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
         )
     assert winner is not None and winner.time is not None
-    times = f"{best.seconds:.3g} s a step against {winner.seconds:.3g} s, with {best.mesh}"
+    times = f"{best.seconds:.3g} s per step instead of {winner.seconds:.3g} s, with {best.mesh}"
     if best.rank[0] == winner.rank[0]:
         more = best.rank[1] - winner.rank[1]
-        return f"{times}: as fast if all of it hides, but communicates for {more:.2f} s longer"
+        return f"{times}: equal if all communication overlaps, but it takes {more:.2f} s longer"
     return f"{times}: {_largest_excess(best, winner.time)}"
 
 
 def _largest_excess(best: Candidate, other: StepTime) -> str:
-    """The part of a step that takes most longer than in another."""
+    """Return the part of a step with the largest excess over that of another, in words."""
     time, total = best.time, best.seconds
     assert time is not None
     work = max(time.compute, time.memory)
-    limit = "computes" if time.compute > time.memory else "waits for memory"
+    limit = "compute" if time.compute > time.memory else "memory traffic"
     excess = {
         f"{limit} {work:.2f} s": work - max(other.compute, other.memory),
-        f"waits in the bubble {time.bubble:.2f} s": time.bubble - other.bubble,
+        f"pipeline bubble {time.bubble:.2f} s": time.bubble - other.bubble,
     }
     target = Target.parse(best.program.target)
     for axes, seconds in time.communication.items():
         names = tuple(axes.split("+"))
         if not set(names) <= OVERLAPPED_AXES:
-            crosses = "crosses hosts, " if crosses_hosts(names, best.mesh, target) else ""
-            said = f"{crosses}communicates over {axes} {seconds:.2f} s"
+            crosses = " across hosts" if crosses_hosts(names, best.mesh, target) else ""
+            said = f"communication over {axes}{crosses} {seconds:.2f} s"
             excess[said] = seconds - other.communication.get(axes, 0.0)
     hidden = {
         axes: s for axes, s in time.communication.items() if set(axes.split("+")) <= OVERLAPPED_AXES
@@ -150,6 +155,6 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
     exposed = sum(hidden.values()) - time.overlapped
     if hidden:
         slowest = max(hidden, key=lambda axes: hidden[axes])
-        excess[f"communicates over {slowest} longer than it computes, {exposed:.2f} s"] = exposed
+        excess[f"communication over {slowest} without overlap {exposed:.2f} s"] = exposed
     said = max(excess, key=lambda each: excess[each])
     return f"{said} of {total:.2f} s"

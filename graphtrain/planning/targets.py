@@ -1,4 +1,4 @@
-"""One program on several machines, side by side."""
+"""Comparison of one program on several targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphtrain.planning.remedies import Vary
 
 @dataclass(frozen=True)
 class Row:
-    """One machine: what the program does there, or why it cannot."""
+    """One target: the assessment of the program, or the error."""
 
     target: str
     assessment: Assessment | None
@@ -32,7 +32,7 @@ def compare_targets(
     jobs: int | None = None,
     observe: Observer = lambda label, stage: None,
 ) -> list[Row]:
-    """Assess a program on every target, compiling in parallel; one that cannot stops no other."""
+    """Assess a program on every target, compiling in parallel; errors are stored in the rows."""
     programs: dict[str, Program] = {}
     errors: dict[str, str] = {}
     for target in targets:

@@ -1,4 +1,4 @@
-"""Plans for people and for programs: as tables in a terminal, and as JSON."""
+"""Output of plans: tables for the terminal, and JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphtrain.planning.targets import Row
     from sharding_rules.plan import Plan
 
-# What of a device's memory the compiler counts; of the rest it knows the sum alone.
+# Parts of device memory that the compiler reports. Of the others it reports only the sum.
 _COUNTED = ("parameters", "frozen", "optimizer", "peak")
 _PARTS = ("parameters", "frozen", "optimizer", "gradients", "activations", "temporaries", "peak")
 _QUANTITIES = {
@@ -33,31 +33,36 @@ _QUANTITIES = {
     "peak_bytes": "peak memory",
 }
 
-_FLAGS = 8  # in words, in the terminal
+_FLAGS = 8  # number of unexplained collectives to print in the terminal
 _NO_SPEEDS = (
-    "no speed of this machine's memory and links is known, so the time of a step is that of its "
-    "matrix products alone, at best"
+    "the memory and link bandwidths of this machine are unknown, so the step time is only a lower "
+    "bound: the time of the matrix products"
 )
 _NO_REMEDY = (
-    "no change of remat, microbatches, optimizer or mesh, nor up to four times the devices, was "
-    "found to fit; graphtrain plan search tries every strategy"
+    "no change of remat, microbatches, optimizer or mesh, and no target with up to four times the "
+    "devices, was found to fit; run graphtrain plan search to try every strategy"
 )
 
 
 def matching(plan: "Plan", pattern: str) -> list[str]:
-    """Paths of the arrays that a pattern names.
+    """Return the paths of the arrays that match a shell-style pattern.
 
     Raises:
-        ShardingError: there are none.
+        ShardingError: no array matches.
     """
     paths = [path for path in plan.layouts if fnmatch(path, pattern)]
     if not paths:
-        raise ShardingError(f"no array matches {pattern!r}; an example: {next(iter(plan.layouts))}")
+        raise ShardingError(
+            f"no array matches {pattern!r}; an example of a path is {next(iter(plan.layouts))}"
+        )
     return paths
 
 
 def print_answer(console: "Console", answer: "Answer") -> None:
-    """Everything, as `graphtrain plan` shows it; optimizer state rests where its parameters do."""
+    """Print the complete output of `graphtrain plan`.
+
+    Arrays of optimizer state are left out of the plan's table; they follow their parameters.
+    """
     program, assessment = answer.program, answer.assessment
     plan, fits = assessment.plan, assessment.memory.fits
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
@@ -78,7 +83,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
     if not Target.parse(program.target).about:
         console.print(_NO_SPEEDS, soft_wrap=True)
     if assessment.remark:
-        console.print(f"remark: {assessment.remark}", soft_wrap=True)
+        console.print(f"note: {assessment.remark}", soft_wrap=True)
     console.print(verdict(assessment))
     if not fits:
         console.print()
@@ -86,7 +91,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
 
 
 def _frozen_line(plan: "Plan") -> list[str]:
-    """How many weights are trained, where some are not."""
+    """Return a line with the numbers of trained and frozen weights, if some are frozen."""
     from graphtrain.models.lora.trainable import weight_count
 
     trained, frozen = (
@@ -104,57 +109,57 @@ def _frozen_line(plan: "Plan") -> list[str]:
 
 
 def _chunk_line(assessment: "Assessment") -> list[str]:
-    """For how much of a sequence logits exist, where that is not all of it."""
+    """Return a line with the chunk size of the logits, if they are computed in chunks."""
     if assessment.chunk is None:
         return []
-    return [f"logits exist for {assessment.chunk:,} positions of a sequence at a time"]
+    return [f"logits are computed in chunks of {assessment.chunk:,} positions of a sequence"]
 
 
 def _flags(causes: "Sequence[Cause]") -> list[str]:
-    """What no strategy explains, in words."""
+    """Return a text block that lists the collectives that no strategy explains."""
     found = flagged(causes)
     if not found:
         return []
     lines = [f"no strategy explains {len(found)} of {len(causes)} collectives:"]
     lines += [f"- {cause.sentence}" for cause in found[:_FLAGS]]
     if len(found) > _FLAGS:
-        lines.append(f"- and {len(found) - _FLAGS} smaller ones: --blame lists every collective")
+        lines.append(f"- and {len(found) - _FLAGS} smaller ones; --blame lists every collective")
     return ["\n".join(lines)]
 
 
 def blame_lines(causes: "Sequence[Cause]") -> str:
-    """Why every collective is there, a line for each; what no strategy explains is marked."""
+    """Return one line for each collective with its reason; unexplained ones are marked with "!"."""
     return "\n".join(f"{'  ' if cause.explained else '! '}{cause.sentence}" for cause in causes)
 
 
 def verdict(assessment: "Assessment") -> str:
-    """Whether it fits, in a sentence."""
+    """Return one sentence that says whether the program fits in device memory."""
     memory = assessment.memory
     if memory.refused:
-        return f"does not fit {assessment.target}, says the compiler"
-    said = "the compiler" if memory.source == "compiler" else "an estimate"
-    share = f"{_mega(memory.peak)} of {_mega(memory.capacity)} MB, says {said}"
+        return f"does not fit {assessment.target}: the compiler found no way to fit it"
+    said = "compiler" if memory.source == "compiler" else "estimate"
+    share = f"peak {_mega(memory.peak)} of {_mega(memory.capacity)} MB (source: {said})"
     if memory.fits:
         return f"fits {assessment.target}: {share}"
     over = _mega(memory.peak - memory.capacity)
-    return f"does not fit {assessment.target}: {share}; {over} MB too many"
+    return f"does not fit {assessment.target}: {share}, {over} MB too much"
 
 
 def _error_bars(answer: "Answer") -> list[str]:
-    """How far earlier predictions for this target were off."""
+    """Return lines with the errors of earlier predictions for this target."""
     bars, target = answer.error_bars, answer.assessment.target
     if not bars:
-        return [f"error bar: none yet; every graphtrain run on {target} adds to it"]
+        return [f"error bar: none yet; each graphtrain run on {target} adds a measurement"]
     return [
-        f"error bar: {_QUANTITIES[name]} was {bar.median:.2f} x the predicted (median), "
-        f"{bar.worst:.2f} x at worst; runs on {target}: {bar.count}"
+        f"error bar: measured {_QUANTITIES[name]} was {bar.median:.2f} x the prediction (median), "
+        f"{bar.worst:.2f} x in the worst case; runs on {target}: {bar.count}"
         for name, bar in bars.items()
     ]
 
 
 def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
-    """Changes that would fit, cheapest first."""
-    table = _table("what would fit", ">peak MB", ">step s", ">device-seconds", "says")
+    """Return the table of changes that would fit, cheapest first."""
+    table = _table("changes that would fit", ">peak MB", ">step s", ">device-seconds", "source")
     for remedy in remedies:
         peak, total = remedy.assessment.memory.peak, remedy.assessment.time.total
         change = " ".join(f"--set {shlex.quote(one)}" for one in remedy.change)
@@ -164,14 +169,14 @@ def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
 
 
 def targets_table(rows: "Sequence[Row]") -> "Table":
-    """A line for each machine."""
+    """Return the table that compares targets, one row for each."""
     table = _table(
-        "target", "mesh", "says", "fits", ">peak MB", ">of MB", ">step s", ">MFU", ">compile s"
+        "target", "mesh", "source", "fits", ">peak MB", ">of MB", ">step s", ">MFU", ">compile s"
     )
     for row in rows:
         of = row.assessment
         if of is None:
-            table.add_row(row.target, "", "cannot")
+            table.add_row(row.target, "", "error")
             continue
         memory, spent = of.memory, of.compile_seconds
         sizes = _mega(memory.peak), _mega(memory.capacity), seconds(of.time.total), f"{of.mfu:.1%}"
@@ -182,7 +187,7 @@ def targets_table(rows: "Sequence[Row]") -> "Table":
 
 
 def changes_table(changes: "Sequence[Change]") -> "Table":
-    """What differs, before and after."""
+    """Return the table of differences, with values before and after."""
     table = _table("kind", "what", ">before", ">after", ">after/before")
     for change in changes:
         values = (_value(value, change.unit) for value in (change.before, change.after))
@@ -200,7 +205,7 @@ def _value(value: str | float | None, unit: str) -> str:
 
 
 def target_rows(rows: "Sequence[Row]") -> list[dict[str, Any]]:
-    """The rows of targets_table for programs, each with all that is known."""
+    """Return the rows of targets_table as JSON, with complete assessments."""
     return [
         {"target": row.target, "error": row.error}
         if row.assessment is None
@@ -210,7 +215,7 @@ def target_rows(rows: "Sequence[Row]") -> list[dict[str, Any]]:
 
 
 def answer_as_json(answer: "Answer") -> dict[str, Any]:
-    """An answer for programs."""
+    """Return an answer as JSON."""
     remedies = [
         {
             "change": list(remedy.change),
@@ -229,12 +234,12 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
 
 
 def memory_table(memory: "Memory", target: str) -> "Table":
-    """Bytes of one device by kind, each with who says so."""
-    table = _table("memory of one device", ">MB", ">of device", "says")
+    """Return the table of one device's memory by kind, with the source of each number."""
+    table = _table("memory per device", ">MB", ">of device", "source")
     for part, source in memory_sources(memory).items():
         size = getattr(memory, part)
         if part == "frozen" and not size:
-            continue  # all weights are trained
+            continue  # there are no frozen weights
         table.add_row(part, _mega(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if Target.parse(target).platform == "cpu" else "datasheet"
     table.add_row("device", _mega(memory.capacity), "", source)
@@ -242,16 +247,16 @@ def memory_table(memory: "Memory", target: str) -> "Table":
 
 
 def memory_sources(memory: "Memory") -> dict[str, str]:
-    """Who says how large each part is."""
+    """Return the source of the size of each part."""
     if memory.source == "estimate":
         return dict.fromkeys(_PARTS, "estimate")
     sources = {part: "compiler" if part in _COUNTED else "estimate" for part in _PARTS}
-    return sources | {"temporaries": "the compiler's peak less the above"}
+    return sources | {"temporaries": "the compiler's peak minus the rows above"}
 
 
 def collectives_table(assessment: "Assessment") -> "Table":
-    """What a device sends in a step, by mesh axes and operation."""
-    table = _table("over", "collective", ">a step", ">MB handled", ">MB sent", "says")
+    """Return the table of a device's traffic in a step, by mesh axes and operation."""
+    table = _table("mesh axes", "collective", ">per step", ">MB unsharded", ">MB sent", "source")
     for row in by_axes(assessment.collectives):
         counts = f"{row.count:,}", _mega(row.bytes), _mega(row.wire_bytes)
         table.add_row(row.axes, row.op, *counts, assessment.collectives_source)
@@ -259,26 +264,26 @@ def collectives_table(assessment: "Assessment") -> "Table":
 
 
 def time_table(assessment: "Assessment") -> "Table":
-    """Seconds of a step by roofline; which of compute and memory counts is marked."""
-    table, time = _table("time of a step", ">seconds", "says"), assessment.time
+    """Return the table of a step's time by roofline; the larger of compute and memory counts."""
+    table, time = _table("step time", ">seconds", "source"), assessment.time
     limit = "memory" if time.memory > time.compute else "compute"
     for name in ("compute", "memory"):
-        told = "estimate" if name == limit else f"estimate; behind {limit}"
+        told = "estimate" if name == limit else f"estimate; not counted, less than {limit}"
         table.add_row(name, seconds(getattr(time, name)), told)
     traffic = assessment.collectives_source
     for axes, spent in time.communication.items():
-        table.add_row(f"sending over {axes}", seconds(spent), f"estimate, traffic: {traffic}")
+        table.add_row(f"communication over {axes}", seconds(spent), f"estimate, traffic: {traffic}")
     if time.communication:
-        table.add_row("hidden behind compute", f"-{seconds(time.overlapped)}", "estimate")
+        table.add_row("overlapped with compute", f"-{seconds(time.overlapped)}", "estimate")
     table.add_row("pipeline bubble", seconds(time.bubble), "estimate")
     table.add_row("step", seconds(time.total), "estimate")
-    table.add_row("model FLOP utilisation", f"{assessment.mfu:.1%}", "estimate")
-    table.add_row("with causal attention in half", f"{assessment.mfu_causal:.1%}", "estimate")
+    table.add_row("model FLOPs utilization (MFU)", f"{assessment.mfu:.1%}", "estimate")
+    table.add_row("MFU, causal attention counted half", f"{assessment.mfu_causal:.1%}", "estimate")
     return table
 
 
 def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
-    """All that is known of a program on a target, for programs; units are in the names."""
+    """Return an assessment as JSON; the names contain the units."""
     plan, memory, time = assessment.plan, assessment.memory, assessment.time
     parts = {f"{name}_bytes": getattr(memory, name) for name in (*_PARTS, "capacity")}
     return {
@@ -317,7 +322,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
 
 
 def _table(*columns: str) -> "Table":
-    """An open table; a column whose name begins with ">" is aligned to the right."""
+    """Return an empty table without borders; columns with the prefix ">" are right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -332,5 +337,5 @@ def _mega(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits that count, whatever the magnitude."""
+    """Format a number of seconds with three significant digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

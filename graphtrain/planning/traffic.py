@@ -1,4 +1,4 @@
-"""Traffic: the collectives of a step added up by mesh axes and operation."""
+"""Traffic: sums of the collectives of a step, by mesh axes and operation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All collectives of a step along the same mesh axes, of one operation."""
+    """Sum of all collectives of a step with the same mesh axes and operation."""
 
     axes: str  # as in "fsdp" or "data+fsdp"
     op: str
     count: int  # executions in a step
-    bytes: int  # handled by one device in a step, in unsplit form
+    bytes: int  # sizes of the unsplit arrays of one device's collectives in a step
     wire_bytes: float  # sent by one device in a step
 
 
 def by_axes(collectives: Iterable[Collective]) -> list[Traffic]:
-    """One sum for each mesh axes and operation, what sends most first."""
+    """Sum collectives by mesh axes and operation; sort by bytes sent, descending."""
     sums: dict[tuple[str, str], list[float]] = {}
     for one in collectives:
         total = sums.setdefault(("+".join(one.axes), one.op), [0, 0, 0.0])

@@ -1,4 +1,4 @@
-"""verified: the best strategies of a search as the compiler sees them."""
+"""Compile the best strategies of a search, to verify their estimates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from graphtrain.compile.tasks import Observer
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.candidates import Candidate
 
-TRIES = 3  # compilations for each strategy that is asked for, where some turn out not to fit
+TRIES = 3  # maximum compilations per wanted strategy; more than 1 since some may not fit
 
 
 def verified(
@@ -19,11 +19,10 @@ def verified(
     jobs: int | None = None,
     observe: Observer = lambda label, stage: None,
 ) -> tuple[Candidate, ...]:
-    """Compile candidates side by side, best first, until as many as wanted fit; rank them again.
+    """Compile candidates in parallel, best first, until `wanted` of them fit; return them ranked.
 
-    Their memory is then the compiler's, and their time that of the collectives it made; one that
-    the compiler was not asked about, or failed on, keeps its estimate. Those that do not fit after
-    all come last.
+    Their memory is the compiler's, and their time is based on the compiled collectives. A candidate
+    whose compiler is missing or failed keeps its estimate. Those that do not fit come last.
     """
     done: list[Candidate] = []
     queue = list(candidates[: wanted * TRIES])

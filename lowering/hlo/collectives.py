@@ -27,9 +27,10 @@ _OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-# How an instruction names the computation it runs; reducers and comparators run inside others.
+# Attribute that names the computation an instruction runs. Reducers and comparators are left out:
+# they contain no collectives.
 _CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
-# Custom calls that say something to the compiler and compute nothing.
+# Custom calls that are annotations for the compiler and compute nothing.
 _REMARKS = (
     "AllocateBuffer",
     "AssumeGatherIndicesInBound",
@@ -42,31 +43,31 @@ _REMARKS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program's text, with how often a step executes it."""
+    """One collective operation of a compiled program, with its executions per step."""
 
     op: str  # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ, slowest first
     devices: int  # in one group
-    count: int  # executions in a step: the trip counts of the loops around it, multiplied
-    bytes: int  # of what one group handles in one execution, per device, in its unsplit form:
-    # the result of an all-gather, the operand of a reduce-scatter, either of the others
+    count: int  # executions in a step: the product of the trip counts of the enclosing loops
+    bytes: int  # size of the unsplit array of one group in one execution, per device:
+    # the result of an all-gather, the operand of a reduce-scatter, either for the other operations
     dtype: str = ""
     source: str = ""  # line of the model's code, as in "graphtrain/models/mlp.py:45"
-    scope: str = ""  # names around the operation, as JAX gives them to the compiler
-    loops: tuple[int, ...] = ()  # trip counts around it, outermost first
-    arrays: tuple[str, ...] = ()  # inputs of the program that it moves, by path, where it is plain
-    shapes: tuple[str, ...] = ()  # of the pieces that a device puts in, as in "bf16[64,128]"
-    dimension: int | None = None  # of those pieces, which is gathered or scattered
-    instead_of: str = ""  # all-gather or reduce-scatter, of which this permute is one of the steps
+    scope: str = ""  # name stack of the operation (op_name in HLO metadata)
+    loops: tuple[int, ...] = ()  # trip counts of the enclosing loops, outermost first
+    arrays: tuple[str, ...] = ()  # paths of the program inputs that it moves, where known
+    shapes: tuple[str, ...] = ()  # of one device's operands, as in "bf16[64,128]"
+    dimension: int | None = None  # dimension of the operand that is gathered or scattered
+    instead_of: str = ""  # all-gather or reduce-scatter of which this permute is one step
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the pieces that a device puts in."""
+        """Dimension sizes of each of one device's operands."""
         return tuple(sizes for shape in self.shapes for _, sizes in arrays(shape))
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes a device sends in one execution, by the algorithm that sends least."""
+        """Bytes that one device sends in one execution, with the algorithm that sends least."""
         share = (self.devices - 1) / self.devices
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.op, share)
         return factor * self.bytes
@@ -76,7 +77,7 @@ class Collective:
         return self.count * self.wire_bytes
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON, without what is empty."""
+        """Return the fields as JSON, without empty ones."""
         return {name: value for name, value in vars(self).items() if value not in ("", (), None)}
 
     @classmethod
@@ -87,15 +88,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a device does in one step, as the text of its program tells."""
+    """Collectives, FLOPs and kernels that one device executes in one step, read from HLO text."""
 
     collectives: tuple[Collective, ...] = ()
-    flops: float = 0.0  # of matrix products, loops included
-    unknown_loops: int = 0  # whose trip count the text does not tell; they count once
+    flops: float = 0.0  # of matrix products, with loop trip counts included
+    unknown_loops: int = 0  # loops whose trip count is unknown; their body is counted once
     kernels: Mapping[str, int] = field(default_factory=dict)  # executions by name of custom call
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON, by the names of the fields."""
+        """Return the fields as JSON, by name."""
         return {
             "collectives": [each.to_record() for each in self.collectives],
             "flops": self.flops,
@@ -105,7 +106,7 @@ class Reading:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Reading:
-        """What the record of a compiled program says."""
+        """Return the Reading stored in the record of a compiled program."""
         return cls(
             tuple(Collective.from_record(each) for each in record["collectives"]),
             record["flops"],
@@ -119,10 +120,10 @@ class Reading:
 
 
 def read(text: str, mesh: MeshShape) -> Reading:
-    """Read an optimized program, as `compiled.as_text()` gives it on CPU, GPU and TPU.
+    """Read an optimized program, as returned by `compiled.as_text()` on CPU, GPU and TPU.
 
-    Operations that agree in everything but their place are one Collective, whose count is theirs
-    together. A conditional counts as the branch that sends most.
+    Operations that differ only in their position in the program are merged into one Collective, and
+    their counts are added. A conditional counts as the branch that sends most.
     """
     module = parse(text)
     reading = _Reader(module, mesh).of(module.entry)
@@ -130,7 +131,7 @@ def read(text: str, mesh: MeshShape) -> Reading:
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Collectives that differ in count alone, added up; most bytes on the wire first."""
+    """Merge collectives that differ only in count; sort by bytes sent per step, descending."""
     counts: Counter[Collective] = Counter()
     for each in collectives:
         counts[dataclasses.replace(each, count=1)] += each.count
@@ -139,8 +140,10 @@ def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def _whole(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
-    """Say of the first and last step of a collective that it is one too: they precede the loop of
-    the others, and are of the same scope."""
+    """Set `instead_of` on the first and last step of a collective that is decomposed into permutes.
+
+    Those steps are outside the loop that contains the others, and share their scope.
+    """
     permutes = [each for each in collectives if each.op == "collective-permute"]
     taken_apart = {each.scope: each.instead_of for each in permutes if each.instead_of}
     for each in collectives:
@@ -151,7 +154,7 @@ def _whole(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
 
 
 class _Reader:
-    """Reads each computation once, however many call it."""
+    """Reader that visits each computation once, regardless of how many instructions call it."""
 
     def __init__(self, module: Module, mesh: MeshShape) -> None:
         self.module = module
@@ -229,9 +232,10 @@ class _Reader:
 
 
 def _moved(op: str, shapes: Sequence[str]) -> Sequence[str]:
-    """Of the operands, those that travel: the others of some operations say where, not what.
+    """Return the shapes of the operands that are sent.
 
-    Several arrays that are permuted alike are one operation; offsets into an array are scalars.
+    Some operations also have operands that only specify offsets or destination buffers. Several
+    arrays permuted alike form one operation; offsets into an array are scalars.
     """
     is_in_place = any("[]" in shape or shape.startswith("(") for shape in shapes[1:])
     if op == "ragged-all-to-all" or (op == "collective-permute" and is_in_place):
@@ -271,7 +275,7 @@ def _dimension(instruction: Instruction) -> int | None:
 
 
 def _kernel(instruction: Instruction) -> dict[str, int]:
-    """A custom call as the name of its kernel."""
+    """Return {kernel name: 1} for a custom call that computes something, else {}."""
     target = instruction.attribute("custom_call_target") or ""
     name = target.strip('"')
     return {name: 1} if name and not name.startswith(_REMARKS) else {}

@@ -1,7 +1,7 @@
-"""Floating-point operations of one instruction: matrix products in whatever form a backend has.
+"""FLOPs of one HLO instruction: matrix products in all forms that the backends emit.
 
-A multiplication and the addition after it count as two. Everything else (norms, softmax, the
-optimizer) is left out, as it is in a machine's peak rate.
+A multiply-add counts as two operations. Everything else (norms, softmax, the optimizer) is left
+out, as it is in a machine's peak rate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _DIMENSIONS = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _COST = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
-# JAX's kernels of attention: matrix products in each, and which of its queries' dimensions is
-# positions. Both passes of a backward compute the scores again.
+# JAX's attention kernels: number of matrix products, and the query dimension that is the sequence.
+# Each pass of a backward recomputes the scores.
 _KERNELS = {
     "mha_forward": (2, 1),
     "mha_backward": (7, 1),
@@ -25,7 +25,7 @@ _KERNELS = {
     "splash_mha_dq": (3, 2),
     "splash_mha_dkv": (4, 2),
 }
-# A TPU's compiler names the instruction after its kernel; of a card's, the operation tells.
+# On TPU the instruction is named after its kernel; on GPU the kernel's name is in op_name.
 _KERNEL = re.compile(rf'(?:^|op_name="[^"]*/)({"|".join(_KERNELS)})[a-z_]*(?:\.|/pallas_call")')
 _STEPS = {"stride": "1", "pad": "0", "lhs_dilate": "1", "rhs_dilate": "1"}
 _INTEGER = re.compile(r"\d+")
@@ -34,7 +34,10 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float:
-    """Of one execution; 0 for what is no matrix product, and for a kernel that does not tell."""
+    """Return the FLOPs of one execution.
+
+    0 for an instruction that is not a matrix product and for a kernel of unknown cost.
+    """
     if instruction.opcode == "dot":
         return _dot(computation, instruction, _DIMENSIONS)
     if instruction.opcode == "convolution":
@@ -45,7 +48,7 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> float:
-    if cost := _COST.search(instruction.rest):  # of a Pallas kernel, by its author
+    if cost := _COST.search(instruction.rest):  # cost estimate in the source of a Pallas kernel
         return float(cost[1])
     if kernel := _KERNEL.search(f"{instruction.name}. {instruction.rest}"):
         return _kernel(computation, instruction, *_KERNELS[kernel[1]])
@@ -71,15 +74,18 @@ def _dot(computation: Computation, instruction: Instruction, pattern: re.Pattern
 def _kernel(
     computation: Computation, instruction: Instruction, products: int, positions: int
 ) -> float:
-    """Attention by blocks, in whole rows although masked blocks are skipped."""
+    """Return the FLOPs of block-wise attention without a mask, although it skips masked blocks."""
     sizes = (arrays(shape)[0][1] for shape in computation.operand_shapes(instruction))
     query = next((size for size in sizes if len(size) == 4), None)
     return 0.0 if query is None else 2.0 * products * math.prod(query) * query[positions]
 
 
 def _attention(computation: Computation, instruction: Instruction) -> float:
-    """cuDNN's attention, in whole rows: scores and their product with values; backward, the scores
-    again and four gradients."""
+    """Return the FLOPs of cuDNN attention without a mask.
+
+    Forward: the scores and their product with the values. Backward: the recomputed scores and four
+    gradients.
+    """
     scores, shapes = _SCORES.search(instruction.rest), computation.operand_shapes(instruction)
     if scores is None or not shapes:
         return 0.0
@@ -89,7 +95,10 @@ def _attention(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> float:
-    """A TPU writes its products with weights as convolutions, padded so that most taps miss."""
+    """Return the FLOPs of a convolution, without taps that fall on padding.
+
+    On TPU matrix products with weights are convolutions in which most taps fall on padding.
+    """
     labels, shapes = _LABELS.search(instruction.rest), computation.operand_shapes(instruction)
     if labels is None or len(shapes) < 2:
         return 0.0
@@ -106,7 +115,7 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
 
 
 def _window(attributes: str) -> dict[str, list[int]]:
-    """Stride, padding in front and dilations of each spatial dimension."""
+    """Return stride, low padding and dilations for each spatial dimension."""
     found = _WINDOW.search(attributes)
     fields = dict(field.split("=") for field in found[1].split()) if found else {}
     dimensions = fields.get("size", "").count("x") + 1
@@ -121,7 +130,10 @@ def _window(attributes: str) -> dict[str, list[int]]:
 def _taps(
     left: int, kernel: int, result: int, stride: int, pad: int, left_step: int, kernel_step: int
 ) -> int:
-    """Pairs of a result's position and a kernel's that meet an element, not padding or a hole."""
+    """Count pairs (output position, kernel position) that read an element, not padding or a hole.
+
+    A hole is a position that base dilation inserts.
+    """
     starts = range(0, result * stride, stride)
     last = (left - 1) * left_step
     return sum(

@@ -1,4 +1,4 @@
-"""Forms that collectives take inside the fusions and loops of a TPU's program."""
+"""Recognize collectives inside the fusions and loops of a TPU program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _WINDOWS = {
 
 
 def is_repeated(computation: Computation, instruction: Instruction) -> bool:
-    """Whether the operation only goes on with, or waits for, one that another fusion began.
+    """Return whether the operation continues, or waits for, a collective started elsewhere.
 
-    A collective that runs beside products is written into the fusion that starts it, each that
-    works meanwhile, and the one that waits; only the first calls AsyncCollectiveStart on it.
+    A collective that overlaps with matrix products appears in the fusion that starts it, in each
+    fusion that computes meanwhile, and in the one that waits for it. Only the first calls
+    AsyncCollectiveStart on it.
     """
     rest = instruction.rest
     if "async_collective_fusion_config" not in rest and "chain_id=" not in rest:
@@ -28,9 +29,9 @@ def is_repeated(computation: Computation, instruction: Instruction) -> bool:
 
 
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Whether of an all-reduce each device keeps but its own part: a reduce-scatter.
+    """Return whether an all-reduce is a reduce-scatter: each device uses only its shard.
 
-    It is written as a fusion of the all-reduce and slices of it.
+    Such a reduce-scatter is a fusion of the all-reduce and slices of its result.
     """
     if not computation.name.startswith("all-reduce-scatter"):
         return False
@@ -39,7 +40,10 @@ def is_scattered(computation: Computation, instruction: Instruction) -> bool:
 
 
 def window(computation: Computation) -> str:
-    """The collective that a loop takes apart, to send one piece while it multiplies another."""
+    """Return the collective that a collective-matmul loop decomposes into permutes; "" for none.
+
+    The loop sends one shard while it multiplies another.
+    """
     for name, op in _WINDOWS.items():
         if name in computation.name:
             return op

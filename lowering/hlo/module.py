@@ -1,4 +1,4 @@
-"""HLO modules that other programs have written: what they take, and what makes them equal."""
+"""HLO modules written by other programs: inputs, outputs, donation and a stable digest."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,34 +8,34 @@ from functools import cached_property
 from lowering.hlo.proto import TYPE_NAMES, TYPES, Message, read_dump, write_module
 from sharding_rules.arrays import ArraySpec
 
-# HLO's names of what JAX calls otherwise; the others are as s64, which is int64.
+# HLO dtype names that do not follow the pattern of s64 -> int64.
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
 _KINDS = {"s": "int", "u": "uint", "f": "float"}
 _FLOAT8 = "f8e"
-# An OpSharding whose type is written though it is 0: as an empty one it would be left out.
+# A replicated OpSharding, with its type 0 written explicitly: an empty message would be omitted.
 _REPLICATED = b"\x08\x00"
 
 
 @dataclass(frozen=True)
 class Input:
-    """One array that a module takes."""
+    """One input array of a module."""
 
     spec: ArraySpec
-    sharding: bytes  # an OpSharding of XLA's; empty where the array is whole on each device
+    sharding: bytes  # serialized xla.OpSharding; empty if the array is replicated
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A whole program, without the lines of Python that made it."""
+    """An HLO module without source locations and process-specific ids."""
 
     message: Message
 
     @classmethod
     def read(cls, binary: bytes) -> "HloModule":
-        """Read an HloProto, which is what XLA dumps as *.hlo.pb.
+        """Read an HloProto, the format of XLA's *.hlo.pb dumps.
 
         Raises:
-            LoweringError: it is something else.
+            LoweringError: `binary` is not an HloProto.
         """
         module = read_dump(binary)
         for computation in module.computations:
@@ -49,7 +49,7 @@ class HloModule:
 
     @cached_property
     def binary(self) -> bytes:
-        """An HloModuleProto; of equal programs equal, in every process."""
+        """Serialized HloModuleProto; equal for equal programs, in every process."""
         return write_module(self.message)
 
     @property
@@ -58,12 +58,12 @@ class HloModule:
 
     @property
     def instructions(self) -> int:
-        """How many there are, each counted once."""
+        """Number of instructions in the module, not counting repeated execution."""
         return sum(len(each.instructions) for each in self.message.computations)
 
     @property
     def inputs(self) -> list[Input]:
-        """In their order."""
+        """Input arrays, in order."""
         entry_id = self.message.entry_computation_id
         entry = next(each for each in self.message.computations if each.id == entry_id)
         found = [each for each in entry.instructions if each.opcode == "parameter"]
@@ -74,7 +74,7 @@ class HloModule:
 
     @property
     def outputs(self) -> list[ArraySpec]:
-        """In their order."""
+        """Output arrays, in order."""
         result = self.message.host_program_shape.result
         is_tuple = result.element_type == TYPES["tuple"]
         shapes: Sequence[Message] = result.tuple_shapes if is_tuple else [result]
@@ -82,7 +82,7 @@ class HloModule:
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """Numbers of the inputs whose memory the outputs may take."""
+        """Indices of the inputs whose buffers the outputs may reuse."""
         aliased = self.message.input_output_alias.entries
         given = [*aliased, *self.message.buffer_donor.entries]
         return tuple(sorted({each.parameter_number for each in given}))
@@ -94,7 +94,7 @@ def _spec(shape: Message) -> ArraySpec:
 
 
 def _dtype(name: str) -> str:
-    """JAX's name of a type of HLO: float32 of f32, float8_e4m3fn of f8e4m3fn."""
+    """Return JAX's name of an HLO dtype: float32 for f32, float8_e4m3fn for f8e4m3fn."""
     if name.startswith(_FLOAT8):
         return f"float8_{name.removeprefix('f8')}"
     return _DTYPES.get(name) or f"{_KINDS[name[0]]}{name[1:]}"

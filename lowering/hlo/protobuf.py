@@ -1,7 +1,8 @@
-"""Protocol buffers from a table of fields: no generated code, no copy of a schema.
+"""Protocol buffer classes from a table of fields, without generated code or copied schemas.
 
-A table names messages and their fields: number and type, "[int64]" repeated, "{string}" a map from
-strings. Enumerations are int32, and what nobody looks into is bytes: both are the same on the wire.
+A table maps messages to their fields: number and type, where "[int64]" is repeated and "{string}"
+is a map from strings. Enumerations are declared as int32, and messages that are not inspected as
+bytes; the wire format is the same.
 """
 
 from collections.abc import Mapping
@@ -15,11 +16,12 @@ _Field = descriptor_pb2.FieldDescriptorProto
 
 
 def classes(package: str, table: Table, syntax: Literal["proto2", "proto3"]) -> dict[str, Any]:
-    """The classes of a table's messages, by name.
+    """Return the classes of a table's messages, by name.
 
     Args:
-        package: a name of our own, so that it meets no other copy of the same schema.
-        syntax: of proto3, numbers that are 0 are not written.
+        package: a unique name, to avoid conflicts with other copies of the same schema.
+        table: fields of each message.
+        syntax: proto3 omits zero values when it serializes.
     """
     file = descriptor_pb2.FileDescriptorProto(
         name=f"{package.replace('.', '/')}.proto", package=package

@@ -1,4 +1,4 @@
-"""Where an operation of a compiled program comes from: a line of the model, inputs of the step."""
+"""Provenance of an operation in a compiled program: model source line and inputs of the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from lowering.hlo.text import Computation, Instruction, Module
 from lowering.tracing.source_lines import line_of
 
-# An operand, all of it or a piece, in another place, dtype or layout.
+# Operations whose result is an operand, or part of one, with another location, dtype or layout.
 _MOVES = {
     "all-gather",
     "all-gather-done",
@@ -28,15 +28,15 @@ _MOVES = {
     "transpose",
 }
 _KEY = re.compile(r"\['?([^'\]]*)'?\]")
-_FAR = 400  # steps after which a search gives up
+_FAR = 400  # instructions to follow before giving up
 
 
 class Origins:
-    """Follows values of a program back, through the computations that call each other."""
+    """Tracer of values back to their producers, across computations."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._users: dict[str, dict[str, Instruction]] = {}  # by computation, once it is asked for
+        self._users: dict[str, dict[str, Instruction]] = {}  # by computation, filled on demand
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
         for computation in module.computations.values():
             for instruction in computation.instructions.values():
@@ -46,9 +46,12 @@ class Origins:
                         self._callers.setdefault(called or "", (computation, instruction))
 
     def place(self, computation: Computation, instruction: Instruction) -> tuple[str, str]:
-        """Scope and source of an operation; of what it is part of or takes, where it has none."""
+        """Return scope and source line of an operation.
+
+        If it has no metadata, use those of its fusion, of a producer or of a user.
+        """
         told = self._told(computation, instruction)
-        if not told.frame:  # jax 0.11 gives a gathered input the name of the input
+        if not told.frame:  # in jax 0.11 the op_name of a gathered input is that of the input
             if computation.name not in self._users:
                 self._users[computation.name] = _users(computation)
             told = self._users[computation.name].get(instruction.name, told)
@@ -57,9 +60,10 @@ class Origins:
     def arrays(
         self, computation: Computation, instruction: Instruction, *, through_loops: bool
     ) -> tuple[str, ...]:
-        """Paths of the step's inputs that an operation takes as they are, or a piece of them.
+        """Return the paths of the step's inputs that an operation reads unmodified, or a part of.
 
-        With through_loops also what a loop took and has changed since: a ring's first piece.
+        With through_loops, a loop is followed to its initial state even if its body changes the
+        value, for example the shard that a ring of permutes starts with.
         """
         paths = (self._input(computation, name, through_loops) for name in instruction.operands)
         return tuple(dict.fromkeys(path for path in paths if path))
@@ -83,7 +87,7 @@ class Origins:
         return line_of((each.file, each.line) for each in self.module.stack(frame))
 
     def _input(self, computation: Computation, name: str, through_loops: bool) -> str | None:
-        """The entry's parameter that a value is, or a piece of; None where something made it."""
+        """Return the path of the entry parameter that a value is, or is a part of; else None."""
         index: int | None = None
         for _ in range(_FAR):
             instruction = computation.instructions.get(name)
@@ -117,7 +121,7 @@ class Origins:
     def _outside(
         self, computation: Computation, parameter: Instruction, index: int | None, through: bool
     ) -> tuple[Computation, str] | None:
-        """What a parameter of a called computation is where it is called."""
+        """Return the operand in the caller that is passed to a computation's parameter."""
         caller = self._callers.get(computation.name)
         if caller is None:
             return None
@@ -128,7 +132,7 @@ class Origins:
         return (outer, call.operands[position]) if position < len(call.operands) else None
 
     def _passes(self, loop: Instruction, index: int | None) -> bool:
-        """Whether a loop passes an element of its state on unchanged, past the loops inside it."""
+        """Return whether a loop leaves an element of its state unchanged, nested loops included."""
         body = self.module.computations[loop.attribute("body") or ""]
         state = body.instructions[body.root]
         if index is None:
@@ -149,10 +153,10 @@ class Origins:
 
 
 def _users(computation: Computation) -> dict[str, Instruction]:
-    """Of each value, the first instruction with a line of its own that takes it, or what was made
-    of it by instructions that have none.
+    """Map each value to its first direct or indirect user that has a source line.
 
-    Operands precede what takes them in the text, so that one pass from its end finds all.
+    Users without a source line are followed to their own users. Operands precede their users in
+    the text, so one pass from its end finds all.
     """
     instructions = list(computation.instructions.values())
     first: dict[str, int] = {}
@@ -166,12 +170,12 @@ def _users(computation: Computation) -> dict[str, Instruction]:
 
 
 def _is_move(instruction: Instruction) -> bool:
-    """Between memories of one device."""
+    """Return whether a custom call only copies between memory spaces of one device."""
     return instruction.opcode == "custom-call" and "MoveTo" in instruction.rest
 
 
 def _path(op_name: str) -> str | None:
-    """state['parameters']['head'] as state/parameters/head."""
+    """Convert state['parameters']['head'] to state/parameters/head."""
     argument = op_name.partition("[")[0]
     keys = _KEY.findall(op_name)
     return "/".join((argument, *keys)) if argument else None

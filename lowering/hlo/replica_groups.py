@@ -1,7 +1,7 @@
-"""Device groups of a collective operation, in each of the syntaxes that HLO text has for them.
+"""Parse the device groups of a collective operation, in every syntax used in HLO text.
 
-Devices are numbered as the mesh lists them, the last axis fastest, so a number gives its place on
-every mesh axis.
+Device ids are in mesh order, the last axis fastest, so an id determines the coordinate along every
+mesh axis.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _AXIS_USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, devices: int) -> Groups:
-    """Devices that take part together; for a collective-permute, pairs of source and target.
+    """Return the groups of devices that communicate; for a collective-permute, source-target pairs.
 
-    An operation that names no groups is one of all devices.
+    An operation without groups involves all devices.
     """
     if found := _MESH.search(attributes):
         return _of_mesh(*found.groups())
@@ -48,7 +48,7 @@ def groups_of(attributes: str, devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes along which the devices of a group differ, in the order of the mesh."""
+    """Return the mesh axes along which the devices of a group differ, in mesh order."""
     return _axes_of(groups, tuple(mesh.axes.items()))
 
 
@@ -85,13 +85,14 @@ def _of_mesh(
 
 
 def along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[Span]) -> Groups:
-    """Groups along axes, or parts of axes, of a mesh of the compiler's own.
+    """Return the groups along axes, or sub-axes, of a mesh in the compiler's notation.
 
     Args:
-        ids: of the mesh's devices, the last axis fastest.
-        spans: axis, the product of the sizes before the part, the part's size. In HLO text,
-            'a':(2)4 is the part of axis a with 4 devices that lies inside 2 others: its axis is cut
-            in (before, 4, 2) with the largest steps first.
+        mesh: size of each axis, in order.
+        ids: device ids of the mesh, the last axis fastest.
+        spans: axis, the product of the sizes before the sub-axis, size of the sub-axis. In HLO
+            text 'a':(2)4 is a sub-axis of a with 4 devices and 2 before it: axis a of size n is
+            reshaped to (2, 4, n / 8), the largest strides first.
     """
     dimensions = [piece for name, size in mesh.items() for piece in _cut(name, size, spans)]
     grid = ids.reshape([size for _, _, size in dimensions])
@@ -107,12 +108,12 @@ def along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[Span]) 
 
 
 def of_iota(shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Groups:
-    """Groups cut, as rows of a shape, from the devices in order, reshaped and transposed."""
+    """Return the rows of an iota of ids: reshaped to sizes, transposed, reshaped to shape."""
     return _rows(_iota(sizes, order).reshape(shape))
 
 
 def _cut(name: str, size: int, spans: Sequence[Span]) -> list[Span]:
-    """An axis as pieces (axis, product of the sizes before it, its size)."""
+    """Split an axis into sub-axes (axis, product of the sizes before it, its size)."""
     mine = [(before, piece) for axis, before, piece in spans if axis == name]
     points = sorted({1, size} | {p for before, piece in mine for p in (before, before * piece)})
     cut = [(name, low, high // low) for low, high in itertools.pairwise(points)]

@@ -1,6 +1,6 @@
-"""HLO: the text of a program that XLA has optimized, as computations of instructions.
+"""Parser of HLO text: an optimized program as computations of instructions.
 
-Read from text because that is the one form every backend's compiler plugin gives.
+Text is the only form that the compiler plugins of all backends return.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ class Instruction:
     opcode: str
     shape: str  # of the result, as in "bf16[8,64]{1,0}" or "(f32[], s32[2])"
     arguments: str  # between the parentheses: operands, or a literal
-    rest: str  # attributes, metadata and the backend's settings
+    rest: str  # attributes, metadata and backend_config
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions, of the same computation, that it takes."""
+        """Names of its operands, which are instructions of the same computation."""
         return _NAME.findall(self.arguments)
 
     def attribute(self, name: str) -> str | None:
-        """What follows "name=", up to a comma or space; names of computations without their %."""
+        """Return the value after "name=", up to a comma or space, without a leading %."""
         found = re.search(rf"[ ,{{]{name}=%?([^\s,}}]+)", self.rest)
         return found and found[1]
 
     def computations(self, attribute: str) -> list[str]:
-        """The computations of an attribute that names several in braces."""
+        """Return the computations named by an attribute that lists several in braces."""
         found = re.search(rf"{attribute}=\{{([^}}]*)\}}", self.rest)
         return _NAME.findall(found[1]) if found else []
 
     @property
     def op_name(self) -> str:
-        """The names around the operation, as JAX gave them; empty where the compiler made it."""
+        """JAX name stack of the operation; empty if the compiler created the operation."""
         found = _OP_NAME.search(self.rest)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
     def frame(self) -> int:
-        """The stack frame, in the module's table, that traced the operation; 0 for none."""
+        """Id, in Module.frames, of the stack frame that traced the operation; 0 for none."""
         found = _FRAME_ID.search(self.rest)
         return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A function of a program: a loop's body, a fusion, a reducer, or the entry."""
+    """A computation of a program: a loop's body, a fusion, a reducer, or the entry."""
 
     name: str
     instructions: Mapping[str, Instruction]  # in the order of the text
@@ -78,23 +78,23 @@ class Computation:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that was running when an operation was traced."""
+    """A line of Python that was executing when an operation was traced."""
 
     file: str
     line: int
-    parent: int  # frame that called it; 0 for none
+    parent: int  # id of the calling frame; 0 for none
 
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program."""
+    """A parsed HLO module."""
 
     computations: Mapping[str, Computation]
     entry: str
     frames: Mapping[int, Frame]
 
     def stack(self, frame: int) -> list[Frame]:
-        """The frame and those that called it, innermost first."""
+        """Return the frame and its callers, innermost first."""
         found = []
         while frame in self.frames:
             found.append(self.frames[frame])
@@ -103,7 +103,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Read the text of a compiled program, in time linear in its length."""
+    """Parse the text of a compiled program, in time linear in its length."""
     computations: dict[str, Computation] = {}
     tables: dict[str, list[str]] = {name: [] for name in _TABLES}
     entry, table = "", None
@@ -134,7 +134,7 @@ def _instruction(line: str) -> tuple[bool, Instruction | None]:
         return False, None
     begin = found.end()
     end = line.find(")", begin)
-    if found[4] == "constant":  # a literal may hold parentheses, and nothing else does
+    if found[4] == "constant":  # only a literal can contain parentheses
         end = max(end, line.find("), ", begin), begin)
     return bool(found[1]), Instruction(
         found[2], found[4], found[3], line[begin:end], line[end + 1 :]
@@ -142,7 +142,7 @@ def _instruction(line: str) -> tuple[bool, Instruction | None]:
 
 
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, Frame]:
-    """The tables that share what stack frames have in common, put together."""
+    """Join the tables of file names, locations and stack frames into frames by id."""
 
     def numbers(line: str) -> dict[str, int]:
         return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
@@ -157,7 +157,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, Frame]:
     for number, row in rows("StackFrames").items():
         fields = numbers(row)
         where = locations[fields["file_location_id"]]
-        # The text counts parents from one more than it counts frames: 1 is no parent.
+        # parent_frame_id is the parent's frame id plus 1: a value of 1 means no parent.
         parent = fields.get("parent_frame_id", 1) - 1
         frames[number] = Frame(files[where["file_name_id"]], where["line"], parent)
     return frames
@@ -165,7 +165,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, Frame]:
 
 @functools.lru_cache(maxsize=65536)
 def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Dtype and sizes of the arrays in a shape, however deep its tuples."""
+    """Return dtype and dimension sizes of every array in a shape, including nested tuples."""
     return tuple(
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(shape)
@@ -173,14 +173,14 @@ def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def nbytes(shape: str) -> int:
-    """Bytes of all arrays in a shape, without the padding of a device's layout."""
+    """Return the bytes of all arrays in a shape, without the padding of a device layout."""
     bits = (item_bits(dtype) * math.prod(sizes) for dtype, sizes in arrays(shape))
     return sum((each + 7) // 8 for each in bits)
 
 
 @functools.cache
 def item_bits(dtype: str) -> int:
-    """Bits of one element, from HLO's name of its dtype (bf16, s4, f8e4m3fn, pred)."""
+    """Return the bits of one element of an HLO dtype, for example bf16, s4, f8e4m3fn or pred."""
     if dtype in _BITS:
         return _BITS[dtype]
     digits = _DIGITS.search(dtype)

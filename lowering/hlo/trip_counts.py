@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs its body."""
+"""Trip counts of the loops of a compiled program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SAME_VALUE = ("bitcast", "convert", "copy", "reshape", "copy-start", "copy-done
 
 
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Trips of a while loop, or None where the text does not tell.
+    """Return the trip count of a while loop, or None if it is unknown.
 
-    CPU and GPU note the count. TPU does not, but counts from a constant, by a constant, to a
-    constant; its collective-matmul windows count by twos.
+    CPU and GPU programs contain the count. In TPU programs it is derived from a constant start,
+    step and end; collective-matmul loops have a step of 2.
     """
     if known := _KNOWN.search(loop.rest):
         return int(known[1])
@@ -38,7 +38,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
 def _inside(
     module: Module, computation: Computation, fusion: Instruction
 ) -> tuple[Instruction, Computation]:
-    """The root of a fused comparison, with its constants and the loop's state as operands."""
+    """Return the root of a fusion, and its computation with parameters replaced by operands."""
     fused = module.computations[fusion.attribute("calls") or ""]
     instructions = dict(fused.instructions)
     for name, instruction in fused.instructions.items():
@@ -50,7 +50,7 @@ def _inside(
 
 
 def _origin(computation: Computation, name: str) -> Instruction:
-    """The instruction that a value comes from, past those that only move or convert it."""
+    """Return the instruction that computes a value; skip those that only move or convert it."""
     instruction = computation.instructions[name]
     while instruction.opcode in _SAME_VALUE:
         instruction = computation.instructions[instruction.operands[0]]
@@ -64,7 +64,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _index(computation: Computation, name: str) -> int | None:
-    """Where in the loop's state a value is."""
+    """Return the index of a value in the loop's state tuple; None if it is not an element."""
     origin = _origin(computation, name)
     if origin.opcode != "get-tuple-element":
         return None
@@ -79,7 +79,7 @@ def _start(caller: Computation, loop: Instruction, index: int | None) -> int | N
 
 
 def _step(module: Module, body: Computation, index: int | None) -> int | None:
-    """What the body adds to the counter."""
+    """Return the constant that the body adds to the counter; None if there is none."""
     state = body.instructions[body.root]
     if index is None or state.opcode != "tuple":
         return None

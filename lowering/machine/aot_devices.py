@@ -1,7 +1,7 @@
-"""Devices of a TPU or GPU that is not here: enough of them to compile for.
+"""Ahead-of-time devices: describe a TPU or GPU that is not attached, to compile for it.
 
-The compilers ship as plugins of JAX and describe a machine by name (TPU) or by the numbers of its
-card (GPU); neither needs a driver.
+The compilers are JAX plugins. They identify a machine by name (TPU) or by hardware parameters
+(GPU), and neither needs a driver.
 """
 
 import math
@@ -16,24 +16,24 @@ from lowering.machine.target import CHIPS_OF_A_HOST, Target
 
 @cache
 def devices(target: Target) -> tuple[Any, ...]:
-    """All devices of the target, as the compiler's own descriptions of them.
+    """Return the compiler's descriptions of all devices of the target.
 
     Raises:
-        LoweringError: the compiler is not installed, or knows no such topology.
+        LoweringError: the compiler is not installed, or does not support the topology.
     """
     return {"tpu": _tpu, "cuda": _cuda}[target.platform](target)
 
 
 def _tpu(target: Target) -> tuple[Any, ...]:
     _require(target, "libtpu", "tpu")
-    # Several compilers at once, and no question to a metadata server that is not there.
+    # Allow several compiler processes, and skip the query to a metadata server that does not exist.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_LOG_DIR", "disabled")  # else two files for each in /tmp/tpu_logs
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")  # by default it writes to /tmp/tpu_logs
     question: dict[str, Any] = {}
     if "chip" in target.about:
         question["chip_config_name"] = target.about["chip"]
-    if math.prod(target.topology) < CHIPS_OF_A_HOST:  # else the compiler wants whole hosts
+    if math.prod(target.topology) < CHIPS_OF_A_HOST:  # by default it requires complete hosts
         question["chips_per_host_bounds"] = (*target.topology, 1, 1)[:3]
     return _described(target, platform="tpu", topology_name=str(target), **question)
 
@@ -50,7 +50,7 @@ def _cuda(target: Target) -> tuple[Any, ...]:
 
 
 def _hosts(target: Target) -> str:
-    """Slices, hosts, and cards of a host."""
+    """Return the topology as "slices x hosts x GPUs per host"."""
     per_host = min(target.devices, int(target.about["group"]))
     return f"1x{target.devices // per_host}x{per_host}"
 
@@ -63,11 +63,11 @@ def _described(target: Target, **question: Any) -> tuple[Any, ...]:
         found = tuple(topologies.get_topology_desc(**question).devices)
     except JaxRuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise LoweringError(f"{target}: the compiler knows no such topology: {first}") from None
+        raise LoweringError(f"{target}: the compiler rejects this topology: {first}") from None
     if len(found) != target.devices:
         raise LoweringError(
-            f"{target}: the compiler sees {len(found)} devices in {math.prod(target.topology)} "
-            f"chips, not {target.devices}"
+            f"{target}: the compiler reports {len(found)} devices in "
+            f"{math.prod(target.topology)} chips, expected {target.devices}"
         )
     return found
 
@@ -79,12 +79,12 @@ def _require(target: Target, module: str, extra: str) -> None:
         missing = True
     if missing:
         raise LoweringError(
-            f"{target}: its compiler is not installed; run: pip install 'graphtrain[{extra}]'"
+            f"{target}: the compiler is not installed; run: pip install 'graphtrain[{extra}]'"
         )
 
 
 def _card(target: Target) -> str:
-    """The card in the text form of XLA's GpuTargetConfigProto."""
+    """Return the GPU as the text form of XLA's GpuTargetConfigProto."""
     card, about = target.about["gpu"], target.about
     info = {
         "threads_per_block_limit": 1024,

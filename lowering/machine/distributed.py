@@ -1,6 +1,6 @@
-"""The processes of a run: who they are, and how they agree without computing anything.
+"""Processes of a distributed run: rank, count, and exchange of short messages.
 
-JAX's distributed service carries every word between them; nothing here is traced or compiled.
+Messages go through the key-value store of JAX's distributed service; nothing is traced or compiled.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
-_PATIENCE = 600  # seconds for the slowest process to come as far as the others
-_SILENCE = 60  # seconds without a sign of life after which a process counts as dead
-_GOODBYE = 5  # seconds that rank 0 waits for others that end with an error too
-_FAREWELL = 120  # seconds that the first to end waits for the last
+_PATIENCE = 600  # timeout in seconds for the slowest process to reach an exchange
+_SILENCE = 60  # seconds without a heartbeat after which a process is considered dead
+_GOODBYE = 5  # seconds that rank 0 waits for the other ranks when all end with an error
+_FAREWELL = 120  # seconds that the first process to shut down waits for the last
 _SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _ALONE = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
 )  # fmt: skip
-_rounds = itertools.count()  # names are used once; every process counts alike
+_rounds = itertools.count()  # number of exchanges, equal on all processes; makes keys unique
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Which of how many processes this is."""
+    """Rank of this process and number of processes."""
 
     rank: int
     count: int
-    coordinator: str | None = None  # host:port of rank 0; None where JAX asks the launcher
+    coordinator: str | None = None  # host:port of rank 0; None if JAX reads it from Slurm
 
 
 def membership(
@@ -46,23 +46,33 @@ def membership(
     count: int | None = None,
     rank: int | None = None,
 ) -> Membership | None:
-    """What was given, else what Slurm says of this step, or a TPU slice on Kubernetes of its hosts;
-    None for a process alone.
+    """Return this process's membership in a distributed run; None for a single process.
+
+    Explicit arguments take precedence. Otherwise it is read from the environment of a Slurm step,
+    or of a TPU slice on Kubernetes.
+
+    Args:
+        environ: environment variables.
+        coordinator: host:port of rank 0.
+        count: number of processes.
+        rank: rank of this process.
 
     Raises:
-        LoweringError: only a part is given, or the rank is none of the processes.
+        LoweringError: only some of the three arguments are given, or the rank is out of range.
     """
-    given = {"--coordinator": coordinator, "--processes": count, "--rank": rank}
+    given = {"coordinator": coordinator, "processes": count, "rank": rank}
     if coordinator is not None and count is not None and rank is not None:
         if not 0 <= rank < count:
-            raise LoweringError(f"--rank {rank} of --processes {count}: ranks begin with 0")
+            raise LoweringError(
+                f"rank {rank} is out of range: {count} processes have the ranks 0 to {count - 1}"
+            )
         return Membership(rank, count, coordinator)
     if any(value is not None for value in given.values()):
         missing = ", ".join(name for name, value in given.items() if value is None)
-        raise LoweringError(f"several processes need {missing} as well")
+        raise LoweringError(f"a distributed run also requires {missing}")
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Membership(int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"]))
-    # As GKE sets them in the pods of a slice; one host is a process alone.
+    # GKE sets these variables in the pods of a slice; one host is a single process.
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
     if len(hosts) > 1 and "TPU_WORKER_ID" in environ:
         return Membership(
@@ -72,26 +82,26 @@ def membership(
 
 
 def check_target(target: Target, member: Membership | None) -> None:
-    """Refuse a number of processes that the target was not compiled for.
+    """Check that the number of processes is that of the target.
 
     Raises:
-        LoweringError: says how many there should be, and how to start them.
+        LoweringError: it is not; the message says how many to start, and how.
     """
     count = member.count if member else 1
     if target.processes in (None, count):
         return
     raise LoweringError(
-        f"{target} runs in {target.processes} processes, one for each host, and here are {count}; "
-        "start them with graphtrain launch slurm, with srun, or give each --coordinator, "
-        "--processes and --rank"
+        f"{target} requires {target.processes} processes, one for each host, but this run has "
+        f"{count}; start them with graphtrain launch slurm or srun, or pass each process the "
+        "coordinator's address, the number of processes and its rank"
     )
 
 
 def join(member: Membership, target: Target) -> None:
-    """Meet the other processes; before anything asks JAX for a device.
+    """Join the other processes; call it before JAX's backend is initialized.
 
     Raises:
-        LoweringError: they do not come together in time.
+        LoweringError: the other processes did not join in time.
     """
     import jax
 
@@ -99,7 +109,7 @@ def join(member: Membership, target: Target) -> None:
     if member.coordinator:
         given["coordinator_address"] = member.coordinator
     if target.is_gpu and target.processes:
-        # All cards of the host; JAX would take one, as for a process each.
+        # All GPUs of the host. JAX's default is one GPU for each process.
         given["local_device_ids"] = list(range(target.devices // target.processes))
     try:
         jax.distributed.initialize(
@@ -113,32 +123,33 @@ def join(member: Membership, target: Target) -> None:
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise LoweringError(
-            f"rank {member.rank} of {member.count} processes did not meet the others at "
-            f"{member.coordinator or 'the first node of the step'}: {first}"
+            f"rank {member.rank} of {member.count} processes could not join the others at "
+            f"{member.coordinator or 'the first node of the Slurm step'}: {first}; check that all "
+            "processes are started and can reach that address"
         ) from None
 
 
 def rank() -> int:
-    """This process's number; 0 where it is alone."""
+    """Return the rank of this process; 0 for a single process."""
     return _state().process_id or 0
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return _state().num_processes or 1
 
 
 def first_host() -> str:
-    """Name or address of the host of rank 0, by which the others know it."""
+    """Return the name or address of the host of rank 0."""
     address = _state().coordinator_address if count() > 1 else None
     return address.rpartition(":")[0].strip("[]") if address else "127.0.0.1"
 
 
 def exchange(word: str) -> list[str]:
-    """What every process says at this point of the run, by rank; all wait for the slowest.
+    """Send `word` to all processes; return the words of all, by rank. All processes synchronize.
 
     Raises:
-        LoweringError: one did not come.
+        LoweringError: a process did not reach this exchange in time.
     """
     if count() == 1:
         return [word]
@@ -151,19 +162,21 @@ def exchange(word: str) -> list[str]:
         ]
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise LoweringError(f"rank {rank()} waited in vain for the others: {first}") from None
+        raise LoweringError(
+            f"rank {rank()} timed out waiting for the other ranks: {first}"
+        ) from None
 
 
 def is_stop_agreed(step: int) -> bool:
-    """Whether all stop after this step, since one of them was sent SIGTERM."""
+    """Return whether all processes stop after this step because one of them received SIGTERM."""
     manager = _state().preemption_sync_manager
     return manager is not None and manager.reached_sync_point(step)
 
 
 def leave() -> None:
-    """Before an end with an error: the service is in rank 0, which therefore goes last."""
+    """Prepare to exit with an error: rank 0, which runs the service, waits for the other ranks."""
     client, others = _state().client, range(1, count())
-    with contextlib.suppress(RuntimeError):  # who is gone already does not answer
+    with contextlib.suppress(RuntimeError):  # a process that has already ended does not respond
         if rank():
             client.key_value_set(f"graphtrain/left/{rank()}", "")
             return
@@ -172,10 +185,10 @@ def leave() -> None:
 
 
 def stand_in(target: Target) -> None:
-    """Give a compiler the devices of all processes of a CPU target, in this process alone.
+    """Simulate the other processes of a CPU target in this process, to compile for all devices.
 
-    XLA knows the devices of other processes only by meeting them. So they are met: further clients
-    in threads of this process announce their devices, and never compute.
+    XLA learns of the devices of other processes only from their clients. Threads of this process
+    therefore create further clients, which register their devices and never compute.
     """
     from jax._src import distributed
     from jax._src.lib import _jax, xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -211,7 +224,7 @@ def stand_in(target: Target) -> None:
     state.process_id, state.num_processes = 0, processes
 
 
-_announced: list[Any] = []  # kept, or their devices would go
+_announced: list[Any] = []  # keeps the clients alive, and with them their devices
 
 
 def _free_port() -> int:
@@ -223,8 +236,8 @@ def _free_port() -> int:
 
 
 def _state() -> Any:
-    if "jax" not in sys.modules:  # who met others has imported it; a process alone can wait
+    if "jax" not in sys.modules:  # join() imports jax, so this is a single process
         return _ALONE
-    from jax._src import distributed  # the key-value store has no public name (jax 0.11)
+    from jax._src import distributed  # the key-value store has no public API (jax 0.11)
 
     return distributed.global_state

@@ -1,4 +1,4 @@
-"""What distinguishes this machine's processor, read without starting a backend."""
+"""CPU and memory of this machine, read without starting a JAX backend."""
 
 import contextlib
 import ctypes
@@ -11,18 +11,20 @@ import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-_GROUP = Path("/sys/fs/cgroup")  # this container's
-# M_ARENA_MAX: one; M_MMAP_MAX: nothing from mmap; M_TRIM_THRESHOLD: never, it is unsigned.
+_GROUP = Path("/sys/fs/cgroup")  # cgroup v2 of this container
+# mallopt parameters: M_ARENA_MAX = 1; M_MMAP_MAX = 0, never use mmap; M_TRIM_THRESHOLD = -1, never
+# trim (the value is unsigned).
 _KEEP = {-8: 1, -4: 0, -1: -1}
-_kept: list[bool] = []  # of each parameter, whether the C library took it
+_kept: list[bool] = []  # for each parameter, whether the C library accepted it
 
 
 @functools.cache
 def processor() -> dict[str, str]:
-    """Name and instruction-set digest of this processor.
+    """Return architecture, model name and a digest of the instruction set of this CPU.
 
-    XLA compiles CPU programs for the processor it runs on, and on another one only logs that
-    features are missing before it dies of an illegal instruction; so both go into the key.
+    XLA compiles CPU programs for the CPU it runs on. On another CPU, it only logs that features are
+    missing and then crashes with an illegal instruction. The cache key therefore contains all
+    three.
     """
     fields = _cpuinfo()
     name = fields.get("model name") or platform.processor() or platform.machine()
@@ -35,12 +37,12 @@ def processor() -> dict[str, str]:
 
 
 def memory_bytes() -> int:
-    """Physical memory of this machine."""
+    """Return the bytes of physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory() -> int:
-    """Bytes that new processes can take: the host's, or what is left to this container."""
+    """Return the bytes available to new processes: of the host, or the rest of the cgroup limit."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -48,18 +50,18 @@ def available_memory() -> int:
         limit, used = (
             int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current")
         )
-    except (OSError, ValueError):  # no version 2 groups, or "max"
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return available
     return min(available, max(0, limit - used))
 
 
 def usable_cores() -> int:
-    """How many cores this process may use; Slurm and containers give some of the host's."""
+    """Return the number of cores this process may use, as limited by Slurm or a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident_bytes() -> int:
-    """Memory this process holds now; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 where there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -68,7 +70,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Most memory this process has held so far, or since forget_peak()."""
+    """Return the peak resident memory of this process in bytes, since start or forget_peak()."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -78,9 +80,9 @@ def peak_resident_bytes() -> int:
 
 
 def forget_peak() -> int:
-    """Let the peak begin anew, where the kernel can (Linux, proc(5) clear_refs); what it is then.
+    """Reset the peak resident memory on Linux (clear_refs in proc(5)); return the new peak.
 
-    Without this, what imports once held would count as held by a small program.
+    Without a reset, the peak of a small program would include memory that only imports used.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -88,31 +90,34 @@ def forget_peak() -> int:
 
 
 def keep_pages() -> None:
-    """Have this process keep the memory that it frees, where its C library is glibc.
+    """Configure malloc to retain freed memory instead of returning it to the kernel (glibc only).
 
-    XLA:CPU takes the temporaries of every step anew. By default they come from the kernel each
-    time, page by page: a third of a step's processor time beside the arithmetic. One arena, since
-    others give their memory back whatever is asked. To be called before anything begins threads.
+    XLA:CPU allocates the temporaries of every step anew. By default each allocation faults its
+    pages in again, which costs a third of a step's CPU time in addition to the arithmetic. One
+    arena is used because the others always return their memory. Call this before any thread
+    starts.
 
     Source: mallopt(3)
     """
-    with contextlib.suppress(OSError, AttributeError):  # another system, another C library
+    with contextlib.suppress(OSError, AttributeError):  # another system or C library
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in _KEEP.items():
             _kept.append(mallopt(parameter, value) == 1)
 
 
 def keeps_pages() -> bool:
-    """Whether keep_pages has done so."""
+    """Return whether keep_pages() succeeded."""
     return bool(_kept) and all(_kept)
 
 
 def peak_flops(dtype: str) -> float:
-    """Multiply-adds of this machine's cores, counted twice, per second.
+    """Return the peak FLOP/s of this machine's cores; a multiply-add counts as two operations.
 
     Per core and cycle: float32 on two FMA units of 16 (AVX-512) or 8 (AVX2) lanes; bfloat16 2048
-    with AMX, twice float32 with AVX512_BF16, else as float32. An upper bound, as far as the clock
-    is one: the kernel's figure, which in a virtual machine may be less than the cores run at.
+    with AMX, twice float32 with AVX512_BF16, else as float32. This is an upper bound if the clock
+    rate is one: it is the kernel's value, which in a virtual machine may be less than the actual
+    rate.
+
     Source: Intel 64 and IA-32 Optimization Reference Manual, 248966-050, sections 18 and 20.
     """
     fields = _cpuinfo()
@@ -130,7 +135,7 @@ def peak_flops(dtype: str) -> float:
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    """The kernel's lines about the first processor; empty where there is no such file."""
+    """Return the fields of the first CPU in /proc/cpuinfo; empty where there is no such file."""
     try:
         first = _CPUINFO.read_text().partition("\n\n")[0]
     except OSError:
@@ -140,7 +145,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _physical_cores() -> int:
-    """Cores this process may use; two hardware threads of one core count once."""
+    """Count the physical cores this process may use; hardware threads of one core count once."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
     siblings = Path("/sys/devices/system/cpu")
     cores = set()

@@ -1,4 +1,4 @@
-"""Pages of memory: from the kernel before they are needed, and huge once a step has run."""
+"""Memory pages of a CPU run: prefault them before the first step, merge them into huge pages."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 
 from lowering.machine import host
 
-_HUGEPAGE, _COLLAPSE = 14, 25  # advice; since Linux 2.6.38 and 6.1
-_PIECE = 16 << 20  # bytes that are asked for at once; others ask for memory in between
-_WRITTEN = 64 << 20  # bytes that are written at once, about 0.03 s; Python takes turns in between
+_HUGEPAGE, _COLLAPSE = 14, 25  # madvise advice; since Linux 2.6.38 and 6.1
+_PIECE = 16 << 20  # bytes per madvise call; other threads can map memory between two calls
+_WRITTEN = 64 << 20  # bytes per memset call, about 0.03 s; Python runs between two calls
 _HUGE = 2 << 20  # bytes of a huge page
 _MAPS = Path("/proc/self/maps")
 _NODES = Path("/sys/devices/system/node/online")
 
 
 class PagesAhead:
-    """Takes this process's memory from the kernel while Python imports, until it is stopped.
+    """Background thread that prefaults memory while Python imports modules, until stopped.
 
-    init and the first step of a CPU otherwise take theirs page by page as they write, when every
-    core computes; Python imports on one. The memory is written, not asked for with madvise(2): that
-    holds a lock for which every mmap(2) of an import waits, and gains nothing. When this stops the
-    memory is free, for whoever allocates; so it begins only in a process that keeps what it frees
-    (host.keep_pages), where the C library is glibc.
+    Otherwise init and the first step on a CPU fault their pages in as they write, when every core
+    computes; imports use one core. Pages are written, not requested with madvise(2), because
+    madvise holds a lock that each mmap(2) of an import waits for, and is no faster. Once stopped,
+    the memory is free for any allocation. The thread therefore starts only in a process that
+    retains freed memory (host.keep_pages, glibc only).
     """
 
     def __init__(self, size: int) -> None:
-        """Begin; size is in bytes."""
+        """Start the thread; size is in bytes."""
         self._given, self._stopped = 0, False
         self._thread = threading.Thread(target=self._give, args=(size,), daemon=True)
         if size and host.keeps_pages() and host.usable_cores() > 1 and _has_one_node():
             self._thread.start()
 
     def stop(self) -> int:
-        """End it; how many bytes there are now."""
+        """Stop the thread; return the number of bytes prefaulted."""
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
@@ -53,14 +53,14 @@ class PagesAhead:
 
 
 def merge_pages() -> threading.Thread | None:
-    """Have the kernel make huge pages of this process's heap, while others go on computing.
+    """Merge the pages of this process's heap into huge pages, in a background thread.
 
-    A step reads gigabytes once, and a tenth of its time goes to finding pages of 4 kB. To be called
-    when a step has taken its memory, which stays (host.keep_pages); asked for before, huge pages
-    would make the start wait for memory that lies together.
+    A step reads gigabytes once and spends a tenth of its time on TLB misses of 4 kB pages. Call
+    this after the first step has allocated its memory, which the process retains
+    (host.keep_pages). Earlier, the start would wait for contiguous memory.
 
     Returns:
-        The thread that does it; None where there is no heap of glibc, or it is not kept.
+        The thread; None if there is no glibc heap or freed memory is not retained.
 
     Source: madvise(2)
     """
@@ -77,7 +77,7 @@ def merge_pages() -> threading.Thread | None:
 
 def _merge(library: Any, begin: int, end: int) -> None:
     begin = -(-begin // _HUGE) * _HUGE
-    for place in range(begin, end - _HUGE + 1, _PIECE):  # the process may end between two
+    for place in range(begin, end - _HUGE + 1, _PIECE):  # the process can exit between two calls
         size = min(_PIECE, (end - place) // _HUGE * _HUGE)
         if library.madvise(place, size, _HUGEPAGE) == 0:
             library.madvise(place, size, _COLLAPSE)
@@ -94,7 +94,7 @@ def _library() -> Any:
 
 
 def _has_one_node() -> bool:
-    """Whether all memory is equally near; else pages should be near those who write them first."""
+    """Return whether there is one NUMA node; with several, the first writer should place a page."""
     try:
         return _NODES.read_text().strip() == "0"
     except OSError:

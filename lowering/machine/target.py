@@ -1,4 +1,4 @@
-"""Target: the machine compiled for, attached or not."""
+"""Target: the machine to compile for, attached or not."""
 
 import difflib
 import functools
@@ -17,44 +17,46 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 @dataclass(frozen=True)
 class Target:
-    """A machine by name, as in cpu:8, cpu:2x4 (two processes), h100:64 or v5p:4x4x4."""
+    """A machine and its devices: cpu:8, cpu:2x4 (2 processes x 4 devices), h100:64, v5p:4x4x4."""
 
-    machine: str  # cpu, or a name of topologies.toml
+    machine: str  # cpu, or a table of topologies.toml
     topology: tuple[int, ...]  # chips along each physical dimension
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        """Read "machine:devices".
+        """Parse "machine:devices", for example "cpu:8" or "v5p:4x4x4".
 
         Raises:
-            LoweringError: no such machine, or no such topology; with what there is.
+            LoweringError: unknown machine or impossible topology; the message says what is valid.
         """
         machine, colon, sizes = name.partition(":")
         known = machines()
         if machine not in known:
             near = difflib.get_close_matches(machine, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise LoweringError(f"no target machine {machine!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"known machines: {', '.join(known)}"
+            raise LoweringError(f"unknown target machine {machine!r}; {hint}")
         parts = (sizes if colon else "1").split("x")
         if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-            raise LoweringError(f"target {name!r}: write devices as in cpu:8 or v5p:4x4x4")
+            raise LoweringError(
+                f"target {name!r}: devices must be positive integers, as in cpu:8 or v5p:4x4x4"
+            )
         target = cls(machine, tuple(int(part) for part in parts))
         if problem := target._problem():
             raise LoweringError(f"target {name!r}: {problem}")
         return target
 
     def _problem(self) -> str:
-        """Why there is no such machine, and what to write; empty if there is."""
+        """Return why the topology is impossible and what to write; empty if it is possible."""
         sizes, machine, group = self.topology, self.machine, int(self.about.get("group", 0))
         if self._by_process and len(sizes) > 2:
-            return f"write processes and devices of each, {machine}:2x4"
+            return f"write the number of processes and the devices of each, as in {machine}:2x4"
         if self.platform == "tpu":
             return self._problem_of_torus()
         if len(sizes) > 1:
-            by_number = f"{machine} come by number; write {machine}:{self.devices}"
+            by_number = f"{machine} has no topology; write {machine}:{self.devices}"
             return "" if self._by_process else by_number
         if group and self.devices > group and self.devices % group:
-            return f"{machine} come {group} to a host; ask for a multiple of {group}"
+            return f"{machine} has {group} devices on each host; use a multiple of {group} devices"
         return ""
 
     def _problem_of_torus(self) -> str:
@@ -64,43 +66,43 @@ class Target:
         if len(sizes) != dimensions:
             return f"{machine} is a torus of {dimensions} dimensions; write chips as in {example}"
         if math.prod(sizes) > largest:
-            return f"a slice of {machine} has {largest} chips at most"
+            return f"a slice of {machine} has at most {largest} chips"
         if math.prod(sizes) >= CHIPS_OF_A_HOST and (sizes[0] % 2 or sizes[1] % 2):
             return f"a host has 2x2 chips; the first two sizes must be even, as in {example}"
         return ""
 
     @property
     def platform(self) -> str:
-        """What the compiler calls the machine: cpu, cuda, rocm, tpu, neuron or ascend."""
+        """Compiler platform: cpu, cuda, rocm, tpu, neuron or ascend."""
         return self.about.get("platform", "cpu")
 
     @property
     def about(self) -> dict[str, Any]:
-        """The machine's table in topologies.toml; empty for a CPU, which is asked instead."""
+        """The machine's table in topologies.toml; empty for cpu, whose data is read at run time."""
         return {} if self.machine == "cpu" else _topologies()[self.machine]
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices are cards."""
+        """True if its devices are GPUs."""
         return self.platform in ("cuda", "rocm")
 
     @property
     def on_host(self) -> bool:
-        """Whether its devices are made of this machine's processor and share its memory."""
+        """True if its devices run on this machine's CPU and share its memory."""
         return self.machine == "cpu" or "simulates" in self.about
 
     @property
     def random_bits(self) -> str | None:
-        """JAX's name of the only generator that the machine has in full; None: it has all.
+        """JAX name of the only PRNG that the machine fully supports; None if it supports all.
 
-        Neuron devices have XLA's own. A simulation of one draws as a CPU does, so that its losses
-        can be held against a CPU's.
+        Neuron devices support only XLA's own generator ("rbg"). A simulated Neuron device uses the
+        CPU's generator, so that its losses can be compared with a CPU's.
         """
         return "rbg" if self.platform == "neuron" and not self.on_host else None
 
     @property
     def _by_process(self) -> bool:
-        """Whether a topology may be processes by devices of each."""
+        """True if a topology can be "processes x devices of each process"."""
         return self.machine == "cpu" or self.about.get("by_process", False)
 
     @property
@@ -109,7 +111,7 @@ class Target:
 
     @property
     def processes(self) -> int | None:
-        """How many drive it, one for each host; None where the launcher knows."""
+        """Number of processes, one for each host; None if the launcher determines it."""
         if self._by_process and len(self.topology) > 1:
             return self.topology[0]
         if self.machine == "cpu":
@@ -119,19 +121,19 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device; devices of a CPU share the machine's."""
+        """Memory of one device in bytes; CPU devices share the machine's memory equally."""
         if self.machine == "cpu":
             return host.memory_bytes() // self.devices
         return int(self.about["memory"])
 
     def peak_flops(self, dtype: str) -> float:
-        """Of all devices together, per second; 0.0 where no number is known."""
+        """Return the peak FLOP/s of all devices together; 0.0 if it is unknown for the dtype."""
         if self.machine == "cpu":
             return host.peak_flops(dtype)
         return self.devices * self.about["flops"].get(dtype, 0.0)
 
     def ingredients(self) -> dict[str, Any]:
-        """What of the machine a compiled program depends on, for its key."""
+        """Return the properties of the machine that go into the cache key of a program."""
         about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
         return about | ({"processor": host.processor()} if self.on_host else {})
 
@@ -140,7 +142,7 @@ class Target:
 
 
 def machines() -> list[str]:
-    """Names of the machines that a target can have."""
+    """Return the names of all machines that can be a target."""
     return ["cpu", *_topologies()]
 
 

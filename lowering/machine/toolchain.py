@@ -1,4 +1,4 @@
-"""Toolchain: versions and settings that change generated code."""
+"""Toolchain: versions and settings of the compiler that change generated code."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 
-# Everything between the model's source and the executable.
+# Packages between the model's source and the executable.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 _PLATFORM_PACKAGES = {
     "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
@@ -16,7 +16,7 @@ _PLATFORM_PACKAGES = {
     "neuron": ("neuronx-cc",),
 }
 _PLATFORM_FLAGS = {"neuron": ("NEURON_CC_FLAGS",)}
-# Where JAX finds devices and keeps its own cache, and what it prints, is not in the code it makes.
+# JAX settings of devices, its own cache and logging, which do not change generated code.
 _HARMLESS = (
     "JAX_PLATFORMS",
     "JAX_NUM_CPU_DEVICES",
@@ -33,27 +33,27 @@ _HARMLESS_FLAGS = (
     "--xla_force_host_platform_device_count",
     "--xla_gpu_dump_autotune_results_to",
 )
-# Flags that name a file whose content is in the code: found elsewhere, it is the same code.
+# Flags that name a file whose content changes generated code; its path does not.
 _FILES = ("--xla_gpu_load_autotune_results_from",)
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles here, as it goes into every key."""
+    """Compiler versions and environment of this process, part of every cache key."""
 
     versions: dict[str, str]
     environment: dict[str, str]
 
     @classmethod
     def here(cls, platform: str) -> "Toolchain":
-        """The toolchain of this process for one platform; imports nothing it names."""
+        """Return the toolchain of this process for one platform, without importing its packages."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
         flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
         return cls({name: v for name in names if (v := version(name))}, _environment(flags))
 
 
 def version(package: str) -> str | None:
-    """Of a package that is installed here."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -61,7 +61,10 @@ def version(package: str) -> str | None:
 
 
 def _environment(flag_variables: tuple[str, ...]) -> dict[str, str]:
-    """Variables that XLA and JAX read; unknown ones count, since a needless miss costs least."""
+    """Return the environment variables of XLA and JAX that may change generated code.
+
+    Unknown JAX variables are included: a false hit is worse than a needless cache miss.
+    """
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -75,10 +78,10 @@ def _environment(flag_variables: tuple[str, ...]) -> dict[str, str]:
 
 
 def _by_content(flag: str) -> str:
-    """A flag, with the digest of the file that it names in place of its path.
+    """Return a flag with the path of its file replaced by the digest of the content.
 
     Raises:
-        LoweringError: there is no such file, which XLA would find out in the middle of a compile.
+        LoweringError: the file cannot be read; XLA would only report this while it compiles.
     """
     name, _, path = flag.partition("=")
     if name not in _FILES:

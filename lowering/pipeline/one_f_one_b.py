@@ -1,4 +1,4 @@
-"""1F1B: what one device does in a pipeline whose stages go forward and backward at every tick.
+"""1F1B pipeline schedule on one device: each stage runs forward and backward at every tick.
 
 Source: Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def gradients_by_ticks(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
 ) -> tuple[Value, Tree, jax.Array]:
-    """This device's share of the value, of the gradients, and the gradient of its queue.
+    """Return this device's terms of the value and the gradients, and the gradient of its queue.
 
     Args:
-        pipeline: What to compute.
-        ring: The stages.
-        copies: Devices that do the same with other sequences.
-        parameters: Of this stage, and all of last.
-        queue: What enters the stages of the microbatches that rest here.
-        pieces: The positions that this stage scores, of all microbatches.
+        pipeline: The functions to compute.
+        ring: The mesh axis of the stages.
+        copies: Number of data-parallel replicas.
+        parameters: Weights of this stage, and all weights of `last`.
+        queue: Embedded inputs of the microbatches that are stored on this stage, (M / S, ...).
+        pieces: Positions for which this stage computes the loss, of all microbatches.
     """
     x = jnp.zeros_like(queue[0])
     kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
@@ -42,7 +42,7 @@ def gradients_by_ticks(
     carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
     x, returned, queue, _, gradients = carry
     _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
-    # Gradients left 2 S - 1 turns after their microbatch came.
+    # The gradient of a microbatch is put into the queue 2 S - 1 ticks after the microbatch left it.
     of_queue = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
     return pipeline.total(scores, terms, copies), gradients, of_queue
 
@@ -50,10 +50,11 @@ def gradients_by_ticks(
 def _tick(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, pieces: Tree, microbatches: int
 ) -> Callable[[Any, jax.Array], tuple[Any, Any]]:
-    """The body of the loop: one microbatch forward, one scored, one backward.
+    """Return the loop body: the forward of one microbatch, the loss of one, the backward of one.
 
-    It carries what came from the stage before and from the one after, the queue, the inputs kept
-    for the way back, and the gradients so far; it reports scores and terms.
+    The carry contains the activations from the previous stage, the gradient from the next stage,
+    the queue, the stage inputs stored for the backward pass, and the accumulated gradients. The
+    outputs are the losses and terms of each tick.
     """
 
     def work(rows: Tree, x: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
@@ -89,8 +90,10 @@ def _tick(
 def _take_turns(
     ring: Ring, tick: jax.Array, x: jax.Array, returned: jax.Array, queue: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The first stage takes a microbatch from the queue; the last, to which the gradient of one has
-    come around the ring, puts it there."""
+    """Exchange with the queue: the first stage reads a microbatch, the last one writes a gradient.
+
+    The gradient of a microbatch's input arrives at the last stage around the ring.
+    """
     column = tick % len(queue)
     new = read_column(queue, column)
     moved = jnp.where(ring.is_last, returned, ring.back(new))
@@ -100,10 +103,10 @@ def _take_turns(
 def _score(
     pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, piece: Tree
 ) -> tuple[Any, Tree, jax.Array]:
-    """What the last stage has computed, scored by all stages, each its positions.
+    """Compute the loss on the last stage's output; each stage computes its part of the positions.
 
     Returns:
-        This stage's share of the score and of the gradient of weights, and the gradient of y.
+        This stage's terms of the loss and of the weight gradient, and the complete gradient of y.
     """
     batch, length, *rest = y.shape
     mine = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)

@@ -1,4 +1,4 @@
-"""Ring: the devices along one mesh axis, each with a next one, inside a shard_map over it."""
+"""Ring: collectives between neighbouring devices of one mesh axis, inside a shard_map over it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lowering.trees import Tree
 
 @dataclass(frozen=True)
 class Ring:
-    """A mesh axis whose last device is followed by its first."""
+    """A mesh axis as a ring: the last device is followed by the first."""
 
     axis: str
     size: int
 
     @property
     def index(self) -> jax.Array:
-        """Which device this is."""
+        """Index of this device along the mesh axis."""
         return lax.axis_index(self.axis)
 
     @property
@@ -32,20 +32,25 @@ class Ring:
         return self.index == self.size - 1
 
     def onward(self, x: jax.Array) -> jax.Array:
-        """Send x to the next device; return what comes from the one before."""
+        """Send x to the next device; return the x of the previous one."""
         return self._shift(x, 1)
 
     def back(self, x: jax.Array) -> jax.Array:
-        """Send x to the device before; return what comes from the next."""
+        """Send x to the previous device; return the x of the next one."""
         return self._shift(x, -1)
 
     def spread(self, x: jax.Array, axis: int) -> jax.Array:
-        """Piece by piece along an array axis of their number, the last device's x to all."""
+        """Scatter the last device's x over the ring: device i receives index i of `axis`.
+
+        Args:
+            x: array whose dimension `axis` has the size of the ring.
+            axis: dimension to scatter; absent from the result.
+        """
         pieces = lax.all_to_all(x, self.axis, split_axis=axis, concat_axis=axis, tiled=True)
         return lax.index_in_dim(pieces, self.size - 1, axis, keepdims=False)
 
     def collect(self, piece: jax.Array, axis: int) -> jax.Array:
-        """What spread was given, from the pieces of all devices."""
+        """Gather the pieces of all devices along a new dimension `axis`; the inverse of spread."""
         return lax.all_gather(piece, self.axis, axis=axis)
 
     def _shift(self, x: jax.Array, step: int) -> jax.Array:
@@ -54,15 +59,15 @@ class Ring:
 
 
 def read_column(queue: jax.Array, column: jax.Array) -> jax.Array:
-    """One array of a queue, which is a stack of them."""
+    """Return one array of a queue, which is a stack of arrays along dimension 0."""
     return lax.dynamic_index_in_dim(queue, column, 0, keepdims=False)
 
 
 def replace_column(queue: jax.Array, column: jax.Array, x: jax.Array) -> jax.Array:
-    """The queue with x in the place of one of its arrays."""
+    """Return the queue with one of its arrays replaced by x."""
     return lax.dynamic_update_index_in_dim(queue, x, column, 0)
 
 
 def only_if(real: jax.Array, tree: Tree) -> Tree:
-    """A tree, or zeros in its place."""
+    """Return the tree if `real`, else zeros of the same shapes."""
     return jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), tree)

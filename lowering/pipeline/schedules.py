@@ -1,26 +1,28 @@
-"""Pipeline: microbatches through stages that live on different devices, in one program.
+"""Pipeline parallelism: microbatches through stages on different devices, in one program.
 
-It knows nothing of language models: it is given what comes before the stages, a stage, and what
-comes after. The last two run inside one shard_map over the mesh axis of the stages and those along
-which weights are only copied (data). Tensor, fsdp, expert and context stay automatic, so a model's
-own constraints hold there. That form, and not a vmap over stages, because
+The module is independent of the model: the caller passes a function before the stages (embedding),
+a stage, and a function after them (LM head and loss). The last two run inside one shard_map over
+the mesh axis of the stages and those along which weights are only replicated (data). The tensor,
+fsdp, expert and context axes stay automatic, so the model's own sharding constraints apply to them.
+This form was chosen over a vmap over stages because
 
-- a stage is an ordinary call of the model: what it maps over an axis by hand (a ring of context)
-  nests, and the shift to the next stage is one collective-permute that no compiler has to guess;
-- gradients of weights are sums of one device until the loop ends, so data's all-reduce happens once
-  a step. Left to the compiler it happens at every tick, in every layer. (fsdp, which is automatic,
-  gathers weights and scatters gradients at every tick, as it does for microbatches in a row.)
+- a stage is an ordinary call of the model, so its own shard_map (ring attention over context) can
+  be nested, and the shift to the next stage is exactly one collective-permute;
+- weight gradients are accumulated on each device until the loop ends, so the all-reduce over data
+  happens once a step. The compiler would otherwise insert it at every tick, in every layer. (The
+  automatic fsdp axis gathers weights and scatters gradients at every tick, as it does for each
+  microbatch of gradient accumulation.)
 
-Microbatches rest in blocks: of M, stage s embeds and scores numbers s M/S to (s + 1) M/S - 1, so no
-work is repeated. A queue brings them to the first stage and takes results back: with every new
-microbatch, one column of it moves by one stage around the ring. Numbers of ticks, and what happens
-in each, are those of sharding_rules.pipeline.
+Of M microbatches, stage s of S stores a block, embeds it and computes its loss: indices s M/S to
+(s + 1) M/S - 1, so no work is repeated. A queue moves microbatches to the first stage and results
+back: with every new microbatch, one column of it moves by one stage around the ring.
+sharding_rules.pipeline defines the number of ticks and the work in each.
 
-What comes before the stages is left to the compiler: it is in no loop, and XLA's partitioner dies
-of looking up a split table inside a shard_map over other axes (jax 0.11.2).
+The embedding is outside the shard_map: it is in no loop, and XLA's partitioner crashes on a lookup
+in a sharded table inside a shard_map over other axes (jax 0.11.2).
 
-Without check_vma: a model would have to mark every constant that a loop carries. The gradient of an
-input is then summed over the manual axes that its spec does not name, which is right for weights.
+check_vma is off: with it, a model would have to mark every constant that a loop carries. The
+gradient of an input is then summed over the manual axes absent from its spec, as weights require.
 """
 
 from __future__ import annotations
@@ -40,39 +42,40 @@ from lowering.pipeline.ring import Ring, only_if, read_column, replace_column
 from lowering.tracing.constrain import by_hand, placement, split_of
 from lowering.trees import Tree
 
-Scalars = Any  # a tree of scalars
+Scalars = Any  # a pytree of scalars
 
 
 class Value(NamedTuple):
-    """Sums over all microbatches."""
+    """Objective and metrics, summed over all microbatches."""
 
-    objective: jax.Array  # what is minimised, with what the stages add to it
+    objective: jax.Array  # loss to minimise, including the auxiliary terms of the stages
     reported: Scalars
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is computed on each microbatch, which all have the same shapes.
+    """Functions of a pipeline, applied to each microbatch; all microbatches have the same shapes.
 
-    Parameters are a tree {"first", "stages", "last"}; arrays of "stages" begin with an axis of
-    rows, as many for each stage, or with rounds and rows. Arrays of the microbatches begin with
-    their number, a multiple of the stages, then sequences and positions.
+    Parameters are a tree {"first", "stages", "last"}. Arrays of "stages" have a leading axis of
+    layer rows, equally many for each stage, or with several rounds two leading axes (rounds, rows).
+    Arrays of the microbatches have shape (microbatches, sequences, positions, ...); the number of
+    microbatches is a multiple of the number of stages.
     """
 
-    first: Callable[[Tree, Tree, jax.Array], jax.Array]  # of parameters, microbatch and its number
-    # Of a chunk's parameters, x, the numbers of microbatch and chunk: x, and terms of the objective
-    # that are means over the sequences.
+    first: Callable[[Tree, Tree, jax.Array], jax.Array]  # (parameters, microbatch, its index) -> x
+    # (parameters of a chunk, x, indices of microbatch and chunk) -> (x, auxiliary terms of the
+    # objective, which are means over the sequences)
     stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Scalars]]
-    # Of parameters, x and the microbatch, or some positions of both: objective, and what to report.
+    # (parameters, x, microbatch), or some positions of the last two -> (objective, metrics)
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Scalars]]
-    rounds: int = 1
-    recompute: bool = True  # a stage in the backward pass, from its input; 1f1b always does
-    joint: bool = False  # a stage mixes sequences, so data stays automatic
+    rounds: int = 1  # chunks of layers for each stage (virtual stages)
+    recompute: bool = True  # activation checkpointing of each stage; always on with 1f1b
+    joint: bool = False  # a stage computes across sequences, so the data axis stays automatic
 
     def value(self, parameters: Tree, microbatches: Tree) -> Value:
-        """Forward; its gradient is all of it backward, after all of it forward.
+        """Compute the forward pass; differentiation runs all of backward after all of forward.
 
-        With stages in rounds that is the circular schedule, in one round GPipe's.
+        With several rounds this is the circular schedule, with one round GPipe.
         """
         ring, copies = self._axes()
         manual = (ring.axis, *copies)
@@ -88,11 +91,13 @@ class Pipeline:
         return jax.tree.map(jnp.sum, each(_in_loop(parameters), queue, microbatches))
 
     def value_and_gradients(self, parameters: Tree, microbatches: Tree) -> tuple[Value, Tree]:
-        """One forward, one backward (1F1B): at every tick, each stage passes one microbatch on and
-        another back. It keeps the inputs of 2 S - 1 microbatches, however many there are.
+        """Compute value and gradients with the 1F1B schedule.
 
-        `last` follows the last stage at once; every stage takes an S-th of the positions, which
-        are a multiple of the stages.
+        At every tick each of the S stages runs one microbatch forward and another one backward. It
+        stores the inputs of 2 S - 1 microbatches, independent of their number.
+
+        `last` runs directly after the last stage; every stage computes 1/S of the positions, whose
+        number must be a multiple of S.
         """
         ring, copies = self._axes()
         manual = (ring.axis, *copies)
@@ -113,25 +118,25 @@ class Pipeline:
         queue, embed_back = jax.vjp(
             lambda weights: self._embed(ring, weights, microbatches), parameters["first"]
         )
-        # Piece s has positions s, s + S, ...: where tensor or context splits them, it stays so.
+        # Piece s contains positions s, s + S, ..., which keeps a split over tensor or context.
         pieces = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
         values, gradients, of_queue = both(_in_loop(parameters), queue, pieces)
         (gradients["first"],) = embed_back(of_queue)
         return jax.tree.map(jnp.sum, values), gradients
 
     def _embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
-        """What enters the stages, in blocks: each stage computes as many as the others."""
+        """Return the embedded microbatches in blocks; each stage computes equally many."""
         numbers = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
         each = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
         return each(weights, microbatches, numbers)
 
     def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> Value:
-        """The value, from the scores of microbatches and the stages' terms, tick by tick."""
+        """Sum the losses of the microbatches and the stages' auxiliary terms of all ticks."""
         objective, reported = jax.tree.map(lambda each: each.sum(0), scores)
         return Value(objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported)
 
     def _axes(self) -> tuple[Ring, tuple[str, ...]]:
-        """The mesh axis of stages, and those of sequences along which weights are only copied."""
+        """Return the mesh axis of the stages, and the batch axes that replicate weights."""
         found = placement()
         assert found is not None, "a pipeline outside placed"
         (stage,) = split_of("stages")
@@ -168,14 +173,14 @@ def _size(axes: tuple[str, ...]) -> int:
 
 
 def _one_each(value: Value) -> Value:
-    """Every device's scalars as an array, so that they are added up outside."""
+    """Return each device's scalars as arrays of size 1, to be summed outside the shard_map."""
     return jax.tree.map(lambda scalar: scalar[None], value)
 
 
 def _forward(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, block: Tree
 ) -> Value:
-    """What one device does: its chunks of all microbatches, and its block's score."""
+    """Run one device's forward pass: its chunks of all microbatches, and the loss of its block."""
     microbatches = len(queue) * ring.size
     work = _chunk_work(pipeline, ring)
 
@@ -193,13 +198,13 @@ def _forward(
     def score(item: tuple[jax.Array, Tree]) -> tuple[jax.Array, Scalars]:
         return pipeline.last(parameters["last"], *item)
 
-    # Results left S turns after their microbatch came.
+    # The result of a microbatch is put into the queue S exchanges after the microbatch left it.
     scores = lax.map(jax.checkpoint(score), (jnp.roll(queue, -ring.size, axis=0), block))
     return pipeline.total(scores, terms, copies)
 
 
 def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
-    """A stage's work in a slot: a microbatch in a round, in the order of its ticks."""
+    """Return a stage's work in a slot: one microbatch in one round, in tick order."""
 
     def work(rows: Tree, x: jax.Array, slot: jax.Array) -> tuple[jax.Array, Scalars]:
         group, within = jnp.divmod(slot, ring.size * pipeline.rounds)
@@ -215,7 +220,7 @@ def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
 def _take_turns(
     pipeline: Pipeline, ring: Ring, tick: jax.Array, x: jax.Array, queue: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """When a microbatch comes round finished, the first stage leaves it for a new one."""
+    """Exchange a finished microbatch at the first stage for a new one from the queue."""
     group, within = jnp.divmod(tick, ring.size * pipeline.rounds)
     column = (group * ring.size + within % ring.size) % len(queue)
 

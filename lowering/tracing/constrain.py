@@ -1,4 +1,4 @@
-"""constrain(x, "batch", "seq", "embed"): the one sharding call models make."""
+"""constrain(x, "batch", "seq", "embed"): the only sharding function that models call."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from sharding_rules.rules import Rules
 
 @dataclass(frozen=True)
 class Annotation:
-    """What one call of constrain() said."""
+    """Axes, shape and resulting split of one call of constrain()."""
 
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
@@ -29,13 +29,13 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Placement:
-    """The mesh and the rules a graph is traced for, and what constrain() has been told so far."""
+    """Mesh and sharding rules that a graph is traced for, and the annotations made so far."""
 
     mesh: Mesh
     rules: Rules
-    manual: tuple[str, ...] = ()  # mesh axes that the code being traced splits by hand
-    by_hand: Rules | None = None  # the rules, with what they split over those axes too
-    annotations: dict[Annotation, None] = field(default_factory=dict)  # in order, each once
+    manual: tuple[str, ...] = ()  # mesh axes that are manual (shard_map) in the code being traced
+    by_hand: Rules | None = None  # the rules including the manual mesh axes; None outside shard_map
+    annotations: dict[Annotation, None] = field(default_factory=dict)  # ordered set
 
     @property
     def shape(self) -> MeshShape:
@@ -43,20 +43,20 @@ class Placement:
 
     @property
     def current_mesh(self) -> Mesh | AbstractMesh:
-        """What shardings name: inside shard_map, the mesh that knows its axes are manual."""
+        """Mesh to use in shardings: inside shard_map, the abstract mesh with its manual axes."""
         return jax.sharding.get_abstract_mesh() if self.manual else self.mesh
 
 
 Axes = tuple[str | None, ...]
 
-MEMORY_KINDS = {"device": "device", "host": "pinned_host"}  # JAX's words
+MEMORY_KINDS = {"device": "device", "host": "pinned_host"}  # ArraySpec.memory to JAX memory kind
 
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
 def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
-    """While tracing inside, constrain() follows these rules on this mesh."""
+    """Apply these rules on this mesh in constrain() calls traced inside the block."""
     fresh = Placement(mesh, rules)
     with scoped(_placement, fresh):
         yield fresh
@@ -64,10 +64,11 @@ def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
 
 @contextmanager
 def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterator[None]:
-    """Inside a shard_map over these mesh axes: the rules split nothing over them any more.
+    """Remove manual mesh axes from the rules; for code inside a shard_map over these axes.
 
     Args:
-        inside: the placement around it, if not the current one.
+        mesh_axes: the axes that the shard_map makes manual.
+        inside: the enclosing placement, if it is not the current one.
     """
     placement = inside or _placement.get()
     assert placement is not None, "by_hand outside placed"
@@ -83,18 +84,18 @@ def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterat
 
 
 def placement() -> Placement | None:
-    """What `placed` was given; None while a model runs alone."""
+    """Return the current Placement; None outside `placed`."""
     return _placement.get()
 
 
 def by_hand_now() -> bool:
-    """Whether the code being traced is inside a shard_map."""
+    """Return whether the code being traced is inside a shard_map."""
     found = _placement.get()
     return found is not None and bool(found.manual)
 
 
 def split_of(axis: str) -> tuple[str, ...]:
-    """Mesh axes of more than one device that split an array axis of activations."""
+    """Return the mesh axes of more than one device that split an array axis of activations."""
     found = _placement.get()
     if found is None:
         return ()
@@ -105,12 +106,12 @@ def split_of(axis: str) -> tuple[str, ...]:
 def draw(
     whole: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
 ) -> jax.Array:
-    """The part that a device holds of random numbers: those of one device, however the mesh splits.
+    """Draw this device's shard of an array of random numbers, independent of the mesh.
 
     Args:
-        whole: Draws an array of a shape; the compiler computes only the part that is used.
-        shape: Of the part.
-        axes: What its dimensions mean.
+        whole: Draws an unsharded array of a given shape. The compiler computes only the shard.
+        shape: Shape of the shard.
+        axes: Array axes of its dimensions.
     """
     found = _placement.get()
     if found is None or found.by_hand is None:
@@ -127,28 +128,33 @@ def draw(
 
 
 def size_of(axis: str) -> int:
-    """Into how many pieces the rules split an array axis of activations."""
+    """Return the number of shards into which the rules split an array axis of activations."""
     found = _placement.get()
     return 1 if found is None else found.shape.size(split_of(axis))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Say what each dimension of an activation means, so that the rules can split it.
+    """Constrain the sharding of an activation, by the rules for the axis name of each dimension.
 
-    Outside `placed` it returns x as it is, so a model also runs alone.
+    Outside `placed`, return x unchanged, so that a model also runs without a mesh.
+
+    Args:
+        x: An activation.
+        axes: Array axis of each dimension; None for a dimension that is never split.
 
     Raises:
-        ShardingError: an axis outside the vocabulary, or a size its mesh axes do not divide.
+        ShardingError: an unknown axis, or a size that its mesh axes do not divide.
     """
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
     return _constrain(f"activation {axes}", x, spec, _placement.get())
 
 
 def reshard(x: jax.Array, there: Axes, back: Axes) -> jax.Array:
-    """constrain(x, *there), with the gradient placed by other axes on its way back.
+    """Constrain `x` by the axes `there`, and its gradient by the axes `back`.
 
-    The gradient of constrain is placed as x is. Where x is gathered, that would sum whole gradients
-    on every device and then throw most away; placed in pieces, they are reduced and scattered.
+    The gradient of constrain() has the sharding of x. Where x is gathered, this would all-reduce
+    complete gradients and then discard most of each; with a sharded gradient it is a
+    reduce-scatter.
     """
     found = _placement.get()  # the gradient may be traced after the block that placed x
     if found is None:
@@ -174,9 +180,9 @@ def _place(x: jax.Array, axes: Axes, found: Placement) -> jax.Array:
 
 
 def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
-    """Place the arrays of a tree, which mirrors the parameters, as their specs would be in a role.
+    """Constrain the sharding of a tree like the parameters, by the rules for another role.
 
-    With role "optimizer", say, gradients come to rest in the pieces that the optimizer updates.
+    With role "optimizer", for example, gradients have the sharding of the optimizer state.
     """
     arrays, found = flatten(tree), _placement.get()
     return unflatten(
@@ -198,13 +204,13 @@ def _constrain(path: str, x: jax.Array, spec: ArraySpec, found: Placement | None
 
 
 def sharding(array: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """JAX's word for a Layout."""
+    """Return the NamedSharding of a Layout."""
     split = PartitionSpec(*(names or None for names in array.split))
     return NamedSharding(mesh, split, memory_kind=MEMORY_KINDS[array.spec.memory])
 
 
 def fetch(tree: Tree, specs: Tree) -> Tree:
-    """The tree with what rests in the host's memory brought to the device's."""
+    """Copy arrays that are stored in host memory to device memory; return the complete tree."""
     found = _placement.get()
     arrays = flatten(tree)
     if found is None:

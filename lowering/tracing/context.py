@@ -1,4 +1,4 @@
-"""scoped: a context variable's value for as long as something is traced."""
+"""scoped: set a context variable for the duration of a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def scoped(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
-    """Inside, the variable has this value; behind, the one it had before."""
+    """Set a context variable inside the block; restore its previous value afterwards."""
     token = variable.set(value)
     try:
         yield value

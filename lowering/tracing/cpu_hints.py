@@ -1,11 +1,12 @@
-"""Whether XLA compiles for a CPU what is traced, and what is written otherwise for one.
+"""Variants of traced code for XLA:CPU: barriers that prevent recomputation, and fast casts.
 
-XLA:CPU fuses into a loop whatever the loop reads, and computes it again for each element that does:
-the angles of rotary positions once a head. An optimization barrier says what to compute once and
-keep. `lowering.xla` has XLA:CPU leave them in, which by default takes them out before it fuses.
+XLA:CPU fuses producers into the loops that read them and recomputes them for each element: RoPE
+angles, for example, once for each head. An optimization barrier makes it compute a value once and
+store it. By default XLA:CPU removes barriers before fusion; `lowering.xla` disables that pass.
 
-XLA:CPU takes two to three times as long to round to bfloat16 in a loop over rows as to do the same
-by integers. It fuses those into fewer loops, so cast is for what ends in a barrier anyway.
+XLA:CPU is two to three times slower at rounding to bfloat16 in a loop over rows than at the same
+rounding with integer operations. It fuses the integer form into fewer loops, so use `cast` for
+values that end in a barrier anyway.
 """
 
 from functools import partial
@@ -17,25 +18,25 @@ from jax.typing import DTypeLike
 
 from lowering.tracing.current_target import traced_target
 
-# By XLA's name of the pass that takes barriers out (jaxlib 0.10, 0.11).
+# XLA's name of the pass that removes barriers (jaxlib 0.10, 0.11).
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 Arrays = TypeVar("Arrays")
 
 
 def on_cpu() -> bool:
-    """Whether what is traced is for a CPU; not so where nobody said."""
+    """Return whether the code is being traced for a CPU target; False without a target."""
     target = traced_target()
     return target is not None and target.platform == "cpu"
 
 
 def computed_once(arrays: Arrays) -> Arrays:
-    """Arrays that XLA:CPU is to compute once and keep; on other platforms, as they are."""
+    """Make XLA:CPU compute arrays once and store them; return them unchanged on other platforms."""
     return jax.lax.optimization_barrier(arrays) if on_cpu() else arrays
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x.astype(dtype), and its gradient alike: to the nearest, of two as near the even one."""
+    """Cast `x`, and its gradient, with round-to-nearest-even."""
     dtype = jnp.dtype(dtype)
     if on_cpu() and {x.dtype, dtype} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
         return _cast(x, dtype)
@@ -60,7 +61,7 @@ _cast.defvjp(_cast_forward, _cast_backward)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """float32 to bfloat16, whose bits are the upper half of float32's."""
-    # Every value is used once: XLA keeps, and does not fuse, what would be computed for two.
+    """Round float32 to bfloat16, whose bits are the upper half of those of float32."""
+    # Each value has one use: XLA does not fuse a value that has two.
     bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), jnp.uint32)
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The target that is traced for: what code asks that has a kernel for some machines."""
+"""Target that code is being traced for, read by code with platform-specific kernels."""
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -11,10 +11,10 @@ _target: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 def tracing_for(target: Target) -> AbstractContextManager[Any]:
-    """What is traced inside will run on this machine."""
+    """Return a context in which traced_target() is this target."""
     return scoped(_target, target)
 
 
 def traced_target() -> Target | None:
-    """The machine that is traced for; None while a model runs alone."""
+    """Return the target being traced for; None outside tracing_for()."""
     return _target.get()

@@ -1,7 +1,8 @@
-"""Pending: an array of weights whose gradient is reduced over a mesh axis where it is used.
+"""Pending: weights whose gradient is reduced over a mesh axis at the point of use.
 
-A stack of layers carries one Pending for each array through its scan. Completed inside the loop, it
-reduces a layer's gradient in the loop's backward pass, beside the work of the layer before.
+The scan over layers carries one Pending for each array of weights. If complete() is called inside
+the loop, a layer's gradient is reduced in the loop's backward pass, where the reduction overlaps
+with the backward pass of the preceding layer.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from lowering.trees import Tree
     meta_fields=["mesh_axis", "dimension"],
 )
 class Pending:
-    """Weights that are equal along a mesh axis, inside a shard_map over it.
+    """Weights that are replicated along a manual mesh axis, inside a shard_map over it.
 
-    The gradient arrives at the slot, not at the weights: a slot may be a piece of them.
+    The reduced gradient is the cotangent of `slot`, not of `weights`; a slot may be a shard.
     """
 
     def __init__(
         self,
         weights: jax.Array,
-        sums: jax.Array,  # of earlier gradients on this device, to be reduced with the last
-        slot: jax.Array,  # zeros of the shape in which the gradient rests
+        sums: jax.Array,  # this device's accumulated gradient, to be added before the reduction
+        slot: jax.Array,  # zeros with the shape of the reduced gradient
         mesh_axis: str,
-        dimension: int | None,  # that the reduction splits, from the end (-1: last); None: none
+        dimension: int | None,  # scattered dimension, negative (-1: last); None: all-reduce
     ):
         self.weights, self.sums, self.slot = weights, sums, slot
         self.mesh_axis, self.dimension = mesh_axis, dimension
 
 
 def complete(tree: Tree) -> Tree:
-    """The tree with weights in place of what is pending."""
+    """Replace each Pending of a tree by its weights; their gradients are reduced in backward."""
     return jax.tree.map(
         lambda leaf: _complete(leaf) if isinstance(leaf, Pending) else leaf,
         tree,
@@ -85,7 +86,7 @@ _weights.defvjp(_forward, _backward)
 
 
 def vary(x: jax.Array, mesh_axis: str) -> jax.Array:
-    """The same values, typed as if they differed along a mesh axis of a shard_map."""
+    """Return x typed as varying along a manual mesh axis; the values are unchanged."""
     if mesh_axis in jax.typeof(x).mat.varying:
         return x
     return jax.lax.pcast(x, mesh_axis, to="varying")

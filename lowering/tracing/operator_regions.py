@@ -1,8 +1,9 @@
-"""Regions: parts of a graph that some target has one operator for.
+"""Regions: parts of a graph for which some targets have a fused operator.
 
-A region is traced as ordinary arithmetic, between two marks: what goes in and what comes out. Any
-compiler understands it; one that has an operator for it finds the marks and writes that instead.
-Marks are barriers with attributes, which XLA's partitioner keeps (jaxlib 0.10, 0.11).
+A region is traced as ordinary operations between two marks, one for its inputs and one for its
+outputs. Every compiler can compile it; a backend with a fused operator finds the marks and replaces
+the region. Marks are optimization barriers with attributes, which XLA's partitioner preserves
+(jaxlib 0.10, 0.11).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _wanted: ContextVar[frozenset[str]] = ContextVar("regions", default=frozenset())
 
 
 def marked(*names: str) -> AbstractContextManager[Any]:
-    """Mark these regions in what is traced inside."""
+    """Enable the marks of these regions in code traced inside the block."""
     return scoped(_wanted, frozenset(names))
 
 
 def is_marked(name: str) -> bool:
-    """Whether the target that is traced for looks for a region."""
+    """Return whether marks of this region are enabled for the target being traced for."""
     return name in _wanted.get()
 
 
@@ -39,11 +40,13 @@ def region(
     *arrays: jax.Array,
     settings: dict[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """What a function returns, as a region.
+    """Call a function as a marked region and return its results.
 
     Args:
-        function: of these arrays and of no other.
-        settings: what an operator has to know beside the arrays; plain values.
+        name: name of the region.
+        function: function of `arrays`; it must not capture other arrays.
+        arrays: inputs of the region.
+        settings: further attributes of the operator; JSON values.
     """
     written = json.dumps(settings, sort_keys=True)
 
@@ -54,8 +57,8 @@ def region(
         with set_xla_metadata(**{EXIT: name, SETTINGS: written}):
             return jax.lax.optimization_barrier(results)
 
-    # JAX takes what does not depend on a layer, such as a mask, out of a scan over layers; but not
-    # out of this.
+    # JAX hoists values that do not depend on the layer, such as a mask, out of a scan over layers;
+    # custom_vmap prevents this for the region.
     closed = custom_vmap(whole)
 
     @closed.def_vmap

@@ -1,4 +1,4 @@
-"""Which lines of Python a program comes from: those of the model, not of what it calls."""
+"""Source line of the model that created an operation, from a Python stack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _OURS = ("graphtrain/", "lowering/", "sharding_rules/")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
-# Code called from everywhere: the line that called it says more.
+# Code with many callers: the calling line is reported instead.
 _ROUNDABOUT = (
     "lowering/",
     "graphtrain/models/lora/layers.py",
@@ -20,9 +20,13 @@ _ROUNDABOUT = (
 
 
 def line_of(stack: Iterable[tuple[str, int]]) -> str:
-    """The line of a model's code that a stack, innermost first, tells of: "examples/net.py:18".
+    """Return the innermost line of model code in a stack, for example "examples/net.py:18".
 
-    Empty where all of the stack is in libraries.
+    Args:
+        stack: file and line of each frame, innermost first.
+
+    Returns:
+        An empty string if all frames are in libraries.
     """
     own = [(path, line) for file, line in stack if (path := _own(file))]
     telling = [(path, line) for path, line in own if not path.startswith(_ROUNDABOUT)]
@@ -30,7 +34,7 @@ def line_of(stack: Iterable[tuple[str, int]]) -> str:
 
 
 def current_line() -> str:
-    """The line of a model's code that is running now."""
+    """Return the line of model code that is being executed."""
 
     def stack() -> Iterable[tuple[str, int]]:
         frame = sys._getframe(2)
@@ -43,7 +47,10 @@ def current_line() -> str:
 
 @functools.cache
 def _own(file: str) -> str | None:
-    """A file of ours or the user's, from the root of the source tree; None for a library's."""
+    """Return the path of a file of graphtrain or of the user; None for a library.
+
+    Files of graphtrain are relative to the root of the source tree.
+    """
     path = Path(file)
     relative = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else file
     if relative.startswith(_OURS):

@@ -1,9 +1,10 @@
-"""as_stored(x): weights of a layer enter the loop over layers as they lie in memory.
+"""as_stored(x): keep the row-major layout of a layer's weights inside the loop over layers.
 
-XLA for GPUs gathers an array along its slowest dimension. Where another one is split, as embed of a
-matrix (mlp, embed), it turns the array round, and since nothing in the loop says otherwise it turns
-the whole stack, before the loop and in float32: a second copy of a third of the parameters, held
-for the step. Told how a layer lies, it turns that layer's, as it rounds it.
+XLA:GPU all-gathers an array along its slowest dimension. If another dimension is split, such as
+embed of a matrix (mlp, embed), it transposes the array. Without a layout constraint in the loop it
+transposes the stack of all layers before the loop, in float32: a second copy of a third of the
+parameters for the duration of the step. With the constraint, it transposes one layer at a time,
+fused with the cast.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from sharding_rules.plan import layout
 
 
 def as_stored(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """The same values, in the order of its dimensions where a GPU's program would turn them round.
+    """Constrain a parameter to row-major layout on GPU if a dimension other than 0 is gathered.
 
-    Not inside a shard_map, where copies of a model or stages of a pipeline work by hand.
+    Elsewhere, and inside a shard_map (data parallelism or a pipeline with manual axes), return x
+    unchanged.
 
     Args:
         x: A parameter.
-        axes: What its dimensions mean.
+        axes: Array axis of each dimension.
     """
     found, target = placement(), traced_target()
     if found is None or found.manual or target is None or not target.is_gpu:
@@ -33,13 +35,13 @@ def as_stored(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     split = layout("parameter", ArraySpec(x.shape, axes), found.rules, found.shape).split
     used = {name for axis in axes if axis for name in found.rules.activations.get(axis, ())}
     if not any(set(names) - used for names in split[1:]):
-        return x  # gathered along the slowest, or not at all
+        return x  # gathered along dimension 0 or not gathered
     rows = Layout(tuple(range(x.ndim)))
     spec = PartitionSpec(*(names or None for names in split))
 
     @jax.custom_vjp
     def in_rows(x: jax.Array) -> jax.Array:
-        # Each device by itself: the partitioner would gather what a layout is asked of.
+        # In a shard_map, since the partitioner gathers the operand of a layout constraint.
         return jax.shard_map(
             lambda local: with_layout_constraint(local, rows),
             mesh=found.mesh,

@@ -1,6 +1,6 @@
-"""JAX to XLA, for cpu, cuda and tpu: plan, lower, compile, load.
+"""Backend for XLA (cpu, cuda, rocm and tpu): plan, lower, compile and load with JAX.
 
-Executables are serialized only from fresh compilations, with JAX's own cache off: one that came
+Only fresh compilations are serialized, with JAX's own compilation cache disabled: an executable
 from a cache hit serializes to a broken payload (jaxlib 0.10.2).
 """
 
@@ -32,26 +32,28 @@ from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
 
 _COMPILED_WHERE_THEY_ARE = ("cpu", "rocm")
-_THREADS_PER_DEVICE = 8  # collectives without an order between them, with some to spare
+_THREADS_PER_DEVICE = 8  # more than the number of concurrent collectives without dependencies
 
 _ON_CARDS = {
-    # Triton's products are tuned on the card, which is not here; cuBLAS chooses by itself.
+    # Triton GEMMs are autotuned on the GPU, which is not attached; cuBLAS selects kernels itself.
     "xla_gpu_enable_triton_gemm": False,
-    # Weights gathered twice within so many instructions are gathered once: in the backward pass a
-    # layer's are, to compute the layer again and for its gradients. By default at no distance.
+    # Merge equal all-gathers up to this many instructions apart (default: 0). In the backward pass
+    # a layer's weights are otherwise gathered twice: for rematerialization and for its gradients.
     "xla_gpu_experimental_collective_cse_distance_threshold": 1000,
-    # From Hopper on the default; older cards would wait for most of their collectives.
+    # Default since Hopper. Older GPUs would otherwise overlap few of their collectives.
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
 
-Device = Any  # jax.Device, which type checkers take for a variable
+Device = Any  # jax.Device; type checkers reject it as a type
 
 
 def described_devices(target: Target) -> list[Device]:
-    """The devices to compile for: those of a CPU, else descriptions; no accelerator is needed.
+    """Return the devices to compile for: real ones on cpu and rocm, else ahead-of-time devices.
+
+    Compiling for cuda and tpu needs no accelerator.
 
     Raises:
-        LoweringError: the target's compiler is not installed, or knows no such topology.
+        LoweringError: the target's compiler is not installed, or does not support the topology.
     """
     if target.platform in _COMPILED_WHERE_THEY_ARE:
         if target.platform == "cpu" and target.processes != distributed.count():
@@ -62,10 +64,13 @@ def described_devices(target: Target) -> list[Device]:
 
 
 def devices(target: Target) -> list[Device]:
-    """The target's devices in this process; a CPU is split into as many as asked, if not yet begun.
+    """Return the target's devices in this process.
+
+    A CPU is split into the required number of devices, unless JAX's backend is initialized already.
 
     Raises:
-        LoweringError: the machine is not here, is another one, or has fewer devices.
+        LoweringError: JAX finds no device of the platform, or fewer than the target has, or devices
+            of hosts whose processes have not joined this one.
     """
     _settle(target.platform, target.devices // (target.processes or 1))
     try:
@@ -74,13 +79,14 @@ def devices(target: Target) -> list[Device]:
         raise LoweringError(_not_here(target, str(error).partition("\n")[0])) from None
     if len(found) < target.devices:
         raise LoweringError(
-            f"{target} needs {target.devices} devices; this process began with {len(found)}"
+            f"{target} needs {target.devices} devices; JAX has {len(found)} in this process"
         )
     hosts = len({device.process_index for device in found})
-    if hosts > distributed.count():  # a TPU slice; each host would take itself for the first
+    if hosts > distributed.count():  # a TPU slice; each host would act as rank 0
         raise LoweringError(
-            f"the devices of {target} are on {hosts} hosts, of which this process knows none but "
-            "its own; give graphtrain on each of them --coordinator, --processes and --rank"
+            f"the devices of {target} are on {hosts} hosts, but this process was started alone; "
+            "start one process on each host, with the coordinator's address, the number of "
+            "processes and its rank"
         )
     return found[: target.devices]
 
@@ -88,21 +94,22 @@ def devices(target: Target) -> list[Device]:
 def _not_here(target: Target, said: str) -> str:
     where = {
         "cuda": "a machine with its driver and pip install 'jax[cuda13]'",
-        "rocm": "a machine with ROCm 7 and pip install 'jax[rocm7-local]'; its plugin begins "
-        "nowhere else, not even to compile",
+        "rocm": "a machine with ROCm 7 and pip install 'jax[rocm7-local]', which is needed even to "
+        "compile",
         "tpu": "a TPU machine and pip install 'jax[tpu]'",
     }
     return (
-        f"{target}: JAX finds no {target.platform} device here ({said}); it takes "
-        f"{where[target.platform]}. graphtrain compile and plan need no device for other machines"
+        f"{target}: JAX finds no {target.platform} device on this machine ({said}); it requires "
+        f"{where[target.platform]}. Except for rocm, planning and compiling require no device"
     )
 
 
 def _settle(platform: str, cpu_devices: int) -> None:
-    """Choose JAX's platforms, before anything asks it for a device.
+    """Configure JAX's platforms and number of CPU devices, before its backend is initialized.
 
-    A virtual device waits in a thread for each collective that it has begun. Several wait for each
-    other without end where XLA:CPU has no thread left to begin theirs, so it is told of more cores.
+    A virtual CPU device blocks one thread for each collective in progress. If XLA:CPU has no thread
+    left to start the collectives of the other devices, they deadlock; NPROC enlarges its thread
+    pool.
     """
     if platform != "cpu":
         cpu_devices = 1
@@ -112,13 +119,13 @@ def _settle(platform: str, cpu_devices: int) -> None:
         jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError:
-        pass  # the backend has begun; whoever needs its devices counts them
+        pass  # the backend is initialized; devices() checks the number of devices
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def make_mesh(shape: MeshShape, placed_on: list[Device]) -> Mesh:
-    """The mesh with its devices; the partitioner propagates shardings along every axis."""
-    if placed_on[0].platform == "tpu":  # neighbours on the mesh become neighbours on the torus
+    """Return the JAX mesh of these devices; on TPU in an order that fits the torus."""
+    if placed_on[0].platform == "tpu":  # neighbours in the mesh become neighbours in the torus
         sizes = tuple(shape.axes.values())
         grid = mesh_utils.create_device_mesh(sizes, placed_on, allow_split_physical_axes=True)
         return Mesh(grid, tuple(shape.axes))
@@ -126,7 +133,7 @@ def make_mesh(shape: MeshShape, placed_on: list[Device]) -> Mesh:
 
 
 def plan_graph(graph: Graph, rules: Rules, mesh: MeshShape) -> Plan:
-    """Place every input and output of a graph."""
+    """Return the plan: the layout of every input and output of a graph."""
     return make_plan(graph.arrays(), rules, mesh)
 
 
@@ -139,15 +146,19 @@ def lower(
     *,
     traced_for: Target | None = None,
 ) -> Lowered:
-    """Trace a graph and attach its shardings.
+    """Trace a graph with its shardings into StableHLO.
 
     Args:
-        placed_on: devices in place of those that describe the target.
-        traced_for: what the program is for, if its devices only stand for others.
+        graph: the step to trace.
+        rules: sharding rules for its arrays.
+        mesh_shape: mesh axes and sizes; their product is the target's number of devices.
+        target: the machine to compile for.
+        placed_on: devices to use instead of described_devices(target).
+        traced_for: the target that traced code sees, if it is not `target`.
 
     Raises:
-        ShardingError: an array cannot be placed.
-        LoweringError: the target lacks a memory that the graph asks for.
+        ShardingError: a rule cannot split an array.
+        LoweringError: the graph uses host memory, which the target's devices do not support.
     """
     plan = plan_graph(graph, rules, mesh_shape)
     placed_on = placed_on or described_devices(target)
@@ -179,23 +190,31 @@ def lower(
 
 
 def _check_memories(graph: Graph, device: Device, target: Target) -> None:
-    """Refuse what JAX would drop in silence: cards described without a driver have no memories."""
+    """Raise LoweringError if the devices lack a memory kind that the graph uses.
+
+    JAX would ignore the memory kind silently. Ahead-of-time GPU devices have no host memory.
+    """
     kinds = {memory.kind for memory in device.addressable_memories()}
     wanted = {MEMORY_KINDS[spec.memory] for spec in graph.arrays().values()} - {"device"}
     if not wanted <= kinds:
         raise LoweringError(
-            f"{target}: arrays that rest in the host's memory cannot be compiled for a card that "
-            "is not here (jax lists no memories of it); set program.optimizer.offload = false"
+            f"{target}: arrays in host memory cannot be compiled for a GPU that is not attached to "
+            "this machine (JAX lists no host memory for it); set program.optimizer.offload = false"
         )
 
 
 def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
-    """What we would have the compiler do otherwise than by default."""
+    """Return the compiler options that differ from XLA's defaults.
+
+    Args:
+        target: the machine to compile for.
+        runs_once: prefer a short compilation to fast code.
+    """
     if target.platform == "cuda":
         return dict(_ON_CARDS)
     if target.platform != "cpu":
         return {}
-    # LLVM takes most of the time of a CPU compilation: init of a 2-layer Llama 2.3 s, so 0.9 s.
+    # LLVM dominates compile time on CPU. init of a 2-layer Llama: 0.9 s instead of 2.3 s.
     quickly = {"xla_backend_optimization_level": 1} if runs_once else {}
     return KEEP_BARRIERS | quickly
 
@@ -223,16 +242,14 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 
 def compile(lowered: Lowered) -> Artifact:
-    """Compile and serialize; the record says what the loader has to check."""
+    """Compile and serialize a program; its record contains what load() checks."""
     began = time.perf_counter()
     with overhear() as replicated:
         compiled = _compile(lowered)
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     if lowered.target.platform == "cpu":
-        from lowering.xla.cpu_collective_order import (
-            keep_order,  # only here: protobuf takes a run 0.03 s to import
-        )
+        from lowering.xla.cpu_collective_order import keep_order  # importing protobuf takes 0.03 s
 
         payload = keep_order(payload)
     memory = compiled.memory_analysis()
@@ -266,8 +283,11 @@ def _compile(lowered: Lowered) -> Any:
 
 
 def _peak(memory: Any, target: Target) -> int:
-    """Most bytes a device holds at once. XLA:CPU reports its arguments alone, so there it is all
-    that is held at some time: an upper bound."""
+    """Return the peak device memory in bytes.
+
+    XLA:CPU reports only the arguments. There it is the sum of arguments, temporaries and new
+    outputs, which is an upper bound.
+    """
     if target.platform == "cpu":
         new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_outputs
@@ -275,7 +295,7 @@ def _peak(memory: Any, target: Target) -> int:
 
 
 class Executable:
-    """A loaded program: call it with the trees its graph names, in order."""
+    """A loaded program: call it with the inputs of its graph, in order."""
 
     def __init__(self, compiled: Any, record: Mapping[str, Any], mesh: Mesh) -> None:
         self._compiled = compiled
@@ -291,7 +311,7 @@ class Executable:
             raise OutOfMemory(self.record["graph"], self.record["target"], str(error)) from None
 
     def inputs(self, name: str) -> Tree:
-        """Shapes, dtypes and shardings of one argument, as jax.ShapeDtypeStruct."""
+        """Return shapes, dtypes and shardings of one input, as a tree of jax.ShapeDtypeStruct."""
         return unflatten(
             {
                 path.removeprefix(name).lstrip("/"): self._struct(fact)
@@ -313,8 +333,8 @@ def load(artifact: Artifact, target: Target) -> Executable:
     """Load an executable; the payload must already have been checked against its digest.
 
     Raises:
-        LoweringError: it was compiled for a processor that differs from this one. XLA itself would
-            load it and die of an illegal instruction later.
+        LoweringError: it was compiled for a different processor. XLA itself would load it and crash
+            later with an illegal instruction.
     """
     record = artifact.record
     placed_on = devices(target)
@@ -333,44 +353,49 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 
 def check_fingerprint(record: Mapping[str, Any], placed_on: list[Device]) -> None:
-    """Refuse a program that was compiled for devices other than these."""
+    """Raise LoweringError if a program was compiled for other devices than `placed_on`."""
     here = fingerprint(placed_on)
     if record["fingerprint"] != here:
         raise LoweringError(
-            f"the compiled {record['graph']} step was made for another processor "
-            f"({record['fingerprint']}, here {here}); compile for the machine that runs it"
+            f"the {record['graph']} step was compiled for another processor "
+            f"({record['fingerprint']}; this machine: {here}); compile it for this machine"
         )
 
 
 def fingerprint(placed_on: list[Device]) -> str:
-    """XLA's own digest of the devices and a CPU's instruction set; of an accelerator what its
-    description and the device itself both tell, and code depends on."""
+    """Return a string that identifies the processor that compiled code depends on.
+
+    For a CPU, XLA's digest of the devices and the instruction set. For an accelerator, properties
+    that both the attached device and its ahead-of-time description have.
+    """
     kind = placed_on[0]
     if kind.platform == "gpu":
         return f"compute capability {kind.compute_capability}"
     if kind.platform == "tpu":
         return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices"
-    if any(device.process_index for device in placed_on):  # XLA's digest differs by process
+    if any(device.process_index for device in placed_on):  # XLA's digest differs between processes
         return f"{len(placed_on)} devices, {host.processor()['features']}"
-    # The digest JAX's own cache uses; it has no public name (jax 0.11).
+    # The digest that JAX's own cache uses; there is no public API (jax 0.11).
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return f"{xla_client.get_topology_for_devices(placed_on).fingerprint():016x}"
 
 
 def forbid_tracing() -> AbstractContextManager[Any]:
-    """While inside, whatever JAX would have to trace is an error on this thread.
+    """Return a context in which tracing with JAX raises an error on this thread.
 
-    One stray eager operation would otherwise compile in the middle of a run, on every host.
+    Otherwise a single eager operation would compile in the middle of a run, on every host.
     """
-    from jax._src import config  # no public name for this guard (jax 0.11)
+    from jax._src import config  # there is no public API for this guard (jax 0.11)
 
     return config.no_tracing(True)
 
 
 def put(tree: Tree, described: Tree) -> Tree:
-    """Host arrays onto the devices, where an executable's inputs() say; of several processes each
-    puts what its own devices hold."""
+    """Copy host arrays to the devices, with the shardings of an executable's inputs().
+
+    With several processes, each copies the shards of its own devices.
+    """
     if distributed.count() == 1:
         return jax.device_put(tree, jax.tree.map(lambda array: array.sharding, described))
 
@@ -386,11 +411,11 @@ def put(tree: Tree, described: Tree) -> Tree:
 def fill(
     described: Tree, read: Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
 ) -> Tree:
-    """Arrays on the devices, as described; each device's part is read by itself.
+    """Create arrays on the devices; read each device's shard separately.
 
     Args:
         described: Shapes, dtypes and shardings.
-        read: Of a path, the shape of its array and an index into that: the part.
+        read: Function of a path, the unsharded shape and an index into it; returns that shard.
     """
 
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -404,19 +429,19 @@ def fill(
 
 
 def storable(tree: Tree) -> Tree:
-    """What a checkpoint can write: arrays of JAX, as they are."""
+    """Return the tree as arrays that a checkpoint can write: JAX arrays, unchanged."""
     return tree
 
 
 def memory_in_use() -> int:
-    """Bytes in use on the fullest device; a CPU's devices share what the process holds."""
+    """Return the bytes in use on the fullest local device; on CPU, the process's resident bytes."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [stat["bytes_in_use"] for stat in stats if stat]
     return max(used) if used else host.resident_bytes()
 
 
 def peak_memory() -> int:
-    """Most bytes that were in use at once on a device; on a CPU, by the whole process."""
+    """Return the peak bytes in use on any local device; on CPU, the process's resident peak."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [stat["peak_bytes_in_use"] for stat in stats if stat]
     return max(peaks) if peaks else host.peak_resident_bytes()

@@ -1,4 +1,4 @@
-"""What XLA says while it compiles, of which it keeps no other record."""
+"""Facts that XLA reports only in its compiler log: arrays that the partitioner replicated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The partitioner's last resort (jax 0.10 and 0.11): every device gets the whole array.
+# Warning of the SPMD partitioner when it falls back to replicating an array (jax 0.10 and 0.11).
 _REPLICATED = re.compile(
     r"Involuntary full rematerialization\. .*? from sharding (?P<before>\{.*?\}(?: \w+\})?) "
     r"to (?P<after>\{.*?\}) efficiently for HLO operation %\S+ = (?P<shape>[^\s{]+)"
@@ -19,9 +19,10 @@ _REPLICATED = re.compile(
 
 @contextmanager
 def overhear() -> Iterator[list[dict[str, str]]]:
-    """Fill the list, at the end, with the arrays that the compiler made whole to split them anew.
+    """Capture the compiler log; on exit, fill the list with arrays replicated for resharding.
 
-    The compiler writes to the process's standard error, past Python; it is passed on there.
+    The compiler writes to file descriptor 2 directly. The captured log is written to the original
+    standard error afterwards.
     """
     found: list[dict[str, str]] = []
     sys.stderr.flush()
@@ -40,6 +41,6 @@ def overhear() -> Iterator[list[dict[str, str]]]:
 
 
 def replicated(log: str) -> list[dict[str, str]]:
-    """Shape, scope and both shardings of arrays that the partitioner replicated, each once."""
+    """Return shape, scope and both shardings of each array replicated by the partitioner, once."""
     told = [match.groupdict() for match in _REPLICATED.finditer(log)]
     return [one for index, one in enumerate(told) if one not in told[:index]]

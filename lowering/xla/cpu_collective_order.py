@@ -1,11 +1,12 @@
-"""Collectives of a CPU program in one order on every device, after it was stored and loaded.
+"""Restore the order of collectives in a serialized XLA:CPU program, the same on every device.
 
-XLA:CPU runs what is ready, in any order, but its collectives one after the other: all of a program
-use one resource. When a program is loaded, what is in a loop or a call gets a resource of its own
-(jaxlib 0.10 and 0.11). Then a collective beside a loop runs before those of the loop on one device,
-after them on another, and both wait for ever: a step of a small Llama on two devices did, once in a
-few hundred. Here the stored program gets its order back: a copy of no bytes between the two, which
-for XLA reads what the first writes and writes what the second writes.
+XLA:CPU runs instructions in any order once their inputs are ready, but serializes the collectives
+of a program through one shared resource. When a program is deserialized, each loop and call gets a
+resource of its own (jaxlib 0.10 and 0.11). A collective next to a loop may then run before those of
+the loop on one device and after them on another, which deadlocks both (about one in several hundred
+steps of a small Llama on two devices). This module adds a zero-byte copy between the two to the
+serialized program. XLA sees a copy that reads what the first writes and writes what the second
+writes.
 
 Source: thunk.proto and thunk_proto_serdes.cc in xla/backends/cpu/runtime, and
 xla/runtime/execution_graph.cc
@@ -19,7 +20,7 @@ from typing import Any
 
 from lowering.hlo.protobuf import classes
 
-# What XLA stores. Fields that are not named stay as they are.
+# Fields of XLA's serialized program that are read or changed. All others are preserved.
 _FIELDS = {
     "Stored": {"program": (1, "Program")},
     "Program": {"thunks": (6, "Sequence")},
@@ -52,10 +53,10 @@ def _messages() -> dict[str, Any]:
 
 
 def keep_order(payload: bytes) -> bytes:
-    """What JAX made of a CPU executable, with the order of its collectives in it.
+    """Return a CPU executable serialized by JAX, with the order of its collectives fixed.
 
-    JAX pickles an executable as the bytes behind the string "exec", among shardings. Frames, whose
-    lengths would change, are left out; a pickle needs none.
+    JAX pickles the executable, next to its shardings, as the bytes that follow the string "exec".
+    Pickle frames are removed because their lengths would change; they are optional.
     """
     steps = list(pickletools.genops(payload))
     ends = [position for _, _, position in steps[1:]] + [len(payload)]
@@ -73,7 +74,10 @@ def keep_order(payload: bytes) -> bytes:
 
 
 def order_executable(stored: bytes) -> bytes:
-    """The same of an executable as IFRT stores it: a header's length, the header, XLA's program."""
+    """Fix the order of collectives in an executable in IFRT's format.
+
+    The format is the length of a header as a varint, the header, and XLA's program.
+    """
     length, begin = 0, 0
     while True:
         byte = stored[begin]
@@ -89,7 +93,7 @@ def order_executable(stored: bytes) -> bytes:
 
 
 def _order(sequence: Any) -> bool:
-    """Order the collectives of a sequence and of those in it; whether anything was to be done."""
+    """Order the collectives of a sequence and its nested ones; return whether it was changed."""
     changed = any([_order(inner) for thunk in sequence.thunks for inner in _inner(thunk)])
     communicating = [
         (index, array)
@@ -117,7 +121,7 @@ def _order(sequence: Any) -> bool:
 
 
 def _inner(thunk: Any) -> list[Any]:
-    """The sequences that a thunk runs."""
+    """Return the sequences that a thunk contains."""
     if thunk.HasField("loop"):
         return [thunk.loop.condition, thunk.loop.body]
     if thunk.HasField("call"):
@@ -126,7 +130,7 @@ def _inner(thunk: Any) -> list[Any]:
 
 
 def _written(thunk: Any) -> Any:
-    """An array that a collective of this thunk, or of what it runs, writes; None without one."""
+    """Return an array written by a collective in this thunk, nested ones included; None if none."""
     if thunk.HasField("collective"):
         return thunk.collective.arrays.destinations[0]
     inner = (_written(each) for sequence in _inner(thunk) for each in sequence.thunks)
@@ -134,7 +138,7 @@ def _written(thunk: Any) -> Any:
 
 
 def _link(first: Any, second: Any) -> Any:
-    """A copy of no bytes that XLA runs after what writes the first array, before the second."""
+    """Return a zero-byte copy: XLA runs it after the first array's writer, before the second's."""
     link = _messages()["Thunk"](kind="copy")
     for array, place in ((first, link.copy.source), (second, link.copy.destination)):
         place.slice = array.slice

@@ -1,6 +1,7 @@
-"""A step that another program has traced: a module of HLO in place of a Graph.
+"""Imported step: an HLO module traced by another program, used in place of a Graph.
 
-What made it, as PyTorch/XLA, annotates arrays for GSPMD, and numbers its inputs and outputs.
+The other program, for example PyTorch/XLA, annotates arrays for GSPMD; inputs and outputs have
+positions instead of names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Layout, Plan
 
-# No public names read HLO or its shardings, or merge modules (jax 0.11).
+# There is no public API to read HLO or its shardings, or to merge modules (jax 0.11).
 from jax._src.interpreters.mlir import merge_mlir_modules  # isort: skip
 from jax._src.lib import _jax  # isort: skip # pyright: ignore
 from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
@@ -39,31 +40,31 @@ jaxlib: Any = _jax
 
 @dataclass(frozen=True)
 class Imported:
-    """A module of HLO, and the devices that its annotations speak of."""
+    """An HLO module and the candidate meshes for its sharding annotations."""
 
     name: str
     module: HloModule
-    meshes: tuple[MeshShape, ...]  # along any of which it may be split, likeliest first
+    meshes: tuple[MeshShape, ...]  # meshes that may describe its shardings, likeliest first
 
 
 class _OtherMesh(Exception):
-    """An array is not split along the axes of a mesh."""
+    """The sharding of an array does not follow the axes of a mesh."""
 
 
 def lower(imported: Imported, target: Target) -> Lowered:
-    """The module for a target, with the shardings that it came with.
+    """Lower an imported module for a target, with the module's own shardings.
 
-    Afterwards this process lowers for GSPMD, and numbers have 64 bits where the module says so.
+    This changes JAX's configuration of the process: GSPMD instead of Shardy, 64-bit types enabled.
 
     Raises:
-        LoweringError: it is for another number of devices, or splits an array along none of its
-            meshes, or asks for what the target does not have.
+        LoweringError: the module is for another number of devices, an array's sharding follows
+            none of its meshes, or the target does not support it.
     """
     devices = imported.meshes[0].devices
     if devices != target.devices:
         raise LoweringError(
-            f"{imported.name} is a program of {devices} devices, and {target} has "
-            f"{target.devices}; give --target a machine of {devices}"
+            f"{imported.name} was traced for {devices} devices, but {target} has "
+            f"{target.devices}; choose a target with {devices} devices"
         )
     backend = lowering.backend(target)
     if backend is xla:
@@ -72,12 +73,12 @@ def lower(imported: Imported, target: Target) -> Lowered:
 
 
 def _whole(imported: Imported, target: Target) -> Lowered:
-    """The program of all devices."""
+    """Lower the module for XLA, as one program for all devices."""
     placed_on = xla.described_devices(target)
-    # Annotations for GSPMD and those for Shardy do not go into one program.
+    # GSPMD and Shardy annotations cannot be mixed in one program.
     jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_traceback_in_locations_limit", 0)  # the lines would be ours
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # they would point to this file
     plan, outputs = _plan(imported), _named("output", imported.module.outputs)
     mesh, layouts = xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
     described = [
@@ -98,7 +99,7 @@ def _whole(imported: Imported, target: Target) -> Lowered:
 
 
 def _plan(imported: Imported) -> Plan:
-    """Where every input lives, along the first mesh that can say it."""
+    """Return the layout of every input, on the first mesh that can express all of them."""
     problem: Exception | None = None
     for mesh in imported.meshes:
         try:
@@ -106,7 +107,7 @@ def _plan(imported: Imported) -> Plan:
             return Plan(mesh, _named("input", layouts))
         except _OtherMesh as error:
             problem = error
-    raise LoweringError(f"{imported.name}: {problem}; split all arrays along one mesh of devices")
+    raise LoweringError(f"{imported.name}: {problem}; shard all arrays along axes of one mesh")
 
 
 def _layout(array: Input, mesh: MeshShape) -> Layout:
@@ -121,21 +122,21 @@ def _layout(array: Input, mesh: MeshShape) -> Layout:
     except (ValueError, KeyError, NotImplementedError, AssertionError, StopIteration):
         split = xla_client.HloSharding.from_proto(proto)
         raise _OtherMesh(
-            f"an input of shape {array.spec.shape} is split as {split}, which is not along axes of "
-            f"the mesh {mesh}"
+            f"an input of shape {array.spec.shape} has sharding {split}, which does not follow the "
+            f"axes of the mesh {mesh}"
         ) from None
     names = [(part,) if isinstance(part, str) else tuple(part or ()) for part in found]
     return Layout(array.spec, (*names, *((),) * (rank - len(names))))
 
 
 def _named(what: str, values: Sequence[Any]) -> dict[str, Any]:
-    """By name and number; sorted as strings they stay in order."""
+    """Return values by name and zero-padded index, so that sorting the names keeps the order."""
     width = len(str(len(values) - 1))
     return {f"{what}{index:0{width}}": value for index, value in enumerate(values)}
 
 
 def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., dict[str, Any]]:
-    """A function of arrays that JAX traces into a call of the module."""
+    """Return a function of arrays that JAX traces into a call of the module."""
     computation = xla_client.XlaComputation(module.binary)
     stablehlo = jaxlib.mlir.xla_computation_to_mlir_module(computation)
     call = Primitive("imported")
@@ -147,7 +148,7 @@ def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., 
         whole = context.module_context
         called = ir.Module.parse(stablehlo, whole.context)
         main: Any = ir.SymbolTable(called.operation)["main"]
-        types = main.type.results  # known before it is merged away
+        types = main.type.results  # read before merging invalidates it
         name = merge_mlir_modules(whole.module, "imported", called, dst_symtab=whole.symbol_table)
         symbol = ir.FlatSymbolRefAttr.get(name)
         return func.CallOp(types, symbol, list(inputs)).results
@@ -173,7 +174,7 @@ def _facts(imported: Imported, plan: Plan, outputs: Mapping[str, ArraySpec]) -> 
             path: about(layout.spec) | {"split": [list(axes) for axes in layout.split]}
             for path, layout in plan.layouts.items()
         },
-        # How they are split, the compiler decides.
+        # The compiler chooses the shardings of the outputs.
         "outputs": {path: about(spec) for path, spec in outputs.items()},
         "donated": [names[number] for number in imported.module.donated],
         "annotations": [],

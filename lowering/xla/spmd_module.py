@@ -1,6 +1,6 @@
-"""One device's program, with its collectives: a lowered computation after XLA's SPMD partitioner.
+"""Program of one device, with its collectives: a computation after XLA's SPMD partitioner.
 
-For compilers other than XLA's own, which take the program of one device.
+It is the input of compilers other than XLA's own, which compile a single-device program.
 """
 
 import tempfile
@@ -13,36 +13,37 @@ import jax
 from lowering.errors import LoweringError
 from lowering.hlo.proto import read_dump, write_module
 
-# The pass after which a module is that of one device; the second name is for a single device.
+# The pass after which a module is the program of one device; the second is for one-device meshes.
 _PASSES = ("spmd-partitioning", "sharding-remover")
 _CODE_IS_THROWN_AWAY: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-if jax.__version_info__ < (0, 11):  # half the time without the emitters of MLIR; 0.11 has no others
+if jax.__version_info__ < (0, 11):  # halves the time; 0.11 has only the MLIR fusion emitters
     _CODE_IS_THROWN_AWAY["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)
 class Partitioned:
-    """One device's program, and what XLA would hold beside its inputs and outputs."""
+    """Program of one device, and the memory that it needs besides its inputs and outputs."""
 
-    hlo: bytes  # an HloModuleProto
-    temporaries: int  # bytes on a CPU; other compilers differ, in the same order of magnitude
-    outputs: tuple[Any, ...]  # the sharding of each
+    hlo: bytes  # a serialized HloModuleProto
+    temporaries: int  # bytes, for XLA:CPU; the order of magnitude for other compilers
+    outputs: tuple[Any, ...]  # sharding of each output
 
 
 def partition(lowered: Any) -> Partitioned:
-    """One device's program; processes differ in its module's id only.
+    """Return the program of one device; between processes only the module's id differs.
 
-    The partitioner has no entrance of its own (jaxlib 0.11), so the computation is compiled for a
-    CPU, quickly, and the module is written down on its way. Several processes may do so at once.
+    The partitioner has no API (jaxlib 0.11), so the computation is compiled for CPU, with little
+    optimization, and the module is dumped after the partitioner. Several processes may do this at
+    once.
 
     Args:
-        lowered: A jax.stages.Lowered for devices of a CPU, as many as the target has.
+        lowered: A jax.stages.Lowered for as many CPU devices as the target has.
 
     Raises:
-        LoweringError: XLA wrote no such module.
+        LoweringError: XLA did not dump the module.
     """
     with tempfile.TemporaryDirectory(prefix="graphtrain-partitioned-") as directory:
         compiled = lowered.compile(
@@ -61,6 +62,6 @@ def partition(lowered: Any) -> Partitioned:
                     hlo, temporaries, tuple(jax.tree.leaves(compiled.output_shardings))
                 )
     raise LoweringError(
-        f"XLA wrote no module after any of its passes {', '.join(_PASSES)}; this jax is newer than "
-        "those that graphtrain was tested with (0.10 and 0.11)"
+        f"XLA dumped no module after any of the passes {', '.join(_PASSES)}; graphtrain was tested "
+        "with jax 0.10 and 0.11, so install one of these versions"
     )

@@ -139,7 +139,7 @@ def test_annotations_that_disagree_are_both_named(bad, axis, said, target, monke
     assert {cause.collective.axes for cause in flags} == {(axis,)}
     assert not any(cause.explained or cause.rule for cause in flags)
     for cause in flags:
-        assert f"an involuntary rematerialisation: no rule makes it whole over {axis}" in (
+        assert f"an involuntary full rematerialization: no rule replicates it over {axis}" in (
             cause.sentence
         )
         assert f"constrain({said}) at {line(bad, 2)}" in cause.sentence
@@ -153,7 +153,7 @@ def test_a_weight_gathered_where_its_product_should_be_split_is_flagged(monkeypa
     assert weights
     for weight in weights:
         assert weight.startswith(f"{line(whole_width, 3)}: layers/mlp/down is gathered over tensor")
-        assert "activations.mlp = tensor splits their products too" in weight
+        assert "activations.mlp = tensor also splits their products" in weight
 
 
 @pytest.mark.parametrize("target", ["cpu:8", "v5e:2x4"])
@@ -168,5 +168,5 @@ def test_scores_gathered_over_the_vocabulary_are_flagged(target, monkeypatch):
     monkeypatch.setattr(Decoder, "unembed", unembed)
     (cause,) = flagged(causes(target, **TENSOR))
     assert cause.collective.source == line(unembed, 5)
-    assert "the scores of the vocabulary are made whole over tensor" in cause.sentence
+    assert "the logits are replicated over tensor" in cause.sentence
     assert 'constrain(scores, "batch", "seq", "vocab")' in cause.sentence

@@ -174,7 +174,9 @@ def test_everything_wrong_is_told_at_once_with_lines_of_the_model():
 
 def test_what_does_not_fit_is_told_as_of_every_target():
     made = normalised(lambda x: x + 1, described(2**33))
-    with pytest.raises(OutOfMemory, match=r"train does not fit trn1:1: \[NCC_EOOM001\].*34.4 GB"):
+    with pytest.raises(
+        OutOfMemory, match=r"train does not fit in the memory of trn1:1: \[NCC_EOOM001\].*34.4 GB"
+    ):
         check(made.hlo, made.sources, "train", Target.parse("trn1:1"))
 
 

@@ -81,6 +81,6 @@ def test_out_of_memory_is_one_error_with_the_largest_arrays(cold: Place, target)
     words += ["--set", "program.batch.sequences=1024"]
     for _ in range(2):  # compiled, then from the cache where the compiler let it pass
         _, err = cold.command("compile", "config.toml", *words, status=2)
-        assert f"train does not fit {target}: " in err
-        assert "; largest, by estimate: " in err and " logits and their gradient " in err
-        assert "graphtrain plan finds the cheapest changes" in err
+        assert f"train does not fit in the memory of {target}: " in err
+        assert "; estimated largest: " in err and " logits and their gradient " in err
+        assert "run graphtrain plan for the cheapest changes that would fit" in err

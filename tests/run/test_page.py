@@ -100,7 +100,9 @@ def test_everything_is_drawn_from_the_file_alone(opened):
         assert opened.locator(f"#{name}-chart svg").count() == 1, name
     assert opened.title() == "a <title> & more"
     assert opened.inner_text("#remark") == "</script><b>not markup</b>"
-    assert opened.inner_text("#verdict") == "does not fit v5e:4x4, says the compiler"
+    assert (
+        opened.inner_text("#verdict") == "does not fit v5e:4x4: the compiler found no way to fit it"
+    )
     assert "runs: 3" in opened.inner_text("#error-bars")
     assert "--set 'program.model.remat=full'" in opened.inner_text("#remedies")
     assert opened.locator("#causes tbody tr").count() == 1
@@ -124,7 +126,7 @@ def test_a_chosen_array_is_shown_where_it_lives(opened, array, pieces, about):
     opened.select_option("#array", f"state/parameters/{array}")
     opened.wait_for_function(COLOURS, arg=pieces)
     told = opened.inner_text("#array-about")
-    assert about in told and f"{pieces} different pieces" in told
+    assert about in told and f"{pieces} different shards" in told
 
 
 def test_pointing_at_a_device_tells_what_it_holds(opened):
@@ -132,11 +134,11 @@ def test_pointing_at_a_device_tells_what_it_holds(opened):
     tip = opened.locator("#vg-tooltip-element.visible")
     tip.wait_for()
     text = tip.inner_text()
-    assert "on the mesh" in text and "data 0" in text and "piece" in text
+    assert "mesh coordinates" in text and "data 0" in text and "shard" in text
 
 
 def test_headers_sort_the_collectives(opened):
-    header = opened.locator("#collectives th", has_text="times a step")
+    header = opened.locator("#collectives th", has_text="per step")
     column = "#collectives tbody td:nth-child(4)"
     header.get_by_role("button").click()
     falling = [int(text.replace(",", "")) for text in opened.locator(column).all_inner_texts()]
@@ -150,7 +152,7 @@ def test_headers_sort_the_collectives(opened):
 def test_memory_is_drawn_beside_the_device(opened):
     rule = "#memory-chart .mark-rule.role-mark line"
     assert opened.locator(rule).count() == 0
-    opened.get_by_label("as large as the device").check()
+    opened.get_by_label("scale to the device").check()
     opened.wait_for_selector(rule, state="attached")
 
 

@@ -128,6 +128,9 @@ def test_what_is_missing_on_one_is_missing_for_all(place: Place, tmp_path, compi
 
 def test_another_number_of_processes_is_refused(place: Place):
     _, err = place.command("run", "config.toml", *TWO, status=2)
-    assert "cpu:2x4 runs in 2 processes, one for each host, and here are 1; start them with" in err
+    assert (
+        "cpu:2x4 requires 2 processes, one for each host, but this run has 1; start them with"
+        in err
+    )
     _, err = place.command("run", "config.toml", *TWO, "--rank", "0", status=2)
-    assert "several processes need --coordinator, --processes as well" in err
+    assert "a distributed run also requires coordinator, processes" in err

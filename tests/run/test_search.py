@@ -46,4 +46,4 @@ def test_nothing_that_fits_is_an_exit_status(place):
         "plan", "search", "config.toml", "--target", "v5e:2x2", "--verify", "0",
         "--set", "program.model.vocab=100_000_000_000", status=4,
     )  # fmt: skip
-    assert "no strategy fits" in out and "nothing fits: at best" in out
+    assert "no strategy fits" in out and "nothing fits: the smallest needs" in out

@@ -19,7 +19,7 @@ def error(graph: str = "train") -> OutOfMemory:
 
 
 def test_what_takes_most_is_named_by_an_estimate():
-    assert "largest, by estimate: " in str(with_largest_arrays(error(), PROGRAM))
+    assert "estimated largest: " in str(with_largest_arrays(error(), PROGRAM))
 
 
 def test_a_module_whose_sizes_nothing_tells_is_not_made_for_it():

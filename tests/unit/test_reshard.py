@@ -183,14 +183,14 @@ def test_a_strategy_is_read_as_it_was_written_and_compiles_nothing(runs, tmp_pat
     told = json.loads(path.read_text())
     assert told["rows"] == [0, None, 1, 2, 3, None, 4, None]
     path.write_text(json.dumps(told | {"graphtrain_strategy": 2}))
-    with pytest.raises(GraphtrainError, match="is no strategy"):
+    with pytest.raises(GraphtrainError, match="is not a strategy file"):
         read_json(path)
     save_strategy(tmp_path / "strategy.ckpt", PROGRAMS["rounds"])
     with pytest.raises(
         GraphtrainError, match=r"MindSpore's strategy format does not contain the optimizer"
     ):
         reshard(runs / "rounds", tmp_path / "made", tmp_path / "strategy.ckpt", quiet)
-    with pytest.raises(GraphtrainError, match=r"written as .*\.json"):
+    with pytest.raises(GraphtrainError, match=r"unknown suffix of a strategy file; use .*\.json"):
         save_strategy(tmp_path / "strategy.txt", PROGRAMS["one"])
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// The page of a plan: reads the JSON beside it, draws with Vega-Lite, and loads nothing.
+// Script of a plan's page: reads the embedded JSON and draws charts with Vega-Lite, offline.
 
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const at = (id) => document.getElementById(id);
@@ -37,7 +37,7 @@ function draw(id, spec) {
   return vegaEmbed(at(id), whole, { actions: false, renderer: "svg" }).then((result) => result.view);
 }
 
-// A table whose headers sort it. A column: {name, of: row => value, show?, number?, words?}.
+// Fill a table that can be sorted by its headers. Column: {name, of: row => value, show?, number?, words?}.
 function table(id, columns, rows) {
   const head = document.createElement("tr"), body = document.createElement("tbody");
   const fill = (sorted) => body.replaceChildren(...sorted.map((row) => line(columns, row)));
@@ -87,14 +87,14 @@ function figures() {
   const sent = plan.collectives.reduce((sum, one) => sum + one.wire_bytes_per_step, 0);
   const share = (plan.memory.peak_bytes / plan.memory.capacity_bytes) * 100;
   const all = [
-    ["peak memory of a device", megabytes(plan.memory.peak_bytes), plan.memory.source],
+    ["peak memory per device", megabytes(plan.memory.peak_bytes), plan.memory.source],
     ["of the device's memory", `${number(share)} %`, plan.memory.source],
-    ["sent by a device in a step", megabytes(sent), plan.sources.collectives],
-    ["time of a step", seconds(plan.step_seconds), "estimate"],
-    ["model FLOP utilisation", `${number(plan.mfu * 100)} %`, "estimate"],
+    ["sent per device and step", megabytes(sent), plan.sources.collectives],
+    ["step time", seconds(plan.step_seconds), "estimate"],
+    ["model FLOPs utilization", `${number(plan.mfu * 100)} %`, "estimate"],
   ];
   if (plan.compile_seconds !== null)
-    all.push(["time to compile", seconds(plan.compile_seconds), "compiler"]);
+    all.push(["compile time", seconds(plan.compile_seconds), "compiler"]);
   for (const [name, value, who] of all) {
     const box = document.createElement("div"), text = document.createElement("span");
     const bold = document.createElement("b");
@@ -106,7 +106,7 @@ function figures() {
   }
 }
 
-// The coordinates of a device on the mesh: ids count along the last axis first.
+// Return the coordinates of a device on the mesh; ids increase along the last axis first.
 function coordinates(device) {
   const found = {};
   for (const [axis, size] of Object.entries(plan.mesh).reverse()) {
@@ -116,13 +116,13 @@ function coordinates(device) {
   return found;
 }
 
-// Which piece of an array a device holds: its place along each dimension.
+// Return the index of a device's shard along each dimension of an array.
 function piece(array, place) {
   return array.split.map((axes) =>
     axes.reduce((index, axis) => index * plan.mesh[axis] + place[axis], 0));
 }
 
-// The mesh axes that make the columns: from the fastest, until the grid is wider than high.
+// Choose the mesh axes of the columns: from the last axis, until the grid is wider than high.
 function columnAxes() {
   const axes = Object.keys(plan.mesh).filter((axis) => plan.mesh[axis] > 1);
   const columns = [];
@@ -164,11 +164,11 @@ function describe(array) {
   const copies = plan.devices / pieces;
   at("array-about").textContent =
     `${array.dtype} · ${dimensions.join(" × ") || "scalar"} · ${pieces} ` +
-    `${pieces === 1 ? "piece" : "different pieces"} of ${array.shard_shape.join("×") || "1"} ` +
+    `${pieces === 1 ? "shard" : "different shards"} of ${array.shard_shape.join("×") || "1"} ` +
     `(${megabytes(array.bytes)}), each on ${copies} ${copies === 1 ? "device" : "devices"}`;
 }
 
-// A grid of the devices, each with the number and colour of the piece it holds.
+// Draw a grid of the devices, each with the number and color of its shard.
 function drawDevices(array) {
   const { columns, rows, width } = columnAxes();
   const shown = devices(array), height = Math.ceil(shown.length / width);
@@ -184,8 +184,8 @@ function drawDevices(array) {
     encoding: {
       color: { field: "shard", legend: null, ...(pieces > 10 ? many : few) },
       opacity: { condition: { param: "same", value: 1 }, value: 0.25 },
-      tooltip: [{ field: "device" }, { field: "on", title: "on the mesh" },
-        { field: "shard", title: "piece" }, { field: "holds" }],
+      tooltip: [{ field: "device" }, { field: "on", title: "mesh coordinates" },
+        { field: "shard", title: "shard" }, { field: "holds", title: "indices" }],
     },
   }];
   if (cell >= 24) layers.push({
@@ -209,10 +209,10 @@ async function arrays() {
     plan.arrays.find((one) => one.role === "parameter") ?? plan.arrays[0]);
   select.value = largest.path;
   await drawDevices(largest);
-  const left = plan.devices > DEVICES_SHOWN ? ` The first ${DEVICES_SHOWN} devices are shown.` : "";
+  const left = plan.devices > DEVICES_SHOWN ? ` Only the first ${DEVICES_SHOWN} devices are shown.` : "";
   at("devices-note").textContent =
-    `Each square is a device; the number and colour say which piece it holds.${left} ` +
-    "Point at one to see who holds the same.";
+    `Each square is a device; its number and color identify its shard.${left} ` +
+    "Hover over a device to highlight all devices with the same shard.";
   describe(largest);
   select.addEventListener("change", () => {
     const array = plan.arrays.find((one) => one.path === select.value);
@@ -235,12 +235,12 @@ async function memory() {
           color: { field: "kind", type: "nominal", title: null, sort: KINDS,
             scale: { domain: KINDS, range: COLORS }, legend: { orient: "top" } },
           order: { field: "order" },
-          tooltip: [{ field: "kind" }, { field: "megabytes", format: ",.1f", title: "MB" }, { field: "says", title: "says" }],
+          tooltip: [{ field: "kind" }, { field: "megabytes", format: ",.1f", title: "MB" }, { field: "says", title: "source" }],
         } },
       ...(scale === "device" || peak > capacity ? [{
         data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeWidth: 2 },
         encoding: { x: { field: "capacity", type: "quantitative" },
-          tooltip: [{ field: "capacity", format: ",.1f", title: "the device's MB" }] } }] : []),
+          tooltip: [{ field: "capacity", format: ",.1f", title: "MB of the device" }] } }] : []),
     ],
   });
   for (const radio of document.getElementsByName("scale"))
@@ -252,7 +252,7 @@ async function memory() {
     { name: "MB", of: (row) => row.bytes, show: (row) => mega(row.bytes), number: true },
     { name: "% of device", of: (row) => row.bytes, number: true,
       show: (row) => number((row.bytes / memory.capacity_bytes) * 100) },
-    { name: "says", of: (row) => plan.sources.memory[row.kind] ?? plan.capacity_source,
+    { name: "source", of: (row) => plan.sources.memory[row.kind] ?? plan.capacity_source,
       show: (row) => source(plan.sources.memory[row.kind] ?? plan.capacity_source) },
   ], all);
   await draw("memory-chart", spec("program"));
@@ -264,8 +264,8 @@ async function time() {
   const rows = ["compute", "memory"].map((part) => ({
     part, seconds: parts[part], role: part === limit ? "counts" : "hidden" }));
   for (const [axes, spent] of Object.entries(parts.communication))
-    rows.push({ part: `sending over ${axes}`, seconds: spent, role: "sending" });
-  if (parts.overlapped) rows.push({ part: "of it, hidden", seconds: parts.overlapped, role: "hidden" });
+    rows.push({ part: `communication over ${axes}`, seconds: spent, role: "sending" });
+  if (parts.overlapped) rows.push({ part: "overlapped with compute", seconds: parts.overlapped, role: "hidden" });
   if (parts.bubble) rows.push({ part: "pipeline bubble", seconds: parts.bubble, role: "waiting" });
   rows.push({ part: "step", seconds: plan.step_seconds, role: "step" });
   for (const row of rows) row.shown = seconds(row.seconds);
@@ -282,13 +282,13 @@ async function time() {
       { mark: { type: "text", align: "left", dx: 5, color: "#1d2733" }, encoding: { text: { field: "shown" } } },
     ],
   });
-  const names = { compile_seconds: "time to compile", step_seconds: "time of a step", peak_bytes: "peak memory" };
+  const names = { compile_seconds: "compile time", step_seconds: "step time", peak_bytes: "peak memory" };
   const bars = Object.entries(plan.error_bars).map(([name, bar]) =>
-    `${names[name]} was ${number(bar.median, 2)} × the predicted (median), ` +
-    `${number(bar.worst, 2)} × at worst (runs: ${bar.count})`);
+    `measured ${names[name]} was ${number(bar.median, 2)} × the prediction (median), ` +
+    `${number(bar.worst, 2)} × in the worst case (runs: ${bar.count})`);
   at("error-bars").textContent = bars.length
     ? `Error bar on ${plan.target}: ${bars.join("; ")}.`
-    : `No error bar yet: runs on ${plan.target} add to it.`;
+    : `No error bar yet: each run on ${plan.target} adds a measurement.`;
 }
 
 async function pipeline() {
@@ -298,12 +298,12 @@ async function pipeline() {
   at("pipeline-about").textContent =
     `${pipe.schedule}: ${pipe.stages} stages, ${pipe.rounds} ` +
     `${pipe.rounds === 1 ? "round" : "rounds"}, ${pipe.microbatches} microbatches; each stage ` +
-    `waits ${number(pipe.bubble * 100)} % of a step (by the schedule, all ticks alike). ` +
-    `Numbers are microbatches${pipe.rounds > 1 ? "; paler is a later round" : ""}.`;
+    `is idle for ${number(pipe.bubble * 100)} % of a step, if all ticks take the same time. ` +
+    `Numbers are microbatches${pipe.rounds > 1 ? "; lighter colors are later rounds" : ""}.`;
   const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
     ({ stage, tick, until: tick + 1, kind, microbatch, round }));
   const ticks = Math.max(...rows.map((row) => row.until));
-  // A tick of 1f1b has time for a forward and a backward pass; of the others, for one of them.
+  // A tick of 1f1b contains a forward and a backward pass; a tick of other schedules, one of them.
   const halves = pipe.schedule === "1f1b";
   if (halves) for (const row of rows) {
     if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
@@ -339,19 +339,19 @@ async function collectives() {
   const list = [...plan.collectives].sort((a, b) => b.wire_bytes_per_step - a.wire_bytes_per_step);
   const who = plan.sources.collectives;
   const about = list.length
-    ? `${list.reduce((sum, one) => sum + one.count, 0).toLocaleString("en-US")} a step, loops counted as often as they run `
-    : "None: the devices of this plan do not talk to each other. ";
+    ? `${list.reduce((sum, one) => sum + one.count, 0).toLocaleString("en-US")} per step, including repetitions in loops `
+    : "None: the devices of this plan do not communicate. ";
   at("collectives-about").replaceChildren(about, source(who));
   if (!list.length) return;
   table("collectives", [
-    { name: "over", of: (one) => one.axes.join("+") },
+    { name: "mesh axes", of: (one) => one.axes.join("+") },
     { name: "operation", of: (one) => one.op },
     { name: "devices", of: (one) => one.devices, number: true },
-    { name: "times a step", of: (one) => one.count, number: true, show: (one) => one.count.toLocaleString("en-US") },
-    { name: "size", of: (one) => one.bytes, number: true, show: (one) => megabytes(one.bytes) },
-    { name: "sent by a device in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
-    { name: "type", of: (one) => one.dtype },
-    { name: "made by", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
+    { name: "per step", of: (one) => one.count, number: true, show: (one) => one.count.toLocaleString("en-US") },
+    { name: "unsharded size", of: (one) => one.bytes, number: true, show: (one) => megabytes(one.bytes) },
+    { name: "sent per device and step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
+    { name: "dtype", of: (one) => one.dtype },
+    { name: "source line", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
     ...(list.some((one) => one.why) ? [{ name: "why", of: (one) => one.why, words: true }] : []),
   ], list);
   const sums = new Map();
@@ -363,10 +363,10 @@ async function collectives() {
   await draw("collectives-chart", {
     width: 740, height: { step: 30 }, data: { values: rows }, mark: { type: "bar", height: 20 },
     encoding: {
-      y: { field: "over", type: "nominal", title: "over", sort: "-x" },
-      x: { field: "sent", type: "quantitative", title: `MB sent by a device in a step (${who})`, stack: "zero" },
+      y: { field: "over", type: "nominal", title: "mesh axes", sort: "-x" },
+      x: { field: "sent", type: "quantitative", title: `MB sent per device and step (${who})`, stack: "zero" },
       color: { field: "operation", type: "nominal", title: null, scale: { scheme: "tableau10" }, legend: { orient: "top" } },
-      tooltip: [{ field: "over" }, { field: "operation" }, { field: "sent", format: ",.1f", title: "MB" }],
+      tooltip: [{ field: "over", title: "mesh axes" }, { field: "operation" }, { field: "sent", format: ",.1f", title: "MB" }],
     },
   });
 }
@@ -384,7 +384,7 @@ function remedies() {
     { name: "peak MB", of: (one) => one.peak_bytes, show: (one) => mega(one.peak_bytes), number: true },
     { name: "step", of: (one) => one.step_seconds, show: (one) => seconds(one.step_seconds), number: true },
     { name: "device-seconds", of: (one) => one.device_seconds, show: (one) => number(one.device_seconds, 2), number: true },
-    { name: "says", of: (one) => one.confirmed, show: (one) => source(one.confirmed ? "compiler" : "estimate") },
+    { name: "source", of: (one) => one.confirmed, show: (one) => source(one.confirmed ? "compiler" : "estimate") },
   ], plan.remedies);
 }
 
@@ -392,14 +392,14 @@ function causes() {
   const found = plan.collectives.filter((one) => one.explained === false);
   at("causes-section").hidden = !found.length;
   table("causes", [
-    { name: "why it is there, and what would remove it", of: (one) => one.why, words: true },
-    { name: "over", of: (one) => one.axes.join("+") },
+    { name: "cause and remedy", of: (one) => one.why, words: true },
+    { name: "mesh axes", of: (one) => one.axes.join("+") },
     { name: "operation", of: (one) => one.op },
-    { name: "sent in a step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
+    { name: "sent per device and step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
   ], found);
 }
 
-// A setting as words: a mesh or a pipeline by its sizes, rules by their names.
+// Format a setting: sizes of a mesh or a pipeline, names of rules.
 function words(value) {
   if (Array.isArray(value)) return value.join(", ");
   if (value && typeof value === "object")
@@ -407,7 +407,7 @@ function words(value) {
   return String(value ?? "");
 }
 
-// Strategies as `graphtrain plan search --json` prints them; a column for each name.
+// Show strategies in the format of `graphtrain plan search --json`, with one column per key.
 async function search() {
   const list = plan.search;
   if (!list.length) return;
@@ -434,8 +434,8 @@ async function search() {
     layer: [
       { data: { values: rows }, mark: { type: "point", filled: true, size: 70, color: "#2f6fb5", opacity: 0.7 },
         encoding: {
-          x: { field: "step_seconds", type: "quantitative", title: "seconds a step (estimate)", scale: { zero: false } },
-          y: { field: "gigabytes", type: "quantitative", title: "peak GB of a device" },
+          x: { field: "step_seconds", type: "quantitative", title: "seconds per step (estimate)", scale: { zero: false } },
+          y: { field: "gigabytes", type: "quantitative", title: "peak GB per device" },
           tooltip: names.map((name) => ({ field: column(name).name })) } },
       { data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeDash: [4, 4] },
         encoding: { y: { field: "capacity", type: "quantitative" } } },

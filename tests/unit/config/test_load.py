@@ -179,11 +179,11 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
     ("stages", "settings", "problem"),
     [
         (2, [], "batch.microbatches = 1 is not a multiple of mesh.stage = 2"),
-        (4, ["batch.microbatches=4"], "4 stages = 4 parts need at least as many layers"),
+        (4, ["batch.microbatches=4"], "4 stages = 4 chunks require at least 4 layers"),
         (
             2,
             ["batch.microbatches=2", "pipeline.layers=[2, 1]"],
-            "pipeline.layers adds up to 3, not to model.layers = 2",
+            "the sum of pipeline.layers is 3; it must be model.layers = 2",
         ),
         (
             2,

@@ -46,7 +46,7 @@ def test_a_graph_that_runs_once_is_compiled_quickly():
 def test_too_little_memory_is_one_error(code):
     error = failure(70, f"noise\n[ERROR] [NCC_{code}] needs 21 GB\n", graph="train", target=TRN1)
     assert isinstance(error, OutOfMemory)
-    assert "train does not fit trn1:32: NCC_" + code in str(error)
+    assert "train does not fit in the memory of trn1:32: NCC_" + code in str(error)
 
 
 def test_a_refused_program_is_told_with_the_codes():

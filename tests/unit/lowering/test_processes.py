@@ -38,6 +38,7 @@ def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda platform: found)
     monkeypatch.setattr(xla, "_settle", lambda *_: None)
     with pytest.raises(
-        LoweringError, match=r"on 2 hosts, .* --coordinator, --processes and --rank"
+        LoweringError,
+        match=r"on 2 hosts, .* one process on each host, .* number of processes and its rank",
     ):
         xla.devices(Target.parse("v5p:2x2x2"))

@@ -28,5 +28,5 @@ def test_an_empty_dictionary_has_no_path():
 
 
 def test_a_slash_in_a_name_is_refused():
-    with pytest.raises(ValueError, match=r"key 'a/b' holds a slash"):
+    with pytest.raises(ValueError, match=r"key 'a/b' contains a slash"):
         flatten({"a/b": 1})

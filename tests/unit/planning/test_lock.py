@@ -44,7 +44,7 @@ def test_an_estimate_is_never_compared_with_a_compiler(vary):
     assessment = estimate(vary([]))
     memory = dataclasses.replace(assessment.memory, source="compiler")
     locked = lock_text(dataclasses.replace(assessment, memory=memory))
-    with pytest.raises(PlanError, match="from the compiler and this plan from the estimate"):
+    with pytest.raises(PlanError, match="from the compiler and this plan is from the estimate"):
         changes(locked, assessment)
 
 

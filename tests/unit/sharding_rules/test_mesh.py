@@ -14,7 +14,9 @@ def test_axes_are_ordered_slowest_link_first():
 
 
 def test_a_size_that_does_not_divide_the_devices_is_refused():
-    with pytest.raises(ShardingError, match=r"data 3 does not fill .* 8 devices; 8 is not a multi"):
+    with pytest.raises(
+        ShardingError, match=r"data 3 does not use all 8 devices .*; 8 is not a multi"
+    ):
         MeshShape.resolve({"data": 3, "fsdp": "rest"}, devices=8)
 
 
