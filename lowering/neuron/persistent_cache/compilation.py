@@ -206,7 +206,7 @@ class _Pool:
         return _Running(entry, attempt, process, held, scratch, log, now, now)
 
     def _watch(self) -> None:
-        """Handle compilers that have ended, kill those past the timeout, touch the others' locks."""
+        """Handle compilers that have ended, kill those past the timeout, touch the other locks."""
         now = time.monotonic()
         for each in list(self._running):
             status = each.process.poll()
