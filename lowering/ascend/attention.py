@@ -76,9 +76,7 @@ class Attention:
         """
         gradient, mixed, highest, total = before
         unused = known(np.zeros((1,), np.float32), "f32")
-        shares = self._emit.cast(
-            unused, query.dtype
-        )  # the softmax, which the forward pass does not store
+        shares = self._emit.cast(unused, query.dtype)  # of the softmax, which is not stored
         inputs = [
             query,
             key,

@@ -19,7 +19,7 @@ NUMPY: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f16": np.float16,
     "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16,
 }  # fmt: skip
-_FOLDED = 1 << 16  # elements; operations on known arrays up to this size are evaluated here
+_FOLDED = 1 << 16  # elements; operations on known arrays up to this size are evaluated at once
 _BROADCAST = 64  # elements; a larger array of repeated elements is stored without repetition
 
 

@@ -13,7 +13,7 @@ _RUNTIME = "ge_runner"  # the library of CANN that MindSpore's plugin loads firs
 
 
 def lacks(target: Target) -> str:
-    """Return the software that a run of a target lacks on this machine; empty if none."""
+    """Return the software that this machine lacks to run a target, and how to get it; or ""."""
     if not has_mindspore():
         return f"MindSpore ({INSTALL})"
     if not target.on_host and not has_cann():

@@ -135,7 +135,7 @@ class Ranks:
             if time.monotonic() > until:
                 late = ", ".join(map(str, waiting.values()))
                 raise LoweringError(
-                    f"the ranks did not start within {PATIENCE} s: no answer of rank {late}"
+                    f"the ranks did not start within {PATIENCE} s: no answer from rank {late}"
                 )
         return {rank: heard[rank] for rank in self.mine}
 

@@ -33,7 +33,7 @@ class Marked:
     """The regions of a computation, and the instructions that are needed in any case."""
 
     regions: dict[int, Region]  # by id of their last instruction
-    needed: frozenset[int]  # ids of instructions outside the regions
+    needed: frozenset[int]  # ids of instructions that are needed even if all regions are replaced
     left: int  # number of regions that no operator can replace
 
 

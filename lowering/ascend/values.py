@@ -38,9 +38,8 @@ class Stacked:
 
     base: Value
     axis: int
-    parts: Mapping[int, Value] = field(
-        default_factory=lambda: MappingProxyType({})
-    )  # by start index
+    # By start index along the axis.
+    parts: Mapping[int, Value] = field(default_factory=lambda: MappingProxyType({}))
 
     def with_part(self, start: int, part: Value) -> Stacked | None:
         """Return a copy with one more slice; None if it overlaps one that it does not replace."""

@@ -12,7 +12,7 @@ from lowering.target import Target
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that makes the compiler reject a module (error), or may cause one (warning)."""
+    """A reason for the compiler to reject a module (error), or a possible problem (warning)."""
 
     code: str  # for example "EVRF004", without NCC_; empty if AWS publishes no code for it
     instruction: int  # id, by which the line of the model is found; 0 for the complete module

@@ -26,9 +26,7 @@ def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> byte
     try:
         payload = library.neuron_xla_compile(
             hlo,
-            [
-                flag for flag in flags if not flag.startswith("--target=")
-            ],  # the library adds this flag
+            [flag for flag in flags if not flag.startswith("--target=")],  # added by the library
             input_format="hlo",
             platform_target=cache_flags.machine(flags),
             cache_key=hashlib.sha256(hlo).hexdigest()[:20],

@@ -140,7 +140,9 @@ def _instructions(module: Module, count: Instructions, limit: int) -> Iterator[F
     if count.largest > most:
         name = module.instructions[count.largest_id].name
         what = f"{name} alone takes about {count.largest:,} instructions; the limit is {most:,}"
-        yield Finding("EXTP003", count.largest_id, what, "shard or split this operation", "warning")
+        yield Finding(
+            "EXTP003", count.largest_id, what, "shard it over more devices, or split it", "warning"
+        )
 
 
 def _communicators(module: Module) -> Iterator[Finding]:

@@ -212,7 +212,7 @@ def _indices(each: Message, module: Module) -> Iterator[Finding]:
     if count > size:
         what = f"{each.name} accesses rows 0 to {count - 1} of an array with {size} rows"
         yield Finding(
-            code, each.id, what, "make both sizes equal, as max_length and sequence length"
+            code, each.id, what, "use one size for both, for example max_length = seq_len"
         )
 
 

@@ -18,7 +18,7 @@ def complete(directory: Path, made: Path) -> None:
     """Put a new NEFF into an entry; the caller must hold the entry's lock.
 
     Raises:
-        LoweringError: the NEFF does not belong into this directory.
+        LoweringError: the NEFF does not belong in this directory.
         OSError: the NEFF cannot be written.
     """
     check_neff(made, directory)

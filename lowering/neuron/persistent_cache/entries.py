@@ -71,9 +71,7 @@ def scan(root: Path, judge: Judge) -> list[Entry]:
         raise LoweringError(f"{root} is the directory of one compiler; pass its parent directory")
     found = []
     for path in sorted(root.glob("neuronxcc-*/MODULE_*")):
-        with suppress(
-            FileNotFoundError, NotADirectoryError
-        ):  # removed in the meantime; not a directory
+        with suppress(FileNotFoundError, NotADirectoryError):  # just removed; a stray file
             found.append(read(path, judge))
     return found
 
@@ -142,7 +140,7 @@ def _failure(directory: Path, files: Mapping[str, int]) -> failures.Failure | No
 
 
 def _unfit(directory: Path) -> str:
-    """Return why the NEFF does not belong into this directory; empty if it does."""
+    """Return why the NEFF does not belong in this directory; empty if it does."""
     try:
         check_neff(directory / NEFF, directory)
     except FileNotFoundError:
@@ -156,7 +154,7 @@ def check_neff(path: Path, directory: Path) -> None:
     """Check that a NEFF is not empty, and is simulated only in the simulator's directory.
 
     Raises:
-        LoweringError: the file is empty, or does not belong into this compiler's directory.
+        LoweringError: the file is empty, or does not belong in this compiler's directory.
     """
     with path.open("rb") as file:
         neff.check_directory(directory.parent.name, file.read(len(neff.MAGIC)))

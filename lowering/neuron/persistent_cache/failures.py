@@ -14,7 +14,7 @@ Kind = Literal[
     "interrupted",  # Ctrl-C, or the end of a job
     "timed out",
     "crashed",  # without an error code: a missing library, or a defect of the compiler
-    "not stored",  # the disk is full, or the file does not belong into the directory
+    "not stored",  # the disk is full, or the file does not belong in the directory
     "not started",  # the entry lacks a file that compiling needs, or the disk is full
 ]
 

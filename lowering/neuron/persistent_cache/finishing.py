@@ -58,9 +58,8 @@ def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool
             observe(here.directory, f"skipped unfinished entries of other compilers: {others}")
         outcomes = compile_entries(mine, root, here, settings, observe)
     left = [lock for entry in found if entry.state == "done" for lock in entry.locks]
-    if stale := [
-        lock for lock in left if not lock.is_live
-    ]:  # left by processes that were killed right after completing an entry
+    # A process that is killed right after completing an entry leaves its lock.
+    if stale := [lock for lock in left if not lock.is_live]:
         locks.clear(stale, root, judge, force=False)
     return Finished(tuple(outcomes), began, time.monotonic() - clock)
 

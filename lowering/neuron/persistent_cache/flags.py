@@ -7,10 +7,8 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 
-JSON_FILE, TEXT_FILE = (
-    "compile_flags.json",
-    "compile_flags.txt",
-)  # the second in versions up to 2.12
+# Versions up to 2.12 write the second.
+JSON_FILE, TEXT_FILE = "compile_flags.json", "compile_flags.txt"
 
 
 def key_of_list(flags: list[str]) -> str:
