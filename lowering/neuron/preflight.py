@@ -160,7 +160,7 @@ def _inputs(module: Module) -> Iterator[Finding]:
     held = sum(_bytes(shape) for shape in module.proto.host_program_shape.parameters)
     if held > module.memory:
         what = (
-            f"the inputs alone take {held / 1e9:.1f} GB per device, which has "
+            f"the inputs alone need {held / 1e9:.1f} GB per device; a device has "
             f"{module.memory / 1e9:.1f} GB"
         )
         yield Finding("EOOM001", 0, what, "shard the state over more devices")
@@ -168,7 +168,7 @@ def _inputs(module: Module) -> Iterator[Finding]:
 
 def _too_little_memory(peak: int, target: Target) -> Finding:
     what = (
-        f"XLA on a CPU would need {peak / 1e9:.1f} GB per device, which has "
+        f"XLA on a CPU would need {peak / 1e9:.1f} GB per device; a device has "
         f"{target.memory_bytes / 1e9:.1f} GB"
     )
     remedy = "if neuronx-cc needs as much, apply a change that graphtrain plan proposes"

@@ -240,7 +240,7 @@ def test_the_simulator_refuses_what_no_device_can_hold(tmp_path, capfd):
     hlo = normalise(module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1).hlo
     assert simulate(tmp_path, hlo) == 70
     log = capfd.readouterr().err
-    assert "[NCC_EOOM001] the inputs alone take 17.2 GB of 17.2 GB" in log
+    assert "[NCC_EOOM001] the inputs alone need 17.2 GB per device; a device has 17.2 GB" in log
     told = compiler.failure(70, log, graph="train", target=Target.parse("neuron-sim:1"))
     assert isinstance(told, OutOfMemory)
 
