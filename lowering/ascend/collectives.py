@@ -1,8 +1,8 @@
 """Collectives: HCCL's operators for Ascend devices, sums of masked arrays for CPUs.
 
-MindSpore's CPUs have AllReduce of a sum and nothing else, so there every rank puts what it has into
-its own place of an array of zeros, and the sum is what all have. Groups are named by number; a
-loader puts in the name of the one group that its own rank is in.
+On CPUs, MindSpore supports only an AllReduce that sums. There each rank writes its value into its
+row of an array of zeros, and the sum of these arrays contains the values of all ranks. Groups are
+numbered; a loader replaces each number by the name of the group that contains its rank.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ _HCCL = {
     "or": "max",
     "and": "min",
 }
-EXCHANGE = "graphtrain.exchange"  # an attribute, in place of those that differ by rank
-_SUMMED = ("f32", "f16")  # what AllReduce takes on a CPU
+EXCHANGE = "graphtrain.exchange"  # attribute that the loader replaces by those that differ by rank
+_SUMMED = ("f32", "f16")  # types that AllReduce supports on a CPU
 
 
 class Collectives:
-    """Writes collectives, and remembers the groups and the exchanges that a loader fills in."""
+    """Writer of collectives; records the groups and exchanges that a loader fills in."""
 
     def __init__(self, emit: Emitter, ranks: int, rank: Value | None) -> None:
-        """rank: the program's own rank, where it has it as an input."""
+        """Create a writer; `rank` is the input with the program's own rank, if it has one."""
         self._emit, self._ranks = emit, ranks
         self.rank = rank
         self.groups: list[Groups] = []
-        self.exchanges: list[list[int]] = []  # by rank: who sends to it
+        self.exchanges: list[list[int]] = []  # each: source rank by rank
 
     def all_reduce(self, instruction: Message, kind: str, x: Value) -> Value:
+        """Translate all-reduce of one array by the operation `kind`."""
         groups = _groups(instruction)
         if len(groups[0]) == 1:
             return x
         emit, shape, dtype = self._emit, x.shape, x.dtype
         if emit.native or (kind == "add" and dtype in _SUMMED):
             x = emit.cast(x, "s32") if dtype == "pred" else x
-            x = emit.reshape(x, shape or (1,))  # it takes no scalars
+            x = emit.reshape(x, shape or (1,))  # AllReduce accepts no scalars
             attributes = self._attributes(groups) | {"op": _HCCL[kind]}
             x = emit.apply("AllReduce", [x], x.shape, x.dtype, attributes)
             x = emit.reshape(x, shape)
@@ -57,11 +58,13 @@ class Collectives:
         return reduced(emit, kind, self._all(groups, x), [0], hlo_type(instruction))
 
     def all_gather(self, instruction: Message, x: Value) -> Value:
+        """Translate all-gather along one array axis."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
         every = self._all(groups, x)
         return self._emit.reshape(_moved(self._emit, every, 0, axis), shape_of(instruction))
 
     def reduce_scatter(self, instruction: Message, kind: str, x: Value) -> Value:
+        """Translate reduce-scatter along one array axis by the operation `kind`."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
         emit, count = self._emit, len(groups[0])
         order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
@@ -77,7 +80,7 @@ class Collectives:
         return settled(emit, emit.transpose(part, inverse(order)), hlo_type(instruction))
 
     def all_to_all(self, instruction: Message, operands: Sequence[Value]) -> Any:
-        """One operand that is split along an axis, or as many as the group has ranks."""
+        """Translate all-to-all of one operand split along an axis, or of one operand per rank."""
         groups, emit = _groups(instruction), self._emit
         count = len(groups[0])
         if len(operands) > 1 or not instruction.dimensions:
@@ -95,7 +98,7 @@ class Collectives:
         return emit.reshape(_moved(emit, parts, 0, axis), x.shape)
 
     def _exchanged(self, groups: Groups, parts: Value) -> Value:
-        """Part i of every rank on rank i: (ranks, ...) to (ranks, ...)."""
+        """Exchange parts so that rank i has part i of every rank: (ranks, ...) to (ranks, ...)."""
         emit, count = self._emit, len(groups[0])
         if emit.native:
             attributes = self._attributes(groups) | {
@@ -109,7 +112,7 @@ class Collectives:
         return emit.reshape(mine, parts.shape)
 
     def permute(self, instruction: Message, x: Value) -> Value:
-        """What another rank sends; zeros where none does."""
+        """Translate collective-permute; ranks to which no rank sends receive zeros."""
         emit = self._emit
         pairs = [[pair.source, pair.target] for pair in instruction.source_target_pairs]
         sources = np.full(self._ranks, -1)
@@ -132,8 +135,10 @@ class Collectives:
             emit.literal(np.zeros((1,) * len(x.shape)), x.dtype), x.shape))  # fmt: skip
 
     def _sent(self, sources: np.ndarray, x: Value) -> Value:
-        """By NeighborExchange, in which every rank sends once and receives once: those to whom
-        nobody sends are sent something by those who send to nobody."""
+        """Send by NeighborExchange, in which every rank sends once and receives once.
+
+        Ranks without a source receive unused values from ranks without a target.
+        """
         idle = iter(sorted(set(range(self._ranks)) - set(sources.tolist())))
         whole = [int(source) if source >= 0 else next(idle) for source in sources]
         self.exchanges.append(whole)
@@ -150,7 +155,7 @@ class Collectives:
         return self._emit.part(taken, 0, tensor)
 
     def _all(self, groups: Groups, x: Value) -> Value:
-        """What every rank of the group has: (ranks of the group, *shape), in the group's order."""
+        """Gather x from all ranks of the group, in group order: (ranks of the group, *shape)."""
         emit, count = self._emit, len(groups[0])
         shape = (count, *x.shape)
         if count == 1:
@@ -170,10 +175,10 @@ class Collectives:
         return emit.apply("AllReduce", [placed], shape, x.dtype, attributes)
 
     def _all_integers(self, groups: Groups, x: Value) -> Value:
-        """The same of integers, 16 bits at a time, which floats of 32 bits hold exactly."""
+        """Gather integers, 16 bits at a time, which float32 represents exactly."""
         emit, stored = self._emit, x.dtype
         if stored in ("f64", "bf16"):
-            raise unsupported(f"collective of {stored} on a CPU")
+            raise unsupported(f"a collective of {stored} on a CPU")
         wide, whole = emit.cast(x, "s64"), None
         for shift in range(0, 64 if stored == "s64" else 32, 16):
             by, mask = emit.integer(shift, wide), emit.integer(0xFFFF, wide)
@@ -188,7 +193,7 @@ class Collectives:
         return emit.cast(signed(emit, whole), stored)
 
     def _place(self, groups: Groups) -> Value:
-        """This rank's place in its group, as an array of one element."""
+        """Return this rank's position in its group, as an array of one element."""
         places = np.zeros(self._ranks, np.int64)
         for group in groups:
             places[list(group)] = range(len(group))
@@ -196,7 +201,7 @@ class Collectives:
 
     def _own_rank(self) -> Value:
         if self.rank is None:
-            raise unsupported("collective in a program that does not know its rank")
+            raise unsupported("this collective in a program without its rank as an input")
         return self._emit.reshape(self.rank, (1,))
 
     def _attributes(self, groups: Groups) -> dict[str, Any]:
@@ -207,7 +212,7 @@ class Collectives:
 
 
 def placeholder(number: int) -> str:
-    """What stands in a graph for the name of a group."""
+    """Return the placeholder for the name of a group in a graph."""
     return f"graphtrain.group.{number}"
 
 

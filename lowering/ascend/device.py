@@ -1,7 +1,7 @@
-"""A MindIR graph on the ranks of this host, as a function of trees of arrays.
+"""MindIR graphs loaded on the ranks of this host, as functions of trees of arrays.
 
-State stays where it is computed: what a graph returns are numbers of arrays on the ranks, which the
-next call takes as they are. Only what is read, such as a loss or a checkpoint, comes here.
+State stays on the ranks: a graph returns ids of arrays there, which the next call accepts as
+arguments. Only values that are read, such as a loss or a checkpoint, are copied to this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowering.errors import LoweringError
 from lowering.per_device.layout import ArrayLayout
 from lowering.trees import Tree, flatten, unflatten
 
-# MindSpore's names for the types that graphs have.
+# MindSpore's names of the types in graphs, by HLO's names.
 _TYPES = {
     "pred": "bool_", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8",
     "u16": "uint16", "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
@@ -30,16 +30,16 @@ _TYPES = {
 
 
 class DeviceArray:
-    """A global array whose shards are on the ranks."""
+    """Global array whose shards are stored on the ranks, under the id `number`."""
 
     def __init__(self, ranks: Ranks, layout: ArrayLayout) -> None:
         self.ranks, self.layout = ranks, layout
         self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
         self.number: int | None = ranks.new_number()
-        self.scalar: Any = None  # its one element, where a program has told it
+        self.scalar: Any = None  # its only element, if a program has reported it
 
     def to_host(self) -> jax.Array:
-        """A copy in this process, split in the same way."""
+        """Copy the array to this process, with the same sharding."""
         shards = self.ranks.tell("get", lambda rank: [self._checked()])
         placed = [
             jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard), device)
@@ -48,18 +48,20 @@ class DeviceArray:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
     def is_deleted(self) -> bool:
-        """Whether a program has taken the memory for what it returned."""
+        """Return whether the array was donated, so that an output now uses its memory."""
         return self.number is None
 
     def take(self) -> int:
-        """Its number, for a program that writes over it."""
+        """Return the array's id for a program that overwrites it; mark the array as deleted."""
         number = self._checked()
         self.number = None
         return number
 
     def _checked(self) -> int:
         if self.number is None:
-            raise RuntimeError("this array was donated to a step; use what the step returned")
+            raise RuntimeError(
+                "this array was donated to a step; use the array that the step returned"
+            )
         return self.number
 
     def __float__(self) -> float:
@@ -79,7 +81,7 @@ class DeviceArray:
 
 
 class Program:
-    """A graph loaded on every rank; call it with the trees it names, in order."""
+    """A graph loaded on every rank; call it with the trees that it names, in order."""
 
     def __init__(
         self, mindir: bytes, record: Mapping[str, Any], mesh: Mesh, ranks: Ranks, device: str
@@ -90,7 +92,7 @@ class Program:
         self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
-        self._in_place: dict[int, int] = dict(about["aliases"])  # output to input
+        self._in_place: dict[int, int] = dict(about["aliases"])  # output index to input index
         self._load(mindir, device)
         self._rank = self._numbered() if about["rank_input"] else None
 
@@ -111,7 +113,7 @@ class Program:
         self._ranks.tell("load", arguments)
 
     def _numbered(self) -> int:
-        """An array that is each rank's own number."""
+        """Store an array with each rank's own number on the ranks; return the array's id."""
         number = self._ranks.new_number()
         self._ranks.tell(
             "put", lambda rank: [[(number, np.array(rank, np.int64), self._types[-1])]]
@@ -148,7 +150,7 @@ class Program:
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
     def _placed(self, leaves: list[tuple[ArrayLayout, Any]]) -> list[DeviceArray]:
-        """Arguments on the ranks: where they are already, or sent there, all at once."""
+        """Return the arguments as arrays on the ranks; send those of the host in one message."""
         placed, sent = [], []
         for number, (layout, leaf) in enumerate(leaves):
             if isinstance(leaf, DeviceArray):
@@ -171,13 +173,13 @@ class Program:
     def _check(self, leaf: DeviceArray, layout: ArrayLayout) -> None:
         if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
             raise LoweringError(
-                f"an array split as {leaf.sharding.spec} is given to the compiled "
-                f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+                f"an array sharded as {leaf.sharding.spec} was passed to the compiled "
+                f"{self._record['graph']} step, which expects {layout.sharding.spec}"
             )
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """Of a type that MindSpore takes from NumPy."""
+    """Convert an array to a type that MindSpore accepts from NumPy."""
     if array.dtype == ml_dtypes.bfloat16:
         return array.astype(np.float32)
     return array.astype(np.int64) if array.dtype.kind == "u" and array.itemsize > 2 else array

@@ -1,4 +1,4 @@
-"""Emitter: writes arrays and operators into a MindIR graph, and computes at once what is known."""
+"""Emitter: writes arrays and operators into a MindIR graph, and evaluates those that are known."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ NUMPY: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f16": np.float16,
     "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16,
 }  # fmt: skip
-_FOLDED = 1 << 16  # elements up to which known arrays are computed here
-_BROADCAST = 64  # elements from which a repeated array is stored once
+_FOLDED = 1 << 16  # elements; operations on known arrays up to this size are evaluated at once
+_BROADCAST = 64  # elements; a larger array of repeated elements is stored without repetition
 
 
 class Emitter:
-    """Operators of MindSpore over Values. Every method returns what it would be in NumPy."""
+    """Writer of MindSpore operators over Values; methods behave as their namesakes in NumPy."""
 
     def __init__(self, name: str, *, native: bool) -> None:
-        """native: for an Ascend device; else for a CPU, which has next to no bfloat16."""
+        """Start a graph, for an Ascend device if `native`, else for a CPU.
+
+        MindSpore's CPU operators support almost no bfloat16.
+        """
         self.writer = Writer(name)
         self.native = native
 
     def stored(self, dtype: str) -> str:
-        """How a type of HLO's is kept.
+        """Return the type in which values of an HLO type are stored.
 
-        Unsigned integers of 32 bits are kept in 64, with the upper half 0; those of 64 as they are,
-        in a signed type.
+        Unsigned 32-bit integers are stored in 64 bits, with the upper half 0; unsigned 64-bit
+        integers with the same bits in a signed type. On a CPU, bfloat16 is stored in float32.
         """
         if dtype in ("u32", "u64"):
             return "s64"
         return "f32" if dtype == "bf16" and not self.native else dtype
 
     def literal(self, data: np.ndarray, dtype: str) -> Value:
-        """Known elements of a type of HLO's."""
+        """Return a Value with known elements, for an HLO type."""
         stored = self.stored(dtype)
         return known(data.astype(NUMPY[stored]), stored)
 
     def integer(self, value: int, like: Value) -> Value:
-        """A scalar of a value's type."""
+        """Return a known scalar of the type of `like`."""
         return known(np.array(value, NUMPY[like.dtype]), like.dtype)
 
     def node(self, value: Value) -> str:
-        """The node that holds a value, which is written if it is not there yet."""
+        """Return the node of a value; write it if it is not in the graph yet."""
         if value.node is not None:
             return value.node
         if value.stacked is not None:
@@ -78,7 +81,7 @@ class Emitter:
         dtype: str,
         attributes: Mapping[str, Any] | None = None,
     ) -> Value:
-        """An operator of MindSpore; inputs that are no Values are settings, given as constants."""
+        """Apply a MindSpore operator; inputs that are not Values are settings, as constants."""
         tensor = Tensor(shape, dtype)
         node = self.writer.node(operator, self._names(inputs), tensor, attributes)
         return Value(tensor.shape, dtype, node=node)
@@ -86,13 +89,13 @@ class Emitter:
     def several(
         self, operator: str, inputs: Sequence[Any], tensors: Sequence[Tensor]
     ) -> tuple[Value, ...]:
-        """As apply, of an operator that has several results."""
+        """Apply an operator that returns several results; see `apply`."""
         names = self._names(inputs)
         together = self.writer.node(operator, names, tensors)
         return tuple(self.part(together, number, one) for number, one in enumerate(tensors))
 
     def part(self, together: str, number: int, tensor: Tensor) -> Value:
-        """One of a tuple of results."""
+        """Return one element of a tuple of results."""
         node = self.writer.node("TupleGetItem", [together, self.writer.constant(number)], tensor)
         return Value(tensor.shape, tensor.dtype, node=node)
 
@@ -105,7 +108,7 @@ class Emitter:
     def computed(
         self, function: Callable[..., np.ndarray], inputs: Sequence[Value], dtype: str
     ) -> Value | None:
-        """The result of a function of NumPy, where all is known and not much."""
+        """Return the result of a NumPy function if all inputs are known and small, else None."""
         data = [one.data for one in inputs if one.data is not None]
         if len(data) < len(inputs):
             return None
@@ -126,7 +129,7 @@ class Emitter:
         dtype: str | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> Value:
-        """An operator on each element; shapes are broadcast as in NumPy."""
+        """Apply an operator to each element; shapes broadcast as in NumPy."""
         dtype = dtype or inputs[0].dtype
         found = self.computed(function, inputs, dtype) if function is not None else None
         if found is not None:
@@ -134,7 +137,7 @@ class Emitter:
         shape = np.broadcast_shapes(*(one.shape for one in inputs))
         return self.apply(operator, inputs, shape, dtype, attributes)
 
-    # Arithmetic that lowerings are made of.
+    # Arithmetic.
 
     def add(self, a: Value, b: Value) -> Value:
         return self.elementwise("Add", np.add, [a, b])
@@ -152,7 +155,7 @@ class Emitter:
         return self.elementwise("Maximum", np.maximum, [a, b])
 
     def compare(self, operator: str, a: Value, b: Value) -> Value:
-        """operator: Equal, NotEqual, Less, LessEqual, Greater or GreaterEqual."""
+        """Compare by Equal, NotEqual, Less, LessEqual, Greater or GreaterEqual."""
         functions: dict[str, Any] = {
             "Equal": np.equal, "NotEqual": np.not_equal, "Less": np.less,
             "LessEqual": np.less_equal, "Greater": np.greater, "GreaterEqual": np.greater_equal,
@@ -168,7 +171,7 @@ class Emitter:
         return self.elementwise("LogicalOr", np.logical_or, [a, b], "pred")
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where condition, else b."""
+        """Return `a` where the condition is true, else `b`."""
         if condition.data is not None and condition.size:
             first = condition.data.flat[0]
             if condition.size == 1 or (condition.data == first).all():
@@ -183,13 +186,13 @@ class Emitter:
         return self.apply("Select", [condition, a, b], shape, a.dtype)
 
     def cast(self, value: Value, dtype: str) -> Value:
-        """To another stored type, as C would."""
+        """Convert to another stored type, as in C."""
         if value.dtype == dtype:
             return value
         found = self.computed(lambda data: data, [value], dtype)
         return found or self.apply("Cast", [value, TYPE_IDS[dtype]], value.shape, dtype)
 
-    # Where elements are.
+    # Positions of elements.
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         shape = tuple(shape)
@@ -218,7 +221,7 @@ class Emitter:
         return self.apply("ReverseV2", [value, axes], value.shape, value.dtype)
 
     def broadcast_to(self, value: Value, shape: Sequence[int]) -> Value:
-        """Repeat along axes of size 1, and new ones in front."""
+        """Repeat along axes of size 1, and along new leading axes."""
         shape = tuple(shape)
         if shape == value.shape:
             return value
@@ -273,16 +276,16 @@ class Emitter:
         return Value(tuple(shape), dtype, node=name)
 
     def take(self, value: Value, indices: Value, axis: int) -> Value:
-        """Elements along one axis; every index must be inside."""
+        """Select elements along one axis; every index must be within bounds."""
         shape = value.shape[:axis] + indices.shape + value.shape[axis + 1 :]
         if value.data is not None and indices.data is not None and math.prod(shape) <= _FOLDED:
             return known(np.take(value.data, indices.data, axis), value.dtype)
-        if value.dtype == "pred":  # not on a CPU
+        if value.dtype == "pred":  # MindSpore's Gather does not support booleans on a CPU
             return self.cast(self.take(self.cast(value, "s32"), indices, axis), "pred")
         return self.apply("Gather", [value, indices, axis, 0], shape, value.dtype)
 
     def write(self, value: Value, update: Value, starts: Sequence[int]) -> Value:
-        """With a block, which lies inside, written over."""
+        """Return `value` with a block overwritten, which must lie within bounds."""
         starts = tuple(starts)
         partial = [a for a, size in enumerate(value.shape) if update.shape[a] != size]
         if not partial:
@@ -293,7 +296,7 @@ class Emitter:
             stacked = (kept or Stacked(value, axis)).with_part(starts[axis], update)
             stacked = stacked or Stacked(value, axis).with_part(starts[axis], update)
             return Value(value.shape, value.dtype, stacked=stacked)
-        # The innermost axis first: each turn writes a slab that spans one axis more.
+        # From the innermost axis on: each iteration extends the slab along one more axis.
         slab = update
         for axis in reversed(partial):
             low, high = list(starts), [s + n for s, n in zip(starts, slab.shape, strict=True)]
@@ -312,7 +315,7 @@ class Emitter:
         return slab
 
     def _part(self, stacked: Stacked, starts: Shape, limits: Shape) -> Value | None:
-        """A slice of what was written in parts, if it lies in one part or in none."""
+        """Return a slice of an array written in parts; None if it spans several of them."""
         axis = stacked.axis
         start, limit = starts[axis], limits[axis]
         for at, part in stacked.parts.items():
@@ -348,15 +351,15 @@ class Emitter:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The order that undoes one."""
+    """Return the inverse of a permutation."""
     return [int(axis) for axis in np.argsort(order)]
 
 
 def _once(data: np.ndarray) -> np.ndarray:
-    """What a broadcast array repeats: along such axes one element."""
+    """Return the elements that a broadcast array repeats, with size 1 along repeated axes."""
     return data[tuple(slice(None) if step else slice(0, 1) for step in data.strides)]
 
 
 def unsupported(what: str) -> LoweringError:
-    """What MindSpore has no operator for, or nobody has written down here."""
-    return LoweringError(f"the Ascend target has no {what}")
+    """Return the error for an operation that this backend does not support."""
+    return LoweringError(f"the Ascend backend does not support {what}")

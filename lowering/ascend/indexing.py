@@ -1,7 +1,7 @@
-"""Reading and writing at indices that are known only when the program runs.
+"""Reading and writing at indices that are known only at run time.
 
-MindSpore's operators index one axis, and shapes must not depend on an index. So the axes that are
-indexed are brought together into one, and an index over them is computed.
+MindSpore's operators index a single array axis, and shapes must not depend on an index. So the
+indexed axes are merged into one, and a linear index over them is computed.
 Source: openxla.org/xla/operation_semantics, gather, scatter, dynamic-slice, dynamic-update-slice.
 """
 
@@ -25,7 +25,7 @@ _SCATTERS = {
 
 
 def dynamic_slice(emit: Emitter, x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """A block; one that would reach over an end is moved inside."""
+    """Read a block; a block that would exceed the bounds is moved inside."""
     low, high = [0] * len(sizes), list(x.shape)
     moving = []
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -42,13 +42,13 @@ def dynamic_slice(emit: Emitter, x: Value, starts: Sequence[Value], sizes: Seque
 
 
 def dynamic_update_slice(emit: Emitter, x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """With a block written over; one that would reach over an end is moved inside."""
+    """Return x with a block overwritten; a block that would exceed the bounds is moved inside."""
     axes = range(len(x.shape))
     room = [x.shape[axis] - update.shape[axis] for axis in axes]
     if all(starts[axis].data is not None or not room[axis] for axis in axes):
         at = [_inside(starts[axis], room[axis]) if room[axis] else 0 for axis in axes]
         return emit.write(x, update, at)
-    # Every element asks whether it lies in the block, and which of the block's it then is.
+    # For each element, compute whether it lies in the block, and its position in the block.
     written = None
     for axis in axes:
         if not room[axis]:
@@ -73,7 +73,7 @@ def dynamic_update_slice(emit: Emitter, x: Value, update: Value, starts: Sequenc
 
 
 def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Value:
-    """Blocks of an array at indices; those that would reach over an end are moved inside."""
+    """Read blocks at indices; blocks that would exceed the bounds are moved inside."""
     numbers, sizes = instruction.gather_dimension_numbers, list(instruction.gather_slice_sizes)
     batching = list(numbers.operand_batching_dims)
     indexed = [*batching, *numbers.start_index_map]
@@ -85,7 +85,7 @@ def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Val
         x.shape[axis] if axis in indexed else sizes[axis] for axis in range(len(sizes))
     ])  # fmt: skip
     table = _by_index(emit, x, indexed, rest)
-    # One axis for each indexed one that a block spans, behind those of the batch.
+    # After the batch axes, one axis for each indexed axis, with the size of the block.
     window = [sizes[axis] for axis in indexed]
     linear = None
     for number, axis in enumerate(indexed):
@@ -95,7 +95,7 @@ def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Val
     assert linear is not None
     linear = emit.broadcast_to(linear, (*batch_shape, *window))
     found = emit.take(table, linear, 0)
-    # Now (batch, indexed axes, the others): the collapsed ones go, and offsets find their places.
+    # Now (batch, indexed axes, other axes): drop the collapsed axes, move the offset axes.
     collapsed = {*numbers.collapsed_slice_dims, *batching}
     kept = [axis for axis in (*indexed, *rest) if axis not in collapsed]
     found = emit.reshape(found, (*batch_shape, *(sizes[axis] for axis in kept)))
@@ -107,13 +107,12 @@ def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Val
 def scatter(
     emit: Emitter, instruction: Message, kind: str, x: Value, indices: Value, updates: Value
 ) -> Value:
-    """Updates combined with an array at indices; blocks that reach over an end are left out.
+    """Combine updates with an array at indices; updates that exceed the bounds are skipped.
 
-    Args:
-        kind: how an update is combined: add, maximum, minimum, multiply or assign.
+    `kind` is the operation: add, maximum, minimum, multiply or assign.
     """
     if kind not in _SCATTERS:
-        raise unsupported(f"scatter that combines by {kind}")
+        raise unsupported(f"a scatter that combines by {kind}")
     numbers = instruction.scatter_dimension_numbers
     batching = list(numbers.input_batching_dims)
     indexed = [*batching, *numbers.scatter_dims_to_operand_dims]
@@ -126,7 +125,7 @@ def scatter(
     kept = [axis for axis in range(len(x.shape)) if axis not in gone]
     size_of = {axis: updates.shape[at] for axis, at in zip(kept, window_axes, strict=True)}
     if any(size_of[axis] != x.shape[axis] for axis in rest):
-        raise unsupported("scatter of blocks that do not span the axes that are not indexed")
+        raise unsupported("a scatter of blocks that do not span all axes without an index")
     window = [size_of.get(axis, 1) for axis in indexed]
     linear, inside = None, None
     for number, axis in enumerate(indexed):
@@ -145,7 +144,7 @@ def scatter(
     linear = emit.broadcast_to(linear, full)
     inside = emit.reshape(inside, (*inside.shape, *(1 for _ in window)))
     count = int(np.prod([x.shape[axis] for axis in indexed], dtype=np.int64))
-    # What lies outside goes to a row of its own, which is cut off again.
+    # Updates out of bounds go to an extra row, which is removed again.
     linear = emit.select(emit.broadcast_to(inside, full), linear, emit.integer(count, linear))
     others = [axis for axis in range(len(updates.shape)) if axis not in window_axes]
     order = [window_axes[kept.index(axis)] for axis in (*indexed, *rest) if axis in size_of]
@@ -172,7 +171,7 @@ def scatter(
 def _index_columns(
     emit: Emitter, indices: Value, vector_axis: int, batching: Sequence[int]
 ) -> tuple[list[Value], tuple[int, ...]]:
-    """The indices of each indexed axis over the batch: batching axes count up, then the columns."""
+    """Return the indices of each indexed axis over the batch: first the batching axes, as iota."""
     indices = emit.cast(indices, "s64")
     if vector_axis == len(indices.shape):
         indices = emit.reshape(indices, (*indices.shape, 1))
@@ -194,7 +193,7 @@ def _index_columns(
 
 
 def _by_index(emit: Emitter, x: Value, indexed: list[int], rest: list[int]) -> Value:
-    """The indexed axes first and as one."""
+    """Move the indexed axes to the front and merge them into one."""
     count = int(np.prod([x.shape[axis] for axis in indexed], dtype=np.int64))
     return emit.reshape(
         emit.transpose(x, indexed + rest), (count, *(x.shape[axis] for axis in rest))
@@ -202,7 +201,7 @@ def _by_index(emit: Emitter, x: Value, indexed: list[int], rest: list[int]) -> V
 
 
 def _along(emit: Emitter, first: Value, window: Sequence[int], number: int) -> Value:
-    """First indices, with an axis for each of a window's; on one of them the index counts up."""
+    """Add an axis for each window axis to first indices, which count up along axis `number`."""
     first = emit.reshape(first, (*first.shape, *(1 for _ in window)))
     if window[number] == 1:
         return first
@@ -212,14 +211,14 @@ def _along(emit: Emitter, first: Value, window: Sequence[int], number: int) -> V
 
 
 def _joined(emit: Emitter, before: Value | None, place: Value, size: int) -> Value:
-    """An index over the axes so far and one more."""
+    """Return the linear index over the previous axes and one more."""
     if before is None:
         return place
     return emit.add(emit.multiply(before, emit.integer(size, before)), place)
 
 
 def _placed(emit: Emitter, found: Value, places: dict[int, int], batch: int) -> Value:
-    """Move axes to their places; those of the batch fill the others in order."""
+    """Move axes to their positions; batch axes fill the other positions in order."""
     taken = set(places.values())
     free = iter(place for place in range(len(found.shape)) if place not in taken)
     target = [places.get(axis) if axis >= batch else next(free) for axis in range(len(found.shape))]

@@ -1,7 +1,7 @@
-"""Operations of HLO on elements and shapes, as operators of MindSpore.
+"""Translation of HLO's operations on elements and shapes to MindSpore operators.
 
-What HLO computes for values at the edge (division by zero, shifts beyond the width) is what is
-computed here. Source: openxla.org/xla/operation_semantics.
+Edge cases (division by zero, shifts beyond the width, NaN) have the results that HLO defines.
+Source: openxla.org/xla/operation_semantics.
 """
 
 from __future__ import annotations
@@ -76,15 +76,17 @@ REDUCERS: dict[str, tuple[str, Any]] = {
 
 
 def hlo_type(instruction: Message) -> str:
+    """Return the HLO name of an instruction's element type."""
     return TYPE_NAMES[instruction.shape.element_type]
 
 
 def shape_of(instruction: Message) -> tuple[int, ...]:
+    """Return the shape of an instruction's result."""
     return tuple(instruction.shape.dimensions)
 
 
 def settled(emit: Emitter, value: Value, dtype: str) -> Value:
-    """A result as its type of HLO's has it: wrapped around, or rounded, where it is kept wider."""
+    """Wrap or round a result to its HLO type, where the stored type is wider."""
     if dtype == "u32":
         mask = emit.integer(0xFFFFFFFF, value)
         return emit.elementwise("BitwiseAnd", np.bitwise_and, [value, mask])
@@ -94,26 +96,28 @@ def settled(emit: Emitter, value: Value, dtype: str) -> Value:
 
 
 def rounded(emit: Emitter, value: Value) -> Value:
-    """To what bfloat16 has, kept in its wider type."""
+    """Round to bfloat16 precision, in the wider stored type."""
     return emit.cast(emit.cast(value, "bf16"), value.dtype)
 
 
 def unary(emit: Emitter, instruction: Message, x: Value) -> Value:
+    """Translate an operation of one operand, one of UNARY."""
     dtype = hlo_type(instruction)
     if instruction.opcode == "negate" and dtype == "pred":
         return x
     if instruction.opcode in ("abs", "sign") and dtype.startswith("u"):
         raise unsupported(f"{instruction.opcode} of {dtype}")
     operator, function = UNARY[instruction.opcode]
-    if instruction.opcode == "sign" and dtype in FLOATS:  # keeps what is not a number
+    if instruction.opcode == "sign" and dtype in FLOATS:  # HLO's sign of NaN is NaN
         signs = emit.elementwise(operator, function, [x])
         return emit.select(emit.compare("NotEqual", x, x), x, signs)
     return settled(emit, emit.elementwise(operator, function, [x]), dtype)
 
 
 def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+    """Translate an operation of two operands, one of BINARY."""
     dtype, opcode = hlo_type(instruction), instruction.opcode
-    if dtype == "pred":  # numbers of one bit
+    if dtype == "pred":  # arithmetic on one bit
         opcode = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}[opcode]
         return logical(emit, opcode, a, b)
     if opcode == "power" and dtype not in FLOATS:
@@ -122,7 +126,7 @@ def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
         less = compared(emit, "GT" if opcode == "maximum" else "LT", a, b, dtype)
         if dtype in ("u16", "u64"):  # MindSpore has no operator for them
             return emit.select(less, a, b)
-        if dtype in FLOATS:  # what is not a number wins; MindSpore's operators drop it
+        if dtype in FLOATS:  # NaN propagates in HLO; MindSpore's operators drop it
             operator, function = BINARY[opcode]
             return _keeping_nan(emit, emit.elementwise(operator, function, [a, b]), a, b)
     operator, function = BINARY[opcode]
@@ -132,19 +136,19 @@ def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
 def _keeping_nan(emit: Emitter, result: Value, a: Value, b: Value) -> Value:
     for one in (a, b):
         if one.data is not None and not _has_nan(one.data):
-            continue  # a bound, as in relu
+            continue  # a constant bound, as in relu
         result = emit.select(emit.compare("NotEqual", one, one), one, result)
     return result
 
 
 def _has_nan(data: np.ndarray) -> bool:
-    """Whether a constant has what is not a number; what is repeated is looked at once."""
+    """Return whether a constant contains NaN; repeated elements are checked once."""
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in data.strides)
     return bool(np.isnan(data[once].astype(np.float64)).any())
 
 
 def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:
-    """And, or, xor: of bits, or of truths."""
+    """Translate and, or, xor: bitwise on integers, logical on booleans."""
     bits, of_bits, truths, of_truths = _BITWISE[opcode]
     if a.dtype != "pred":
         return emit.elementwise(bits, of_bits, [a, b])
@@ -154,6 +158,7 @@ def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:
 
 
 def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
+    """Translate not: bitwise on integers, logical on booleans."""
     dtype = hlo_type(instruction)
     if dtype == "pred":
         return emit.elementwise("LogicalNot", np.logical_not, [x], "pred")
@@ -163,13 +168,16 @@ def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
 
 
 def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """Of integers towards zero; by zero all ones, or what was to be divided as a remainder."""
+    """Translate division and remainder; integers round towards zero.
+
+    An integer divided by zero is -1 (all bits set), with the dividend as remainder.
+    """
     dtype, is_rest = hlo_type(instruction), instruction.opcode == "remainder"
     if dtype in FLOATS:
         if is_rest:
             return settled(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
         result = emit.elementwise("Div", np.divide, [a, b])
-        if not emit.native:  # a CPU's Div of what is not a number by 0 is infinite
+        if not emit.native:  # MindSpore's Div on a CPU returns infinity for NaN / 0
             result = _keeping_nan(emit, result, a, b)
         return settled(emit, result, dtype)
     wide_a, wide_b = emit.cast(a, "s64"), emit.cast(b, "s64")
@@ -186,8 +194,10 @@ def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
 
 
 def _divided_64(emit: Emitter, a: Value, b: Value, is_rest: bool) -> Value:
-    """Numbers of 64 bits by -1 are negated: the one quotient that 64 bits do not hold would end the
-    process."""
+    """Divide 64-bit integers; negate for a divisor of -1.
+
+    Dividing -2**63 by -1 overflows 64 bits and would crash the process.
+    """
     is_minus = emit.compare("Equal", b, emit.integer(-1, b))
     safe = emit.select(is_minus, emit.integer(1, b), b)
     result, zero = _quotient(emit, a, safe), emit.integer(0, a)
@@ -197,7 +207,7 @@ def _divided_64(emit: Emitter, a: Value, b: Value, is_rest: bool) -> Value:
 
 
 def _quotient(emit: Emitter, a: Value, b: Value) -> Value:
-    # A CPU's TruncateDiv is inexact beyond 53 bits, its RealDiv of integers is not.
+    # On a CPU, TruncateDiv is inexact beyond 53 bits, but RealDiv of integers is exact.
     return emit.elementwise("TruncateDiv" if emit.native else "RealDiv", _truncated, [a, b])
 
 
@@ -210,7 +220,7 @@ def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """By as many bits as the type has, or more: all bits are gone, or copies of the sign."""
+    """Translate shifts; a shift by the type's width or more gives 0, or copies of the sign bit."""
     dtype, opcode = hlo_type(instruction), instruction.opcode
     bits, logical_right = _BITS[dtype], opcode == "shift-right-logical"
     wide, by = emit.cast(a, "s64"), emit.cast(b, "s64")
@@ -218,7 +228,7 @@ def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
         mask = emit.integer((1 << bits) - 1, wide)
         wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
     if opcode == "shift-right-arithmetic" and dtype[0] == "u" and bits < 64:
-        wide = signed(emit, wide, bits)  # copies of the first bit
+        wide = signed(emit, wide, bits)  # so that the shift copies the highest bit
     within = emit.minimum(by, emit.integer(bits - 1, by))
     if opcode == "shift-left":
         result = emit.elementwise("LeftShift", np.left_shift, [wide, within])
@@ -233,7 +243,7 @@ def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
 
 
 def _without_copies(emit: Emitter, shifted_: Value, by: Value) -> Value:
-    """Clear the copies of the sign that a shift by `by` brought in, with 2 ** (64 - by) - 1."""
+    """Clear the copies of the sign bit after a shift by `by`, with the mask 2 ** (64 - by) - 1."""
     one, highest = emit.integer(1, by), emit.integer(63, by)
     rest = emit.subtract(highest, by)  # 2 ** rest - 1 + 2 ** rest never overflows
     power = emit.elementwise("LeftShift", np.left_shift, [emit.broadcast_to(one, rest.shape), rest])
@@ -242,14 +252,18 @@ def _without_copies(emit: Emitter, shifted_: Value, by: Value) -> Value:
 
 
 def compared(emit: Emitter, direction: str, a: Value, b: Value, dtype: str) -> Value:
-    if dtype == "u64":  # kept in a signed type: with the first bit turned, the order is the same
+    """Translate a comparison; `dtype` is the HLO type of the operands."""
+    if dtype == "u64":  # stored in a signed type: flipping the highest bit gives the same order
         first = emit.integer(-(1 << 63), a)
         a, b = (emit.elementwise("BitwiseXor", np.bitwise_xor, [one, first]) for one in (a, b))
     return emit.compare(_COMPARE[direction], a, b)
 
 
 def converted(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
-    """To another type; from floats towards zero, and to the nearest that an integer type has."""
+    """Convert to another type; floats round towards zero and saturate at an integer type's range.
+
+    `source` is the HLO type of x.
+    """
     dtype = hlo_type(instruction)
     stored = emit.stored(dtype)
     if dtype == "pred":
@@ -268,19 +282,21 @@ def converted(emit: Emitter, instruction: Message, x: Value, source: str) -> Val
 
 
 def _within(emit: Emitter, x: Value, dtype: str) -> Value:
-    """Floats that an integer type holds: the nearest, and 0 for what is not a number."""
+    """Clamp floats to the range of an integer type; NaN becomes 0."""
     bits = _BITS[dtype]
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if dtype[0] == "s" else (0, 2**bits - 1)
     if bits == 64:
-        high = 2**63 - 1024  # the largest below it that 64-bit floats have
+        high = 2**63 - 1024  # the largest float64 below 2**63
     x = emit.select(emit.compare("NotEqual", x, x), emit.literal(np.array(0.0), x.dtype), x)
     x = emit.maximum(x, emit.literal(np.array(float(low)), x.dtype))
     return emit.minimum(x, emit.literal(np.array(float(high)), x.dtype))
 
 
 def bitcast(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
-    """The same bits as another type of the same width; between integers and f32 by arithmetic,
-    since MindSpore has no operator for it."""
+    """Reinterpret the bits of x as another type of the same width.
+
+    From integers to f32 by arithmetic, since MindSpore has no operator for it.
+    """
     dtype = hlo_type(instruction)
     if _BITS.get(dtype) == _BITS.get(source):
         return _resigned(emit, x, dtype)
@@ -290,7 +306,7 @@ def bitcast(emit: Emitter, instruction: Message, x: Value, source: str) -> Value
 
 
 def _resigned(emit: Emitter, x: Value, dtype: str) -> Value:
-    """Bits of an integer as a signed or unsigned one."""
+    """Reinterpret the bits of an integer as signed or unsigned."""
     wide = emit.cast(x, "s64")
     if dtype == "u32":
         return settled(emit, wide, dtype)
@@ -300,13 +316,16 @@ def _resigned(emit: Emitter, x: Value, dtype: str) -> Value:
 
 
 def signed(emit: Emitter, wide: Value, bits: int = 32) -> Value:
-    """Bits of a wider integer as a signed number: from 2 ** (bits - 1) on, less 2 ** bits."""
+    """Interpret unsigned numbers as signed: subtract 2 ** bits from 2 ** (bits - 1) on."""
     half, whole = emit.integer(1 << (bits - 1), wide), emit.integer(1 << bits, wide)
     return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, whole), wide)
 
 
 def _float_of_bits(emit: Emitter, bits: Value) -> Value:
-    """An f32 from its bits: (-1)^sign * 2^(exponent - 127) * 1.fraction. Source: IEEE 754."""
+    """Compute an f32 from its bits: (-1)^sign * 2^(exponent - 127) * 1.fraction.
+
+    Source: IEEE 754.
+    """
 
     def field(shift: int, width: int) -> Value:
         by, mask = emit.integer(shift, bits), emit.integer((1 << width) - 1, bits)
@@ -330,6 +349,7 @@ def _float_of_bits(emit: Emitter, bits: Value) -> Value:
 
 
 def broadcast(emit: Emitter, instruction: Message, x: Value) -> Value:
+    """Translate HLO's broadcast, which maps each array axis of x to one of the result."""
     shape = [1] * len(instruction.shape.dimensions)
     x = emit.transpose(x, inverse(instruction.dimensions))
     for axis, size in zip(sorted(instruction.dimensions), x.shape, strict=True):
@@ -338,6 +358,7 @@ def broadcast(emit: Emitter, instruction: Message, x: Value) -> Value:
 
 
 def iota(emit: Emitter, instruction: Message) -> Value:
+    """Translate iota: indices along one array axis, repeated along the others."""
     shape, (axis,) = shape_of(instruction), instruction.dimensions
     along = [1] * len(shape)
     along[axis] = shape[axis]
@@ -346,7 +367,7 @@ def iota(emit: Emitter, instruction: Message) -> Value:
 
 
 def padded(emit: Emitter, instruction: Message, x: Value, filler: Value) -> Value:
-    """Around and between elements; negative widths cut off."""
+    """Translate pad, around and between elements; negative widths remove elements."""
     for axis, width in enumerate(instruction.padding_config.dimensions):
         x = _spread(emit, x, filler, axis, width.interior_padding)
         x = _cut(emit, x, axis, max(0, -width.edge_padding_low), max(0, -width.edge_padding_high))
@@ -362,7 +383,7 @@ def padded(emit: Emitter, instruction: Message, x: Value, filler: Value) -> Valu
 
 
 def _spread(emit: Emitter, x: Value, filler: Value, axis: int, between: int) -> Value:
-    """Put fillers between elements: as a new axis behind this one, which is then flattened."""
+    """Insert fillers between elements, along a new axis after this one, which is then flattened."""
     if not between or x.shape[axis] < 2:
         return x
     apart = emit.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
@@ -385,7 +406,7 @@ def _cut(emit: Emitter, x: Value, axis: int, low: int, high: int) -> Value:
 
 
 def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """A product over contracted axes, for each of the batch's: MatMul of matrices, or of many."""
+    """Translate dot to MatMul, or to BatchMatMul if it has batch axes."""
     numbers = instruction.dot_dimension_numbers
     batch_a, batch_b = list(numbers.lhs_batch_dimensions), list(numbers.rhs_batch_dimensions)
     over_a = list(numbers.lhs_contracting_dimensions)
@@ -409,7 +430,7 @@ def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
 
 
 def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> Value:
-    """Over axes, with one of the REDUCERS."""
+    """Reduce over array axes with one of the REDUCERS."""
     if not axes:
         return x
     operator, _ = REDUCERS[kind]
@@ -423,7 +444,7 @@ def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> 
         settings.append(False)
     result = emit.apply(operator, [x, *settings], shape, x.dtype)
     if kind in ("maximum", "minimum") and x.dtype in FLOATS and not emit.native:
-        # A CPU's operators pass over what is not a number.
+        # On a CPU, MindSpore's operators ignore NaN.
         is_none = emit.compare("NotEqual", x, x)
         any_none = emit.apply("ReduceAny", [is_none, *settings], shape, "pred")
         result = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), result)
@@ -431,7 +452,7 @@ def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> 
 
 
 def with_initial(emit: Emitter, kind: str, x: Value, initial: Value, dtype: str) -> Value:
-    """Combine a reduction with the value that it begins with, unless that changes nothing."""
+    """Combine a reduction with its initial value, unless that is the neutral element."""
     if initial.data is not None and _changes_nothing(kind, initial.data.flat[0], dtype):
         return x
     if x.dtype == "pred":
@@ -451,4 +472,5 @@ def _changes_nothing(kind: str, value: Any, dtype: str) -> bool:
 
 
 def clamped(emit: Emitter, low: Value, x: Value, high: Value) -> Value:
+    """Translate clamp: x limited to the range from `low` to `high`."""
     return emit.minimum(emit.maximum(x, low), high)

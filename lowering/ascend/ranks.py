@@ -1,8 +1,8 @@
-"""The processes that compute: one for each rank, with MindSpore in it.
+"""Connections to the processes that compute: one with MindSpore for each rank.
 
-This process imports no MindSpore. It keeps a connection to every rank of its host, says the same to
-all at the same time, and waits for all: their collectives wait for each other, and for those of
-other hosts, to which other processes of the run say the same.
+This process does not import MindSpore. It sends the same command to all ranks of its host at the
+same time, and waits for all answers, because collectives synchronize the ranks of all hosts; the
+other processes of the run send the same command to theirs.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from typing import Any
 from lowering.ascend.launch import PATIENCE, Cluster, Launched
 from lowering.errors import LoweringError
 
-_LOOK = 1.0  # seconds between looks at ranks that do not answer: a child may hold their connection
+_LOOK = 1.0  # seconds between checks for ranks that died; child processes may keep connections open
 
 
 class Ranks:
-    """Connections to the ranks of this host. Arrays there are known here by number."""
+    """Connections to the ranks of this host, whose arrays are referred to by ids (numbers)."""
 
     def __init__(self, cluster: Cluster, device: str) -> None:
-        """Start them.
+        """Start the ranks.
 
         Args:
+            cluster: ranks of the run and of this host.
             device: MindSpore's name: CPU or Ascend.
 
         Raises:
-            LoweringError: the ranks do not begin.
+            LoweringError: a rank did not start.
         """
         self.mine = cluster.mine
         self._numbers = itertools.count()
         self._given_up: list[int] = []
-        self._then: Callable[[list[Any]], None] | None = None  # answers are due
+        self._then: Callable[[list[Any]], None] | None = None  # set while answers are due
         self.directory = Path(tempfile.mkdtemp(prefix="graphtrain-ranks-"))
         atexit.register(self.close)
         self._launched = Launched(cluster, device, self.directory)
@@ -49,21 +50,22 @@ class Ranks:
         for rank, (number, failed) in begun.items():
             if failed or number != rank:
                 self._launched.kill()
-                what = failed or f"MindSpore calls it rank {number}"
-                raise LoweringError(f"rank {rank} did not begin: {what}")
+                what = failed or f"MindSpore assigned it rank {number}"
+                raise LoweringError(f"rank {rank} did not start: {what}")
 
     def new_number(self) -> int:
+        """Return a new id for an array."""
         return next(self._numbers)
 
     def give_up(self, number: int) -> None:
-        """Forget an array, with the next thing that is said."""
+        """Delete an array on the ranks, with the next command."""
         self._given_up.append(number)
 
     def tell(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
-        """Say something to every rank, each with its own arguments; what they answer, in order.
+        """Send a command to every rank, each with its own arguments; return the answers by rank.
 
         Raises:
-            LoweringError: one failed, or died; perhaps over what it was told before.
+            LoweringError: a rank failed or died, possibly in the previous command.
         """
         self.begin(word, of_rank)
         return self._answers()
@@ -74,11 +76,15 @@ class Ranks:
         of_rank: Callable[[int], Sequence[Any]],
         then: Callable[[list[Any]], None] = lambda answers: None,
     ) -> None:
-        """Say something without waiting for the answers; raises as tell, of what was said before.
+        """Send a command without waiting for the answers.
 
         Args:
-            of_rank: arguments for a rank, by its number among those of all hosts.
-            then: called with the answers, before anything else is said.
+            word: name of the method of `Rank` to call.
+            of_rank: returns the arguments for a rank, by its number among all hosts.
+            then: called with the answers, before the next command is sent.
+
+        Raises:
+            LoweringError: a rank failed or died in the previous command.
         """
         self.settle()
         gone, self._given_up = self._given_up, []
@@ -91,7 +97,7 @@ class Ranks:
         self._then = then
 
     def settle(self) -> None:
-        """Wait for the answers to what was said last; raises as tell."""
+        """Wait for the answers to the last command; raise an error as `tell` does."""
         if self._then is not None:
             self._answers()
 
@@ -108,10 +114,10 @@ class Ranks:
         return answers
 
     def _heard(self, until: float = float("inf")) -> dict[int, Any]:
-        """What every rank says next, by rank.
+        """Receive the next answer of every rank; return the answers by rank.
 
         Raises:
-            LoweringError: one has ended, on which the others wait in vain, or is late.
+            LoweringError: a rank has ended, or did not answer until the time `until`.
         """
         waiting: dict[Connection, int] = {each: rank for rank, each in self._connections.items()}
         heard: dict[int, Any] = {}
@@ -128,7 +134,9 @@ class Ranks:
                     raise self._has_ended(rank)
             if time.monotonic() > until:
                 late = ", ".join(map(str, waiting.values()))
-                raise LoweringError(f"the ranks did not begin in {PATIENCE} s: no word of {late}")
+                raise LoweringError(
+                    f"the ranks did not start within {PATIENCE} s: no answer from rank {late}"
+                )
         return {rank: heard[rank] for rank in self.mine}
 
     def _has_ended(self, rank: int) -> LoweringError:
@@ -136,7 +144,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _ending_all(self) -> Iterator[None]:
-        """Where one rank has ended the others wait in vain."""
+        """Kill all ranks on an error: if one has ended, the others would wait forever."""
         try:
             yield
         except LoweringError:
@@ -144,10 +152,10 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """End them."""
+        """Stop the ranks and delete their directory."""
         for connection in self._connections.values() if hasattr(self, "_connections") else ():
             with contextlib.suppress(OSError):
-                connection.close()  # a rank ends when nobody is there any more
+                connection.close()  # a rank ends when its connection closes
         if hasattr(self, "_launched"):
             self._launched.wait(5)
             self._launched.kill()

@@ -1,4 +1,4 @@
-"""Sorting, the largest elements and where they are, and running sums and maxima."""
+"""Sorting, top-k, argmax and argmin, and running sums and maxima."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lowering.ascend.operations import FLOATS, hlo_type, settled, shape_of
 from lowering.ascend.values import Value, known
 from lowering.hlo.proto import Message
 
-Evaluate = Callable[[Sequence[Value]], Value]  # a comparison, of two elements of each operand
+Evaluate = Callable[[Sequence[Value]], Value]  # compares two elements of each operand
 
 
 def is_ascending(evaluate: Evaluate, operands: Sequence[Value]) -> bool:
-    """How a comparison orders, found by asking it.
+    """Return whether a comparison sorts in ascending order, by evaluating it on examples.
 
     Raises:
-        LoweringError: it does not order by its first operand alone.
+        LoweringError: the comparison does not order by its first operand alone.
     """
 
     def says(*pairs: tuple[int, int]) -> bool:
@@ -34,12 +34,12 @@ def is_ascending(evaluate: Evaluate, operands: Sequence[Value]) -> bool:
     ties = [(1, 1)] * (len(operands) - 1)
     up, down = says((1, 2), *ties), says((2, 1), *ties)
     if up == down:
-        raise unsupported("sort by this comparison")
+        raise unsupported("a sort by this comparison")
     for place in range(len(ties)):
         for pair in ((1, 2), (2, 1)):
             others = [pair if n == place else (1, 1) for n in range(len(ties))]
             if says((1, 1), *others) and not _counts_up(operands[1 + place]):
-                raise unsupported("sort by several keys")
+                raise unsupported("a sort by several keys")
     return up
 
 
@@ -48,7 +48,7 @@ def _numpy(x: Value) -> type:
 
 
 def _counts_up(x: Value) -> bool:
-    """Whether it is the number of each element, which settles ties as a stable sort does."""
+    """Return whether x contains the index of each element, which orders ties as a stable sort."""
     if x.data is None or not x.shape:
         return False
     return any(
@@ -58,7 +58,7 @@ def _counts_up(x: Value) -> bool:
 
 
 def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequence[Value]):
-    """Along one axis, by the first operand; the others follow it."""
+    """Sort along one axis by the first operand, and reorder the other operands alike."""
     (axis,) = instruction.dimensions
     axis, key = int(axis), operands[0]
     descending = not is_ascending(evaluate, operands)
@@ -68,10 +68,11 @@ def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequ
 
 
 def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
-    """The numbers of elements in order, the first of equal ones first; no number is the greatest.
+    """Return the indices that sort `key`; ties keep their order, and NaN counts as greatest.
 
-    MindSpore's Sort says nothing of equal elements, so an element's place is counted: how many are
-    smaller, or equal and before it. That is quadratic, and meant for the few experts of a mixture.
+    MindSpore's Sort does not define the order of ties, so each element's position is counted: how
+    many elements are smaller, or equal and before it. This is quadratic, and meant for the few
+    experts of a mixture of experts.
     """
     size = key.shape[axis]
     if key.dtype == "pred":
@@ -86,7 +87,7 @@ def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
     ahead = emit.either(less, emit.both(equal, before))
     counted = emit.cast(ahead, "f32")
     place = emit.apply("ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32")
-    # The element whose place is p: the only one for which place == p.
+    # Exactly one element has place == p, for each position p.
     wanted = known(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
     is_at = emit.compare("Equal", emit.reshape(place, (*rows.shape[:-1], 1, size)), wanted)
     numbers = known(np.arange(size, dtype=np.float32), "f32")
@@ -97,7 +98,7 @@ def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
 
 
 def _ordered(emit: Emitter, a: Value, b: Value) -> tuple[Value, Value]:
-    """Whether a comes before b, and whether they are equal, in ascending order."""
+    """Return whether a sorts before b, and whether they are equal, in ascending order."""
     less, equal = emit.compare("Less", a, b), emit.compare("Equal", a, b)
     if a.dtype not in FLOATS:
         return less, equal
@@ -113,7 +114,7 @@ def _taken_along(emit: Emitter, x: Value, order: Value, axis: int) -> Value:
 
 
 def top_k(emit: Emitter, instruction: Message, x: Value) -> tuple[Value, Value]:
-    """The largest elements along the last axis, largest first, and where they were."""
+    """Return the largest elements along the last axis, largest first, and their indices."""
     values = instruction.shape.tuple_shapes[0]
     k = values.dimensions[-1]
     order = _order(emit, x, len(x.shape) - 1, descending=True)
@@ -127,29 +128,29 @@ def largest(
     emit: Emitter, evaluate: Callable[[Sequence[Value]], tuple[Value, Value]],
     operands: Sequence[Value], axes: Sequence[int],
 ) -> tuple[Value, Value]:  # fmt: skip
-    """A reduction of elements and their numbers to the largest or smallest and its number.
+    """Translate argmax or argmin, which reduces elements and their indices together.
 
     Raises:
-        LoweringError: it is another reduction of several arrays.
+        LoweringError: the reduction of several arrays is another one.
     """
     x, numbers = operands[:2]
     if len(operands) != 4 or len(axes) != 1 or not _counts_up(numbers):
-        raise unsupported("reduction of several arrays other than argmax and argmin")
+        raise unsupported("a reduction of several arrays other than argmax and argmin")
     one, two = (known(np.array(v).astype(_numpy(x)), x.dtype) for v in (1, 2))
     zero = emit.integer(0, numbers)
     chosen, _ = evaluate([one, zero, two, zero])
     if chosen.data is None:
-        raise unsupported("reduction of several arrays other than argmax and argmin")
+        raise unsupported("a reduction of several arrays other than argmax and argmin")
     is_max = int(chosen.data) == 2
     (axis,) = axes
     shape = tuple(size for a, size in enumerate(x.shape) if a != axis)
     stored = x.dtype
     x = emit.cast(x, "s32") if stored == "pred" else x
     found = emit.apply("ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype)
-    # The first of the equal ones: the smallest number among them.
+    # Of equal elements the first: the smallest index.
     along = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     is_best = emit.compare("Equal", x, emit.reshape(found, along))
-    if x.dtype in FLOATS:  # what is not a number wins
+    if x.dtype in FLOATS:  # NaN counts as the extreme
         is_none = emit.compare("NotEqual", x, x)
         any_none = emit.apply("ReduceAny", [is_none, (axis,), False], shape, "pred")
         is_best = emit.select(emit.reshape(any_none, along), is_none, is_best)
@@ -162,12 +163,12 @@ def largest(
 
 
 def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
-    """A sum or the greatest of a window that ends at each element and is as long as the axis.
+    """Translate a running sum or maximum, from either end of one axis.
 
     Raises:
-        LoweringError: it is another window, or another function of it.
+        LoweringError: the reduce-window is another one.
     """
-    what = unsupported("reduce-window other than a running sum or maximum")
+    what = unsupported("a reduce-window other than a running sum or maximum")
     windows = instruction.window.dimensions
     moving = [axis for axis, window in enumerate(windows) if window.size > 1]
     if len(moving) > 1 or shape_of(instruction) != x.shape:
@@ -185,6 +186,6 @@ def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
         sums = emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
         return settled(emit, sums, hlo_type(instruction))
     x = emit.reverse(x, (axis,)) if backward else x
-    tensors = [Tensor(x.shape, x.dtype), Tensor(x.shape, "s64")]  # the second: where it is
+    tensors = [Tensor(x.shape, x.dtype), Tensor(x.shape, "s64")]  # the second: indices
     greatest = emit.several("Cummax", [x, axis], tensors)[0]
     return emit.reverse(greatest, (axis,)) if backward else greatest

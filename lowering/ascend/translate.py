@@ -1,7 +1,7 @@
-"""One device's HLO as a MindIR graph: a walk over its instructions, loops unrolled.
+"""Translate one device's HLO to a MindIR graph, instruction by instruction, with loops unrolled.
 
-Every instruction becomes operators of MindSpore, or is computed here where what it takes is known.
-A loop's counter is known, so its turns are written one after the other.
+Every instruction becomes MindSpore operators, or is evaluated during translation if its operands
+are known. Loops whose counter is known are unrolled; others become control flow.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ from lowering.per_device.normalise import Normalised, entry_of
 
 @dataclass(frozen=True)
 class Translated:
-    """A graph for MindSpore, and what its loader puts in or has to know."""
+    """A MindIR graph, with what its loader needs or fills in."""
 
     mindir: bytes
-    inputs: tuple[Tensor, ...]  # of every argument, as stored; those written over are variables
+    inputs: tuple[Tensor, ...]  # all arguments, as stored; those updated in place are variables
     outputs: tuple[Tensor, ...]
-    variables: tuple[int, ...]  # numbers of the arguments that are variables of the graph
-    returned: tuple[int, ...]  # numbers of the outputs that the graph returns, in order
-    groups: tuple[Groups, ...]  # by number of their placeholders
-    exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
+    variables: tuple[int, ...]  # indices of the arguments that are variables of the graph
+    returned: tuple[int, ...]  # indices of the outputs that the graph returns, in order
+    groups: tuple[Groups, ...]  # by the number in their placeholders
+    exchanges: tuple[tuple[int, ...], ...]  # by number: the source rank of each rank
     nodes: int
-    left: tuple[str, ...]  # why marked attention was left as it is
+    left: tuple[str, ...]  # why attention regions were not replaced by fused operators
 
 
 def translate(
     normalised: Normalised, *, name: str, ranks: int, native: bool, in_place: dict[int, int]
 ) -> Translated:
-    """Write the graph of a normalised module.
+    """Translate a normalised module to MindIR.
 
     Args:
-        ranks: devices that run it.
-        native: for an Ascend device; else for a CPU.
-        in_place: number of the input that each of some outputs is written over.
+        normalised: the module of one device.
+        name: name of the graph.
+        ranks: number of devices that run it.
+        native: True for an Ascend device, False for a CPU.
+        in_place: output index to the index of the input that it overwrites.
 
     Raises:
-        LoweringError: an instruction that MindSpore has nothing for; with its line in the model.
+        LoweringError: an instruction is not supported; the message names its line in the model.
     """
     walk = _Walk(normalised, name, ranks, native)
     arguments = walk.arguments(set(in_place.values()))
@@ -80,16 +82,16 @@ class _Walk:
             for number, each in self._instructions.items()
         }
         self._regions: dict[int, Marked] = {}  # by computation
-        self._is_located = False  # an error on its way says its line
+        self._is_located = False  # the error being raised names its line
         self._attention = Attention(self.emit)
         control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
         self._flow = Flow(self.module, self.run, control)
         self._collectives = Collectives(self.emit, ranks, None)
 
     def arguments(self, written: set[int]) -> list[Value]:
-        """Inputs of the graph, and variables for those that are written over."""
+        """Add the graph's inputs, with variables for those that are updated in place."""
         values = []
-        self._variables: dict[int, tuple[str, str]] = {}  # by number: the variable and its reading
+        self._variables: dict[int, tuple[str, str]] = {}  # by index: variable, node that reads it
         writer = self.emit.writer
         for number, shape in enumerate(entry_of(self.module).program_shape.parameters):
             dtype = self.emit.stored(TYPE_NAMES[shape.element_type])
@@ -108,7 +110,7 @@ class _Walk:
     def finished(
         self, arguments: Sequence[Value], results: Sequence[Value], in_place: dict[int, int]
     ) -> Translated:
-        """Write results over their inputs, and return the others."""
+        """End the graph: assign results to inputs that they overwrite, and return the others."""
         emit, writer = self.emit, self.emit.writer
         others = [number for number in range(len(results)) if number not in in_place]
         returned = [emit.node(results[number]) for number in others]
@@ -116,7 +118,7 @@ class _Walk:
         for output, number in in_place.items():
             variable, read = self._variables[number]
             if results[output].node == read:
-                continue  # as it was
+                continue  # unchanged
             new = emit.node(results[output])
             users = writer.users(read)
             before = writer.node("UpdateState", [before or writer.monad(), read, *users, new], None)
@@ -143,7 +145,7 @@ class _Walk:
         )
 
     def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
-        """The root of a computation: a Value, or a tuple of them."""
+        """Translate a computation; return its root, a Value or a tuple of them."""
         values: dict[int, Any] = {}
         marked = self._marked(computation)
         for instruction in computation.instructions:
@@ -163,21 +165,23 @@ class _Walk:
         return values[computation.root_id]
 
     def _marked(self, computation: Message) -> Marked:
-        """Its regions, which only devices have operators for."""
+        """Return the computation's regions; only Ascend devices have operators for them."""
         if computation.id not in self._regions:
             found = find(computation, whole=not self.emit.native)
             if found.left:
-                self._attention.left.append("attention that several devices compute together")
+                self._attention.left.append(
+                    "attention that several devices compute together, with collectives"
+                )
             self._regions[computation.id] = found
         return self._regions[computation.id]
 
     def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
-        """The result of an instruction; an error says which line of the model it comes from."""
+        """Translate an instruction; errors name the line of the model that it comes from."""
         try:
             return self._instruction(instruction, [values[i] for i in instruction.operand_ids])
         except LoweringError as error:
             line = self._normalised.sources.get(instruction.id)
-            if line is None or self._is_located:  # by what it calls
+            if line is None or self._is_located:  # by a called computation
                 raise
             self._is_located = True
             where = f"{instruction.opcode} in {self.module.name}"
@@ -191,16 +195,16 @@ class _Walk:
             return _SIMPLE[opcode](emit, instruction, *operands)
         if opcode in _STRUCTURE:
             return _STRUCTURE[opcode](self, instruction, operands)
-        raise unsupported(f"operation for {opcode}")
+        raise unsupported(f"the operation {opcode}")
 
-    # What has computations of its own.
+    # Instructions that call computations.
 
     def _call(self, instruction: Message, operands: Sequence[Any]) -> Any:
         return self.run(self._computations[instruction.called_computation_ids[0]], operands)
 
     @contextmanager
     def _elsewhere(self, rank: Value | None = None) -> Iterator[None]:
-        """In a graph of its own, where nodes of another are nothing."""
+        """Translate into a separate graph, where nodes of the current one are not available."""
         before = self._attention.masks, self._collectives.rank
         self._attention.masks, self._collectives.rank = {}, rank
         try:
@@ -218,7 +222,7 @@ class _Walk:
 
     def _scatter(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if len(operands) != 3:
-            raise unsupported("scatter of several arrays at once")
+            raise unsupported("a scatter of several arrays at once")
         return indexing.scatter(self.emit, instruction, self._combiner(instruction), *operands)
 
     def _sort(self, instruction: Message, operands: Sequence[Any]) -> Any:
@@ -230,14 +234,14 @@ class _Walk:
     def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if instruction.custom_call_target == "TopK":
             return sorting.top_k(self.emit, instruction, operands[0])
-        raise unsupported(f"custom call {instruction.custom_call_target!r}")
+        raise unsupported(f"the custom call {instruction.custom_call_target!r}")
 
     def _function(self, instruction: Message) -> Callable[[Sequence[Any]], Any]:
-        """The computation that an instruction calls, to be asked."""
+        """Return the computation that an instruction calls, as a function."""
         called = self._computations[instruction.called_computation_ids[0]]
         return lambda arguments: self.run(called, arguments)
 
-    # What depends on the type of what it is given.
+    # Instructions that depend on the type of their operands.
 
     def _converted(self, instruction: Message, operands: Sequence[Any]) -> Any:
         source = self._types[instruction.operand_ids[0]]
@@ -251,11 +255,11 @@ class _Walk:
         return operations.compared(self.emit, instruction.comparison_direction, a, b, dtype)
 
     def _combiner(self, instruction: Message) -> str:
-        """What a reducer does with its two scalars: an opcode, or "assign" for the second."""
+        """Return the opcode that combines a reducer's two scalars; "assign" returns the second."""
         body = self._computations[instruction.called_computation_ids[0]]
         root = next(each for each in body.instructions if each.id == body.root_id)
         seen = {each.id: each for each in body.instructions}
-        while root.opcode in ("convert", "copy", "reduce-precision"):  # around it
+        while root.opcode in ("convert", "copy", "reduce-precision"):  # around the result
             root = seen[root.operand_ids[0]]
         if root.opcode == "parameter" and root.parameter_number == 1:
             return "assign"
@@ -276,7 +280,7 @@ class _Walk:
         )
 
 
-# Kept in a signed type of 64 bits, which orders and divides otherwise.
+# u64 is stored in a signed type, for which these operations give other results.
 _NOT_OF_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
 
 _Simple = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The backend of Trainium: what lowering.xla.backend is to XLA's own targets."""
+"""Trainium backend: the counterpart of lowering.xla.backend, which serves XLA's own targets."""
 
 import hashlib
 from typing import Any
@@ -49,23 +49,32 @@ __all__ = [
 
 
 def described_devices(target: Target) -> list[Device]:
-    """Devices of the CPU, for which a graph is traced and split."""
+    """Return CPU devices, one for each target device, for tracing and partitioning a graph."""
     return per_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
-    """The devices that hold a run's arrays: of the CPU, on which a simulation also computes."""
+    """Return the CPU devices that hold a run's arrays; neuron-sim also computes on them."""
     return per_device.devices(target)
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """The program of one device, with the flags of its compiler; raises as per_device.lower."""
+    """Lower a graph to the program of one device, with the compiler's flags as options.
+
+    Raises:
+        ShardingError: see `per_device.lower`.
+        LoweringError: see `per_device.lower`.
+    """
     program = per_device.lower(graph, rules, mesh_shape, target)
     return _flagged(program, target, quickly=graph.runs_once)
 
 
 def take(whole: Lowered, target: Target) -> Lowered:
-    """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
+    """Return the program of one device for a program lowered for as many CPU devices.
+
+    Raises:
+        LoweringError: see `per_device.take`.
+    """
     return _flagged(per_device.take(whole, target), target)
 
 
@@ -81,12 +90,15 @@ def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lo
 
 
 def compile(lowered: Lowered) -> Artifact:
-    """Compile with neuronx-cc, or with the simulator; the record says what a loader checks.
+    """Compile with neuronx-cc, or with the simulator if the target is neuron-sim.
+
+    The artifact's record contains everything that a loader checks.
 
     Raises:
-        CompilerMissing: neuronx-cc is not here; the error holds a bundle for where it is.
-        OutOfMemory: the program does not fit the device.
-        LoweringError: the compiler refused it.
+        CompilerMissing: neuronx-cc is not installed on this machine; the error carries a bundle
+            that can be compiled on another one.
+        OutOfMemory: the program does not fit the device's memory.
+        LoweringError: preflight or the compiler rejected the program.
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
     memory = per_device.memory(lowered.handle, lowered.facts["neuron"])
@@ -102,7 +114,7 @@ def compile(lowered: Lowered) -> Artifact:
 
 
 def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a program before it is compiled."""
+    """Return the part of the record that is known before compilation."""
     target = lowered.target
     about = {
         "target": str(target),
@@ -117,10 +129,11 @@ def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -
 
 
 def load(artifact: Artifact, target: Target) -> Executable:
-    """Load a compiled program; the payload must already have been checked against its digest.
+    """Load a compiled program; the caller has checked the payload against its digest.
 
     Raises:
-        LoweringError: it was made for another machine, or this one has no Neuron runtime.
+        LoweringError: the payload was compiled for another machine, or it is a simulated NEFF for
+            a real target or the reverse, or this machine has no Neuron runtime.
     """
     about = artifact.record
     neff.check(
@@ -137,7 +150,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 
 def storable(tree: Tree) -> Tree:
-    """What a checkpoint can write: arrays of Neuron devices as copies in the host's memory."""
+    """Return a tree that a checkpoint can write: arrays on Neuron cores are copied to the host."""
     return jax.tree.map(
         lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
     )

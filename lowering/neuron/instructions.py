@@ -1,21 +1,22 @@
-"""How many instructions neuronx-cc would make of a module: an estimate, from the sizes of tiles.
+"""Estimate the number of instructions that neuronx-cc generates for a module, from tile sizes.
 
-The compiler cuts every array into tiles and counts an instruction for each. A product takes one for
-every 128 rows of what it sums over, 128 of one side and 512 of the other (limits of the tensor
-engine); everything else one for every 128 x 512 elements, a transposition one for every 128 x 128.
-What moves nothing is free, and a collective is one. Convolutions are not counted: no model has one.
+The compiler cuts every array into tiles and generates an instruction for each. A matrix product
+takes one for every 128 elements of the contracted axes, 128 of one side and 512 of the other
+(limits of the tensor engine); every other operation takes one for 128 x 512 elements, a transpose
+one for 128 x 128. Operations that move no data are free, and a collective counts as one. There is
+no special formula for convolutions, since no model has one.
 Source: AWS Neuron documentation, nki.isa.nc_matmul and the architecture of Trainium, SDK 2.32.
 
-Loops count in two ways. JAX on Neuron takes static loops only, and AWS's and AXLearn's scripts have
-them unrolled (NEURON_WHILE_LOOP_UNROLL=1), so `unrolled` is what is held against the limit; `once`
-is what would remain if the compiler kept every loop.
+Loops are counted in two ways. JAX on Neuron supports static loops only, and the scripts of AWS and
+AXLearn unroll them (NEURON_WHILE_LOOP_UNROLL=1), which `unrolled` counts; `once` counts each loop
+body once, as if the compiler kept every loop. Preflight compares both with the limit.
 
-Two counts are published with sizes that let the estimate be held against them: a training step of
-SmolLM2-360M on 8 x 2048 tokens on one core of a trn1, 37,536,776 instructions, is 3.4 times the
-estimate; 4096 products of a vector and a 4096 x 4096 matrix, 4,194,304, are 4 times. Expect as much
-more, and still more where a layout suits the compiler badly.
-Source: reports of users of trn1 with the compiler's messages NCC_EVRF007 and NCC_EXTP003, August
-and September 2026; the sizes of the second are worked out from the memory that it tells.
+Two published counts come with sizes, so that the estimate can be compared with them: a training
+step of SmolLM2-360M on 8 x 2048 tokens on one core of a trn1 has 37,536,776 instructions, 3.4 times
+the estimate; 4096 products of a vector and a 4096 x 4096 matrix have 4,194,304, 4 times the
+estimate. Expect such factors, and larger ones where a layout suits the compiler badly.
+Source: reports of trn1 users with the compiler messages NCC_EVRF007 and NCC_EXTP003, August and
+September 2026; the sizes of the second are derived from the memory that its message reports.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowering.hlo.proto import TYPES, Message
 
-TOO_LOW = 4  # times, by which an estimate was below a published count
+TOO_LOW = 4  # factor by which an estimate was below a published count
 _ROWS, _COLUMNS = 128, 512
 _FREE = frozenset(
     [
@@ -44,18 +45,18 @@ _FREE = frozenset(
     ]
 )
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
-# The operand that says how much is done, where it is not the result.
+# The operand whose size determines the work, for operations where it is not the result's size.
 _SIZED_BY = {"reduce": 0, "reduce-window": 0, "dynamic-update-slice": 1, "scatter": 2}
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """Of a module or a part of it, by estimate."""
+    """Estimated instruction counts of a module or of a part of it."""
 
-    unrolled: int = 0  # every loop as often as it runs
-    once: int = 0  # the body of every loop once
-    largest: int = 0  # of a single operation
-    largest_id: int = 0  # of that operation
+    unrolled: int = 0  # with the body of every loop times its number of iterations
+    once: int = 0  # with the body of every loop once
+    largest: int = 0  # of the operation that takes most
+    largest_id: int = 0  # id of that operation
 
     def __add__(self, other: Instructions) -> Instructions:
         larger = max(self, other, key=lambda each: each.largest)
@@ -63,7 +64,7 @@ class Instructions:
 
 
 def estimate(module: Message) -> Instructions:
-    """Instructions of a whole module."""
+    """Estimate the instructions of a complete module."""
     computations = {each.id: each for each in module.computations}
     return _of(computations[module.entry_computation_id], computations)
 
@@ -120,7 +121,7 @@ def _elements(shape: Message) -> int:
 
 
 def _trips(condition: Message) -> int:
-    """What a loop's counter is compared with; 1 where it is no constant."""
+    """Return the constant that a loop's counter is compared with; 1 if it is not constant."""
     known = {each.id: each for each in condition.instructions}
     root = known[condition.root_id]
     for number in root.operand_ids:

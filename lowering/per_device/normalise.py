@@ -1,8 +1,8 @@
-"""One device's HLO in the one form that neuronx-cc reads right, the same bytes in every process.
+"""Normalise one device's HLO to the form that neuronx-cc reads, byte-identical in every process.
 
-What XLA writes today is newer than what Neuron's tools read (jaxlib 0.10, 0.11): ids beyond 32 bits
-crash them, newer forms of replica groups and donations they skip in silence. Names, sources and
-shardings say nothing to them, and would make equal programs differ.
+XLA (jaxlib 0.10, 0.11) writes newer forms than Neuron's tools read: ids beyond 32 bits crash them,
+and they silently ignore newer forms of replica groups and donations. Names, source lines and
+shardings have no meaning for them, and would make equal programs differ.
 """
 
 from collections.abc import Sequence
@@ -41,25 +41,27 @@ _MAY_ALIAS = 1
 
 @dataclass(frozen=True)
 class Normalised:
-    """What neuronx-cc is given, and what a reader wants to know of it."""
+    """A normalised module, with its inputs, outputs and source lines."""
 
     hlo: bytes  # an HloModuleProto
-    inputs: tuple[str, ...]  # of the NEFF, in order; the rank is the last where rank_input is true
+    inputs: tuple[str, ...]  # of the NEFF, in order; the rank is last if rank_input is true
     outputs: tuple[str, ...]
     rank_input: bool
-    sources: dict[int, str]  # line of the model's code by instruction id
+    sources: dict[int, str]  # instruction id to line of the model's code
 
 
 def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
-    """Rewrite the module of one device, as lowering.xla.spmd_module.partitioned gives it.
+    """Normalise the module of one device, as lowering.xla.spmd_module.partition returns it.
 
     Args:
-        name: of the module; XLA's own is that of a Python function.
-        ranks: devices that run the module.
-        rank_input: the rank is an input even if the module does not ask for it.
+        binary: the module, an HloModuleProto.
+        name: new name of the module; XLA names it after a Python function.
+        ranks: number of devices that run the module.
+        rank_input: add the rank as an input even if the module does not use it.
 
     Raises:
-        LoweringError: the module holds what no reader of Neuron's would see.
+        LoweringError: the module has fields that Neuron's tools would ignore, or reads the rank
+            where that is not supported.
     """
     module = read_module(binary)
     _refuse_unknown(module)
@@ -86,12 +88,12 @@ def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False)
 
 
 def entry_of(module: Message) -> Message:
-    """The computation that a module begins with."""
+    """Return the entry computation of a module."""
     return next(each for each in module.computations if each.id == module.entry_computation_id)
 
 
 def _sources(module: Message) -> dict[int, str]:
-    """The line of the model's code that each instruction comes from, where one is known."""
+    """Return the line of the model's code for each instruction for which it is known."""
     lines = [line_of(_stack(module, frame + 1)) for frame in range(_frames(module))]
     found = {
         each.id: lines[each.metadata.stack_frame_id - 1]
@@ -100,7 +102,7 @@ def _sources(module: Message) -> dict[int, str]:
         if 0 < each.metadata.stack_frame_id <= len(lines)
         and lines[each.metadata.stack_frame_id - 1]
     }
-    for computation in module.computations:  # constants have none: that of their first user
+    for computation in module.computations:  # constants have none; use that of their first user
         for each in computation.instructions:
             if each.id in found:
                 for operand in each.operand_ids:
@@ -113,7 +115,7 @@ def _frames(module: Message) -> int:
 
 
 def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
-    """Files and lines, innermost first; all numbers of the table count from 1."""
+    """Return files and lines, innermost first; all ids in the stack frame table start at 1."""
     index, found = module.stack_frame_index, []
     while 0 < frame <= _frames(module):
         one = index.stack_frames[frame - 1]
@@ -124,21 +126,21 @@ def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
 
 
 def _settle_order(comparison: Message) -> None:
-    """Say by its older type how a comparison orders; jaxlib 0.11 says it in a field of its own."""
+    """Store a comparison's order in the older type field; jaxlib 0.11 has a separate field."""
     if comparison.comparison_type == "FLOAT" and comparison.comparison_order == "TOTAL":
         comparison.comparison_type = "TOTALORDER"
     comparison.ClearField("comparison_order")
 
 
 def _alias_donors(module: Message) -> None:
-    """Pair each donated input with an output, as XLA would when it compiles.
+    """Alias each donated input with an output, as XLA would when it compiles.
 
-    That is the first output of its shape that has no input yet; a state's arrays are outputs in the
-    order in which they are inputs, so each meets its own.
+    That is the first output of the same shape that is not aliased yet. Arrays of a state are
+    outputs in the same order as inputs, so each is aliased with its own new value.
     """
     entries = module.input_output_alias.entries
     parameters = module.host_program_shape.parameters
-    outputs = _results(module)  # a train step's are many; a tuple of one is never made
+    outputs = _results(module)  # never a tuple of one output
     taken = {next(iter(entry.output_shape_index), 0) for entry in entries}
     for donor in module.buffer_donor.entries:
         wanted = parameters[donor.parameter_number].SerializeToString(deterministic=True)
@@ -157,7 +159,7 @@ def _alias_donors(module: Message) -> None:
 
 
 def _drop_unused_tuples(module: Message) -> None:
-    """Take out the tuples that passing the rank on has left behind."""
+    """Remove tuples that are no longer used after `rank_as_input`."""
     for computation in module.computations:
         used = {i for each in computation.instructions for i in each.operand_ids}
         used.add(computation.root_id)
@@ -167,7 +169,7 @@ def _drop_unused_tuples(module: Message) -> None:
 
 
 def _number(module: Message, name: str) -> dict[int, int]:
-    """Number computations and instructions from 1 in their order, and name them by number."""
+    """Number computations and instructions from 1 in order; return new instruction ids by old."""
     computations = {each.id: new for new, each in enumerate(module.computations, 1)}
     instructions = [each for one in module.computations for each in one.instructions]
     numbers = {each.id: new for new, each in enumerate(instructions, 1)}
@@ -191,7 +193,7 @@ def _number(module: Message, name: str) -> dict[int, int]:
 
 
 def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name inputs and outputs for the NEFF: its loader finds tensors by name."""
+    """Name inputs and outputs for the NEFF, whose loader finds tensors by name."""
     entry = entry_of(module)
     inputs = tuple(f"input{index}" for index in range(len(entry.program_shape.parameters)))
     outputs = tuple(f"output{index}" for index in range(len(_results(module))))
@@ -206,7 +208,7 @@ def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _results(module: Message) -> Sequence[Message]:
-    """Shapes of the outputs; a single one is no tuple."""
+    """Return the shapes of the outputs; the result of a single output is not a tuple."""
     result = module.host_program_shape.result
     return result.tuple_shapes if result.element_type == TYPES["tuple"] else [result]
 
@@ -215,6 +217,6 @@ def _refuse_unknown(module: Message) -> None:
     found = sorted({f"field {number} of {where}" for where, number in unknown(module)})
     if found:
         raise LoweringError(
-            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would skip in "
-            "silence; this jaxlib is newer than those graphtrain was tested with (0.10 and 0.11)"
+            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would silently "
+            "ignore; this jaxlib is newer than the tested ones, install version 0.10 or 0.11"
         )

@@ -1,17 +1,18 @@
-"""Roundings that change nothing, taken out of a module: neuronx-cc knows no reduce-precision.
+"""Remove reduce-precision instructions that change nothing: neuronx-cc does not support them.
 
-JAX rounds every value that it keeps for the backward pass to the bits of its own type, so that XLA
-keeps no more of it. Source: AWS Neuron documentation, known issues of JAX on Neuron, SDK 2.32.
+JAX rounds every value that it saves for the backward pass to its own type, so that XLA does not
+store it with more precision.
+Source: AWS Neuron documentation, known issues of JAX on Neuron, SDK 2.32.
 """
 
 from lowering.hlo.proto import TYPE_NAMES, Message
 
-# Bits of exponent and mantissa of what a device computes in.
+# Bits of exponent and mantissa of the types that devices compute in.
 _BITS = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10), "f8e5m2": (5, 2), "f8e4m3": (4, 3)}
 
 
 def drop_exact_roundings(module: Message) -> None:
-    """Let whoever uses a value rounded to its own type's bits use the value itself."""
+    """Replace values that are rounded to their own type by the values themselves."""
     for computation in module.computations:
         source = {
             each.id: each.operand_ids[0] for each in computation.instructions if _is_exact(each)

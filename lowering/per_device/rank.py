@@ -1,8 +1,9 @@
-"""The rank of a device as an input of its program.
+"""Turn the rank of a device into an input of its program.
 
-One NEFF serves all ranks, so a program asks for its rank: XLA's partitioner does by partition-id.
-Here the rank becomes a scalar input, which the loader gives to each rank: no public text says that
-neuronx-cc takes partition-id, and vLLM's and NxD's programs for Neuron take their rank this way.
+One NEFF serves all ranks, so a program must read its rank at run time: XLA's partitioner writes
+partition-id for that. Here the rank becomes a scalar input, which the loader sets for each rank,
+since no public document states that neuronx-cc supports partition-id; the programs of vLLM and NxD
+for Neuron receive their rank in the same way.
 """
 
 from collections.abc import Iterable
@@ -14,13 +15,15 @@ _ASKS = ("partition-id", "replica-id")
 
 
 def rank_as_input(module: Message, *, always: bool = False) -> bool:
-    """Replace the instructions that ask for the rank by a last parameter; whether there is one.
+    """Replace the instructions that read the rank by a last parameter; return whether it exists.
 
     Args:
-        always: even if none asks.
+        module: the module, changed in place.
+        always: add the parameter even if no instruction reads the rank.
 
     Raises:
-        LoweringError: the rank is asked for inside a conditional.
+        LoweringError: the rank is read inside a conditional, or another instruction with
+            computations of its own that is neither a loop nor a call.
     """
     rewriter = _Rewriter(module)
     entry = rewriter.computations[module.entry_computation_id]
@@ -33,7 +36,7 @@ def rank_as_input(module: Message, *, always: bool = False) -> bool:
 
 
 class _Rewriter:
-    """Passes the rank from the entry down to the computations that ask for it."""
+    """Passes the rank from the entry computation to the computations that read it."""
 
     def __init__(self, module: Message) -> None:
         self.computations = {each.id: each for each in module.computations}
@@ -45,7 +48,7 @@ class _Rewriter:
                     self.asking.add(computation.id)
 
     def add_parameter(self, computation: Message) -> int:
-        """Give a computation the rank as its last parameter; return the instruction's id."""
+        """Add the rank as the last parameter of a computation; return the instruction's id."""
         count = len(computation.program_shape.parameters)
         computation.program_shape.parameters.append(_scalar())
         parameter = self._new("parameter", _scalar(), parameter_number=count)
@@ -53,7 +56,7 @@ class _Rewriter:
         return parameter.id
 
     def rewrite(self, computation: Message, rank: int) -> None:
-        """Make everything in a computation that asks for the rank use a value of it."""
+        """Replace all reads of the rank in a computation by the value with the id `rank`."""
         asked = {each.id for each in computation.instructions if each.opcode in _ASKS}
 
         def rewritten(each: Message) -> Iterable[Message]:
@@ -71,8 +74,8 @@ class _Rewriter:
                 self.rewrite(callee, self.add_parameter(callee))
                 return [each]
             raise LoweringError(
-                f"a {each.opcode} asks for the rank of its device, which the program of a Neuron "
-                "core can do in its body and in loops; take axis_index outside"
+                f"a {each.opcode} reads the rank of its device, which this target supports only "
+                "at the top level and in loops; move axis_index out of it"
             )
 
         _set(computation, [new for each in computation.instructions for new in rewritten(each)])
@@ -107,7 +110,7 @@ class _Rewriter:
         body.program_shape.result.tuple_shapes.append(_scalar())
 
     def _extended(self, value: Message, rank: int) -> list[Message]:
-        """Instructions that make a tuple with the rank at its end; the tuple is the last."""
+        """Return instructions that append the rank to a tuple; the last is the new tuple."""
         shape = message("ShapeProto")
         shape.CopyFrom(value.shape)
         shape.tuple_shapes.append(_scalar())
@@ -119,7 +122,7 @@ class _Rewriter:
         return [*parts, self._new("tuple", shape, operand_ids=[*operands, rank])]
 
     def _narrowed(self, computation: Message, loop: Message, count: int) -> list[Message]:
-        """The state as it was, for whoever takes it whole."""
+        """Return instructions that restore a loop's original state for users of the full tuple."""
         users = [
             each
             for each in computation.instructions

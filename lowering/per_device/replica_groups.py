@@ -1,7 +1,7 @@
-"""Who takes part in a collective, in the one form that neuronx-cc reads: lists of ranks.
+"""Replica groups of collectives in the only form that neuronx-cc reads: lists of ranks.
 
-XLA writes three newer forms that older readers skip without a word (jaxlib 0.10): a collective
-would then be one of all ranks, and train to a wrong loss.
+XLA (jaxlib 0.10) writes three newer forms, which older readers silently ignore: a collective would
+then include all ranks, and training would give a wrong loss.
 """
 
 import math
@@ -27,7 +27,7 @@ _NEWER_FORMS = (
 
 
 def write_explicitly(instruction: Message, ranks: int) -> None:
-    """Rewrite a collective so that it names its ranks, and counts them as replicas."""
+    """Rewrite a collective so that it lists its ranks, as replica ids."""
     if instruction.opcode in _COLLECTIVES:
         groups = _groups(instruction, ranks)
         del instruction.replica_groups[:]
@@ -35,8 +35,8 @@ def write_explicitly(instruction: Message, ranks: int) -> None:
             instruction.replica_groups.append(message("ReplicaGroup", replica_ids=group))
     for form in _NEWER_FORMS:
         instruction.ClearField(form)
-    # Without a channel, numbers are those of replicas. XLA's partitioner counts partitions, of
-    # which a module loaded once for each rank has one.
+    # Without a channel, ids are those of replicas. XLA's partitioner writes ids of partitions, but
+    # a module that is loaded once for each rank has only one partition.
     instruction.ClearField("channel_id")
     instruction.ClearField("use_global_device_ids")
 

@@ -143,7 +143,7 @@ def test_on_a_cpu_a_region_is_the_arithmetic_that_it_is(both):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "reason"),
-    [("float32", 16, "attention in f32"), ("bfloat16", 8, "4 heads of 8")],
+    [("float32", 16, "attention in f32"), ("bfloat16", 8, "4 heads of size 8;")],
 )
 def test_what_the_operators_do_not_take_stays_as_it_is(dtype, head_dim, reason):
     function = both_passes(fused_attention, False, False)

@@ -99,5 +99,5 @@ def test_the_strategy_of_a_program_has_its_parameters(mindspore, tmp_path):
 def test_a_name_that_would_be_read_as_a_stage_is_refused():
     mesh = MeshShape({"fsdp": 2})
     layouts = dict(make_plan({"layer-0": ARRAYS["up"]}, HERE, mesh).layouts)
-    with pytest.raises(LoweringError, match="layer-0: MindSpore takes what is before - for"):
+    with pytest.raises(LoweringError, match="layer-0: MindSpore would read the part before '-' as"):
         strategy(layouts, mesh)

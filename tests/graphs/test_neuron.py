@@ -205,7 +205,7 @@ def test_arrays_in_the_hosts_memory_are_refused():
     from graphtrain.config.schema import Optimizer
 
     of = program(target="trn1:1", optimizer=Optimizer(offload=True))
-    with pytest.raises(LoweringError, match=r"rests in the host's memory.*offload = false"):
+    with pytest.raises(LoweringError, match=r"is stored in host memory.*offload = false"):
         lower(of, "train")
 
 
@@ -240,19 +240,19 @@ def test_the_simulator_refuses_what_no_device_can_hold(tmp_path, capfd):
     hlo = normalise(module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1).hlo
     assert simulate(tmp_path, hlo) == 70
     log = capfd.readouterr().err
-    assert "[NCC_EOOM001] the inputs alone take 17.2 GB of 17.2 GB" in log
+    assert "[NCC_EOOM001] the inputs alone need 17.2 GB per device; a device has 17.2 GB" in log
     told = compiler.failure(70, log, graph="train", target=Target.parse("neuron-sim:1"))
     assert isinstance(told, OutOfMemory)
 
 
 def test_the_simulator_refuses_a_module_that_is_not_normalised(tmp_path, capfd, raw):
     assert simulate(tmp_path, raw) == 70
-    assert "give the compiler a normalised module" in capfd.readouterr().err
+    assert "pass a normalised module to the compiler" in capfd.readouterr().err
 
 
 def test_the_simulator_refuses_a_file_that_is_no_module(tmp_path, capfd):
     assert simulate(tmp_path, b"module @jit_train {}") == 1
-    assert "should be an HloModuleProto are not one" in capfd.readouterr().err
+    assert "bytes are not an HloModuleProto" in capfd.readouterr().err
 
 
 def test_what_the_simulator_writes_says_what_it_is(tmp_path):
@@ -273,7 +273,7 @@ def test_the_rank_cannot_be_asked_for_in_a_conditional():
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
     binary = partition(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
-    with pytest.raises(LoweringError, match="conditional asks for the rank"):
+    with pytest.raises(LoweringError, match="conditional reads the rank"):
         normalise(binary, name="train", ranks=4)
 
 
@@ -281,6 +281,6 @@ def test_a_program_that_would_be_refused_is_told_with_the_line_of_the_model():
     binary = module_of(lambda x: jax.lax.cond(x[0] > 0, jax.numpy.sin, jax.numpy.cos, x), (8,))
     normalised = normalise(binary, name="train", ranks=1)
     with pytest.raises(
-        LoweringError, match=r"refuse train, .*\n  \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
+        LoweringError, match=r"reject train, .*\n  \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
     ):
         preflight.check(normalised.hlo, normalised.sources, "train", Target.parse("trn1:1"))

@@ -36,10 +36,14 @@ def test_every_graph_of_a_run_is_given_to_the_plugin_while_it_extracts(installed
 
 def test_a_plugin_that_would_compile_is_given_nothing(installed, monkeypatch):
     monkeypatch.delenv("NEURON_EXTRACT_GRAPHS_ONLY", raising=False)
-    with pytest.raises(LoweringError, match="run this below graphtrain neuron-cache collect"):
+    with pytest.raises(
+        LoweringError, match="run this command through graphtrain neuron-cache collect"
+    ):
         extract(OF, lambda graph, stage: None)
 
 
 def test_devices_without_a_plugin_are_refused():
-    with pytest.raises(LoweringError, match="is not installed here; install jax-neuronx"):
+    with pytest.raises(
+        LoweringError, match="is not installed on this machine; install jax-neuronx"
+    ):
         plugin.devices(Target.parse("trn1:8"))

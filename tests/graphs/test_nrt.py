@@ -116,7 +116,9 @@ def test_an_array_on_the_cores_that_is_split_otherwise_is_refused(runtime):
     whole = {"state/head": fact([8, 2], "bfloat16", [[], []])}
     other = RECORD | {"inputs": RECORD["inputs"] | whole}
     state = Program(NEFF, RECORD, mesh(4))({"head": np.zeros((8, 2))}, 0.5)["state"]
-    with pytest.raises(LoweringError, match=r"split as .*tensor.* is given to the compiled train"):
+    with pytest.raises(
+        LoweringError, match=r"sharded as .*tensor.* was passed to the compiled train"
+    ):
         Program(NEFF, other, mesh(4))(state, 0.5)
 
 
@@ -135,5 +137,5 @@ def test_more_ranks_than_cores_are_refused(runtime):
 
 def test_a_machine_without_the_runtime_is_told_what_to_install(monkeypatch):
     monkeypatch.setenv("GRAPHTRAIN_LIBNRT", "/nowhere/libnrt.so.1")
-    with pytest.raises(LoweringError, match=r"not on this machine .*aws-neuronx-runtime-lib"):
+    with pytest.raises(LoweringError, match=r"not found on this machine .*aws-neuronx-runtime-lib"):
         Runtime()

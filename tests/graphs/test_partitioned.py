@@ -45,5 +45,5 @@ def test_reading_and_writing_a_module_changes_no_byte_of_meaning():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(LoweringError, match="should be an HloModuleProto are not one"):
+    with pytest.raises(LoweringError, match="bytes are not an HloModuleProto"):
         read_module(b"module @jit_f {}")

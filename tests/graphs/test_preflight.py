@@ -165,7 +165,7 @@ def test_everything_wrong_is_told_at_once_with_lines_of_the_model():
         return (y + 1j * y).imag
 
     made = normalised(step, FLOATS)
-    with pytest.raises(LoweringError, match="and was not asked:\n") as caught:
+    with pytest.raises(LoweringError, match="so it was not started:\n") as caught:
         check(made.hlo, made.sources, "train", Target.parse("trn1:1"))
     said = str(caught.value).splitlines()[1:]
     assert {line.split("]")[0].strip() for line in said} == {"[NCC_EVRF001", "[NCC_EVRF004"}

@@ -48,11 +48,11 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, name, text):
     (bundle / name).unlink()
     if text is not None:
         (bundle / name).write_text(text)
-    with pytest.raises(LoweringError, match=r"the bundle is not whole .*; copy it again"):
+    with pytest.raises(LoweringError, match=r"the bundle is incomplete .*; copy it again"):
         finish(bundle, Cache(tmp_path / "store"))
 
 
 def test_a_neff_of_no_known_compiler_is_refused(bundle, tmp_path):
     (bundle / NEFF_FILE).write_bytes(b"a NEFF")
-    with pytest.raises(LoweringError, match=r"not whole \(KeyError\('compiler_version.txt'\)\)"):
+    with pytest.raises(LoweringError, match=r"incomplete \(KeyError\('compiler_version.txt'\)\)"):
         finish(bundle, Cache(tmp_path / "store"))

@@ -1,6 +1,6 @@
-"""Unfinished entries through compilers in parallel, each completed where it stands.
+"""Compilation of unfinished cache entries in parallel, each completed in its directory.
 
-One thread starts the compilers, watches them and touches their locks.
+One thread starts the compilers, polls them and touches their locks.
 """
 
 import os
@@ -24,37 +24,37 @@ from lowering.neuron.persistent_cache import completion, entries, flags, locks
 from lowering.neuron.persistent_cache.entries import Entry
 from lowering.neuron.persistent_cache.failures import Failure, classify
 
-_MEMORY_OF_ONE = 64 << 30  # bytes of the host for one compiler, as AWS's tool reckons
+_MEMORY_OF_ONE = 64 << 30  # bytes of host memory for one compiler, as AWS's tool estimates
 _HEARTBEAT = 60  # seconds between touches of a lock
-_LOOK, _WAIT = 0.05, 1.0  # seconds between looks at compilers, and at a lock of another
+_LOOK, _WAIT = 0.05, 1.0  # seconds between polls of compilers, and of another process's lock
 _SCRATCH = "graphtrain-neuron-cache-"
 
-# The compiler in a process group of its own, which ends when we do, however we do.
+# Runs the compiler in its own process group, which is killed however this process ends.
 _GROUP = ["sh", "-c", 'trap "kill -KILL 0" TERM; "$@" & wait $!', "sh"]
 
-Observer = Callable[[str, str], None]  # name of an entry, what is done with it
+Observer = Callable[[str, str], None]  # name of an entry, progress message
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How entries are compiled; nothing here changes what is made of them."""
+    """Options for compiling entries."""
 
-    jobs: int | None = None  # compilers at once; None: as memory and cores allow
-    retries: int = 1  # further attempts after what may have been chance
+    jobs: int | None = None  # compilers in parallel; None: as memory and cores allow
+    retries: int = 1  # further attempts after a failure that may be transient
     timeout: float | None = None  # seconds for each attempt
-    retry_failed: bool = False  # also what the compiler has refused
-    wait: bool = False  # for others that hold locks, instead of leaving the entry to them
-    machine: str | None = None  # --target for flags that name none
-    stale_after: float = 6 * 3600  # seconds, for locks of other tools
+    retry_failed: bool = False  # also compile programs that the compiler has rejected before
+    wait: bool = False  # wait for locked entries instead of skipping them
+    machine: str | None = None  # --target for entries whose flags name none
+    stale_after: float = 6 * 3600  # seconds after which locks of other tools are stale
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one entry."""
+    """Result for one entry."""
 
     program: Path
     status: Literal["compiled", "failed", "locked"]
-    attempts: int  # 0: known from before, or another process's
+    attempts: int  # 0: known without compiling, or left to another process
     seconds: float
     failure: Failure | None = None
 
@@ -73,7 +73,7 @@ class _Running:
 
 
 def default_jobs() -> int:
-    """Compilers that the memory and cores left to us bear."""
+    """Return the number of compilers that available memory and cores allow."""
     return max(1, min(host.usable_cores(), -(-host.available_memory() // _MEMORY_OF_ONE)))
 
 
@@ -84,12 +84,12 @@ def compile_entries(
     settings: Settings,
     observe: Observer = lambda name, stage: None,
 ) -> list[Outcome]:
-    """Compile entries that stand in the compiler's own directory, the largest program first.
+    """Compile entries of this compiler's directory, the largest program first.
 
-    An entry that somebody else compiles is left to him, unless settings say to wait.
+    Entries that another process is compiling are skipped, unless settings.wait is true.
 
     Raises:
-        LoweringError: the cache cannot be written.
+        LoweringError: the cache is not writable.
     """
     _sweep()
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
@@ -109,7 +109,7 @@ class _Pool:
         self._root, self._compiler, self._settings = root, compiler, settings
         self._observe, self._scratch = observe, scratch
         self._jobs = settings.jobs or default_jobs()
-        self._queue: deque[tuple[Entry, int, float]] = deque()  # entry, attempt, not before
+        self._queue: deque[tuple[Entry, int, float]] = deque()  # entry, attempt, earliest start
         self._running: list[_Running] = []
         self._outcomes: list[Outcome] = []
         self._waited_for: set[Path] = set()
@@ -137,7 +137,7 @@ class _Pool:
                 self._begin(entry, attempt)
 
     def _begin(self, entry: Entry, attempt: int) -> None:
-        """Start a compiler, unless the entry is somebody else's or finished."""
+        """Start a compiler, unless the entry is locked by another process or finished."""
         program = entry.program
         assert program is not None, "only what has a program is queued"
         lock = program.with_name(program.name + locks.SUFFIX)
@@ -161,7 +161,7 @@ class _Pool:
         self._report(known)
 
     def _known(self, now: Entry, program: Path) -> Outcome | None:
-        """What was found out since the entry was queued, or is not asked again."""
+        """Return the outcome if the entry was compiled since it was queued, or rejected before."""
         if now.state == "done":
             return Outcome(program, "compiled", 0, 0.0)
         if now.failure and now.failure.is_final and not self._settings.retry_failed:
@@ -176,23 +176,23 @@ class _Pool:
                 self._observe(entry.directory.name, f"waiting for {lock.owner}")
             return
         assert entry.program is not None
-        self._observe(entry.directory.name, f"left to {lock.owner}")
+        self._observe(entry.directory.name, f"skipped, locked by {lock.owner}")
         self._outcomes.append(Outcome(entry.program, "locked", 0, 0.0))
 
     def _start(self, entry: Entry, attempt: int, held: locks.Held) -> _Running:
         """Start the compiler with the flags of the entry.
 
         Raises:
-            LoweringError: it has none, or they name no machine.
+            LoweringError: the entry has no flags, or they contain no --target.
         """
         assert entry.program is not None
         written = flags.read(entry.directory)
         if not flags.fit(entry.directory.name, written):
-            self._observe(entry.directory.name, "its flags do not give the key in its name")
+            self._observe(entry.directory.name, "its flags do not match the flags key in its name")
         chosen = forwarded(written)
         if flags.machine(chosen) is None:
             if self._settings.machine is None:
-                raise LoweringError("its flags name no machine; say which with --target")
+                raise LoweringError("its flags contain no --target; pass one with --target")
             chosen = [f"--target={self._settings.machine}", *chosen]
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
         program = completion.unpacked(entry.program, scratch)
@@ -206,7 +206,7 @@ class _Pool:
         return _Running(entry, attempt, process, held, scratch, log, now, now)
 
     def _watch(self) -> None:
-        """Take in compilers that have ended, stop those that are late, touch the others' locks."""
+        """Handle compilers that have ended, kill those past the timeout, touch the other locks."""
         now = time.monotonic()
         for each in list(self._running):
             status = each.process.poll()
@@ -222,7 +222,7 @@ class _Pool:
                 each.touched = now
 
     def _finish(self, each: _Running, status: int) -> None:
-        """Complete an entry, or say in it why not; then let it go."""
+        """Complete an entry, or record in it why compiling failed; then release it."""
         seconds = time.monotonic() - each.began
         try:
             failure = self._settle(each, status)
@@ -235,7 +235,7 @@ class _Pool:
         elif failure.is_chance and each.attempt <= self._settings.retries:
             if failure.kind in ("killed", "out of memory"):
                 self._jobs = max(1, self._jobs // 2)
-            self._observe(each.entry.directory.name, f"{failure.kind}, will try again")
+            self._observe(each.entry.directory.name, f"{failure.kind}, will retry")
             self._queue.append((each.entry, each.attempt + 1, 0.0))
         else:
             self._report(Outcome(program, "failed", each.attempt, seconds, failure))
@@ -256,12 +256,12 @@ class _Pool:
         if each.is_late:
             return Failure("timed out", f"not compiled within {self._settings.timeout:g} s")
         if status == 0:
-            return Failure("crashed", f"neuronx-cc ended well and wrote no {entries.NEFF}")
+            return Failure("crashed", f"neuronx-cc exited with 0, but wrote no {entries.NEFF}")
         each.log.seek(0)
         return classify(status, each.log.read().decode(errors="replace"))
 
     def _end(self, each: _Running) -> None:
-        """Leave nothing behind: no process, no scratch, no lock."""
+        """Remove the process, its scratch directory and its lock."""
         _kill(each.process)
         each.process.wait()
         each.log.close()
@@ -275,18 +275,18 @@ class _Pool:
 
 
 def _size(entry: Entry) -> int:
-    """Larger programs take longer, and none should be left to compile alone at the end."""
+    """Return the size of the program in bytes; large ones take longest and start first."""
     return entry.files[entry.program.name] if entry.program else 0
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a compiler and all it has started."""
+    """Kill a compiler and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _sweep() -> None:
-    """Remove the scratch directories of runs that were killed; they may hold gigabytes."""
+    """Remove the scratch directories of killed runs, which may occupy gigabytes."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():

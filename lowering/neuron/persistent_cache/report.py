@@ -1,4 +1,4 @@
-"""What AWS's tools print and write of a cache and of its compilation, in their words.
+"""Status lines and reports on a cache and its compilation, in the format of AWS's tools.
 
 Source: AWS Neuron documentation, neuron_parallel_compile and persistent cache, SDK 2.32.
 """
@@ -15,12 +15,12 @@ from lowering.neuron.persistent_cache.compilation import Outcome
 from lowering.neuron.persistent_cache.entries import Entry
 from lowering.neuron.persistent_cache.finishing import Finished
 
-# Set by people's Slurm scripts to have the report as files in the working directory.
+# Users' Slurm scripts set it to get the report as files in the working directory.
 DUMP_VARIABLE = "NEURON_PARALLEL_COMPILE_DUMP_RESULTS"
 
 
 def status_line(entries: Sequence[Entry]) -> str:
-    """How far a cache is; what a killed process left is among what remains."""
+    """Return AWS's status line of a cache; stale locks count as remaining items."""
     states = Counter(entry.state for entry in entries)
     locked, failed, done = states["locked"], states["failed"], states["done"]
     remaining = len(entries) - locked - failed - done
@@ -32,7 +32,7 @@ def status_line(entries: Sequence[Entry]) -> str:
 
 
 def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """The last lines of a compilation."""
+    """Return the last lines that AWS's tool prints after a compilation."""
     counts = Counter(outcome.status for outcome in _attempted(outcomes))
     return [
         _line("NEURON_PARALLEL_COMPILE", text)
@@ -45,7 +45,7 @@ def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def as_json(finished: Finished) -> dict[str, Any]:
-    """The report of a compilation; a failure has its kind and message beside AWS's fields."""
+    """Return the report of a compilation; failures have kind and message besides AWS's fields."""
     attempted = _attempted(finished.outcomes)
     summary = Counter(str(outcome.status == "compiled").lower() for outcome in attempted)
     return {
@@ -57,7 +57,7 @@ def as_json(finished: Finished) -> dict[str, Any]:
 
 
 def dump(report: dict[str, Any], directory: Path) -> list[Path]:
-    """Write the two files that DUMP_VARIABLE asks AWS's tool for, with the same content."""
+    """Write the two files that AWS's tool writes if DUMP_VARIABLE is set, with equal content."""
     day = time.strftime("%Y%m%d%H%M%S", time.localtime(report["start_time"]))
     name = f"neuron_parallel_compile_results_{day}.json"
     paths = [directory / name, directory / f"total_{name}"]

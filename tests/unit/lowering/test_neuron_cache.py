@@ -101,12 +101,12 @@ def test_flags_are_read_from_files_of_both_ages(entry):
 
 @pytest.mark.parametrize("content", ['{"flags": 1}', '["--tar', "[1]"])
 def test_flags_that_are_no_list_are_refused(entry, content):
-    with pytest.raises(LoweringError, match=r"compile_flags\.json is no list of flags"):
+    with pytest.raises(LoweringError, match=r"compile_flags\.json is not a JSON list of flags"):
         flags.read(entry({"compile_flags.json": content}))
 
 
 def test_a_line_of_flags_with_half_a_quotation_is_refused(entry):
-    with pytest.raises(LoweringError, match=r"compile_flags\.txt is no line of flags: No closing"):
+    with pytest.raises(LoweringError, match=r"flags\.txt is not a line of flags: No closing"):
         flags.read(entry({"compile_flags.txt": "--model-type='transformer"}))
 
 
@@ -170,7 +170,7 @@ def test_an_old_lock_is_live_while_a_compiler_here_has_the_entry(entry):
     try:
         assert compiler.stdout is not None
         compiler.stdout.readline()  # its command line is there only once it has begun
-        assert state(directory, stale_after=0) == ("locked", "a neuronx-cc that runs here")
+        assert state(directory, stale_after=0) == ("locked", "a neuronx-cc on this machine")
     finally:
         compiler.communicate()
     assert state(directory, stale_after=0)[0] == "stale lock"
@@ -335,8 +335,8 @@ def test_the_analysis_counts_and_names_what_is_wrong(entry, tmp_path):
     assert found["flags"]["e30acd3a"] == {"entries": 2, "flags": ["--target=trn1"]}
     assert (found["failures"], found["codes"]) == ({"refused": 1}, {"NCC_EVRF004": 1})
     said = [each["problem"] for each in found["problems"] if "MODULE_2" in each["entry"]]
-    assert said[0] == "its flags do not give the key in its name"
-    assert "that should be an HloModuleProto are not one" in said[1]
+    assert said[0] == "its flags do not match the flags key in its name"
+    assert "bytes are not an HloModuleProto" in said[1]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: data[:12] + b"\xff" * 9])
@@ -351,7 +351,7 @@ def test_a_damaged_program_is_a_line_of_the_analysis(entry, tmp_path, damage):
 @pytest.mark.parametrize("flag", ["--cache_dir=/elsewhere", "--no_cache"])
 def test_an_extraction_does_not_end_up_in_another_cache(monkeypatch, tmp_path, flag):
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--model-type=transformer {flag}")
-    with pytest.raises(LoweringError, match=rf"NEURON_CC_FLAGS has {flag}.*take it out"):
+    with pytest.raises(LoweringError, match=rf"NEURON_CC_FLAGS contains {flag}.*remove it"):
         plugin.environment(tmp_path)
 
 
