@@ -103,11 +103,11 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     from graphtrain.data.indexed.description import dataset_tokenizer
     from graphtrain.data.tokenizers.tokenizer import load_tokenizer
     from graphtrain.errors import DataError
-    from graphtrain.weights.sources import SIDE
+    from graphtrain.weights.sources import HF_FILES
 
-    folders = [Path(config.run.directory) / SIDE]
+    folders = [Path(config.run.directory) / HF_FILES]
     if config.run.initial is not None:  # converted weights, or a Hugging Face folder
-        folders += [Path(config.run.initial) / SIDE, Path(config.run.initial)]
+        folders += [Path(config.run.initial) / HF_FILES, Path(config.run.initial)]
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)
@@ -116,6 +116,6 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         if (found := dataset_tokenizer(prefix)) is not None:
             return found
     raise DataError(
-        f"no tokenizer in {config.run.directory}/{SIDE}, with the weights of run.initial, or with "
-        "the datasets of run.data.train; prepare the data with graphtrain data prepare"
+        f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.initial, or "
+        "with the datasets of run.data.train; prepare the data with graphtrain data prepare"
     )

@@ -214,12 +214,12 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
 
     program = load_config(config, overrides, target).program
     machine = Target.parse(program.target)
-    if machine.platform != "neuron" or machine.on_host:
+    if machine.platform != "neuron" or machine.runs_on_cpu:
         raise LoweringError(f"{machine} has no Neuron plugin; name a target such as trn1:32")
     plugin.check(machine)
-    from graphtrain.compile.neuron_plugin import extract
+    from graphtrain.compile.neuron_plugin import extract_graphs
 
-    extract(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
+    extract_graphs(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
 
 
 def _entries(root: Path, stale_after: float) -> "list[Entry]":
@@ -274,11 +274,11 @@ def _print_status(entries: "Sequence[Entry]") -> None:
 
 
 def _print_analysis(found: dict[str, Any]) -> None:
-    from graphtrain.cache.sizes import readable
+    from graphtrain.cache.sizes import format_size
 
     for name, about in found["compilers"].items():
         states = ", ".join(f"{count} {state}" for state, count in about["states"].items())
-        click.echo(f"{name}: {states}; {readable(about['bytes'])}")
+        click.echo(f"{name}: {states}; {format_size(about['bytes'])}")
     for key, about in found["flags"].items():
         written = "unknown" if about["flags"] is None else json.dumps(about["flags"])
         click.echo(f"flags {key}: {about['entries']} entries, {written}")

@@ -42,9 +42,14 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
     except ValidationError as error:
         errors = error.errors(include_url=False)
 
-    from graphtrain.config.problems import Source, explain  # only here: a good file needs none
+    from graphtrain.config.problems import (  # only here: a good file needs none
+        ConfigSource,
+        explain,
+    )
 
-    raise ConfigError("\n".join(explain(Source(path, text, changes), document, errors, foreign)))
+    raise ConfigError(
+        "\n".join(explain(ConfigSource(path, text, changes), document, errors, foreign))
+    )
 
 
 def _read(path: Path) -> str:

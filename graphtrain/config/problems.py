@@ -20,7 +20,7 @@ _LONGEST_VALUE = 60  # characters of a value shown
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """A file and the flags that changed it."""
 
     path: Path
@@ -46,7 +46,7 @@ class Source:
 
 
 def explain(
-    source: Source,
+    source: ConfigSource,
     document: dict[str, Any],
     errors: Sequence[ErrorDetails],
     foreign: Collection[KeyPath],
@@ -105,7 +105,7 @@ def _look_up(document: Any, path: KeyPath) -> Any:
     return document
 
 
-def _unknown(source: Source, errors: Collection[KeyPath]) -> Iterator[tuple[str, KeyPath]]:
+def _unknown(source: ConfigSource, errors: Collection[KeyPath]) -> Iterator[tuple[str, KeyPath]]:
     """Who wrote each unknown setting: the file, flags for something in it, or both."""
     for path in errors:
         flag = source.flag(path)
@@ -124,7 +124,7 @@ def _unknown(source: Source, errors: Collection[KeyPath]) -> Iterator[tuple[str,
             yield change.flag, change.path
 
 
-def _made_by_a_flag_below(source: Source, path: KeyPath) -> bool:
+def _made_by_a_flag_below(source: ConfigSource, path: KeyPath) -> bool:
     """Is path wrong only because an unknown setting below it, reported before, made it a table?"""
     below = any(_within(change.path, path) for change in source.overrides)
     return below and not source.flag(path) and not source.line(path)
@@ -158,7 +158,7 @@ def _choices(table: KeyPath) -> str:
     )
 
 
-def _wrong_value(source: Source, path: KeyPath, value: Any) -> str:
+def _wrong_value(source: ConfigSource, path: KeyPath, value: Any) -> str:
     node = known_settings()[path]
     should = f"should be {words(node)}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -178,7 +178,7 @@ def _wrong_value(source: Source, path: KeyPath, value: Any) -> str:
     return f"{place}: {dotted(path)} = {shown}: {should}"
 
 
-def _failed_check(source: Source, table: KeyPath, message: str) -> str:
+def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
     """A check of several settings: blame the last flag, else the first line, of those it names."""
     named = [
         path
@@ -197,7 +197,7 @@ def _failed_check(source: Source, table: KeyPath, message: str) -> str:
     return f"{place}: {dotted(table)}: {message}"
 
 
-def _missing(source: Source, path: KeyPath) -> str:
+def _missing(source: ConfigSource, path: KeyPath) -> str:
     flag = source.flag(path)
     place = flag.flag if flag else source.place(source.lines.get(path[:-1]))
     needs = known_settings()[path].get("required", [])

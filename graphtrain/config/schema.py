@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypeIs
 
-from graphtrain.config.hf_config import layer_count, vocabulary
+from graphtrain.config.hf_config import layer_count, vocab_size
 from graphtrain.errors import ImportedModelError
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
@@ -179,7 +179,7 @@ _EMPTY: Any = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Imported:
+class TorchModel:
     """A model of PyTorch or Hugging Face as it is, in place of the settings of the native one."""
 
     torch: str | None = None  # "module:factory", or "file.py:factory": makes a torch.nn.Module
@@ -199,7 +199,7 @@ class Imported:
             raise ValueError("give either torch or hf")
         if self.vocab is None:
             try:
-                _settle(self, vocab=self.hf and vocabulary(self.hf, self.overrides))
+                _settle(self, vocab=self.hf and vocab_size(self.hf, self.overrides))
             except ImportedModelError as error:
                 raise ValueError(str(error)) from error
         if self.vocab is None:
@@ -213,7 +213,7 @@ def _kind(model: Any) -> str:
     """Which of the two a [program.model] is."""
     if isinstance(model, dict):
         return "imported" if "torch" in model or "hf" in model else "native"
-    return "imported" if isinstance(model, Imported) else "native"
+    return "imported" if isinstance(model, TorchModel) else "native"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -326,7 +326,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Pipeline:
+class PipelineSettings:
     """How microbatches pass through the stages of the mesh axis `stage`.
 
     A stage is computed again, from its input, in the backward pass; only model.remat = "none" keeps
@@ -348,14 +348,14 @@ if TYPE_CHECKING:  # what takes only native models is given no other; see is_imp
     AnyModel = Model
 else:
     AnyModel = Annotated[
-        Annotated[Model, Tag("native")] | Annotated[Imported, Tag("imported")],
+        Annotated[Model, Tag("native")] | Annotated[TorchModel, Tag("imported")],
         Discriminator(_kind),
     ]
 
 
-def is_imported(model: Model | Imported) -> TypeIs[Imported]:
+def is_imported(model: Model | TorchModel) -> TypeIs[TorchModel]:
     """Whether a model is one of PyTorch."""
-    return isinstance(model, Imported)
+    return isinstance(model, TorchModel)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -377,7 +377,7 @@ class Program:
     batch: Batch
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSettings = PipelineSettings()
     adapter: Adapter | None = None  # None: every weight is trained
 
     def __post_init__(self) -> None:
@@ -491,7 +491,7 @@ def _layers_of(program: Program) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Part:
+class BlendPart:
     """One dataset of a blend, with either a weight or epochs."""
 
     dataset: str  # without its .bin and .idx
@@ -512,7 +512,9 @@ HowPacked = Literal["cut", "fit", "padded"]
 class Data:
     """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
 
-    train: str | Annotated[tuple[Part, ...], Field(min_length=1)]  # a dataset, or parts of a blend
+    train: (
+        str | Annotated[tuple[BlendPart, ...], Field(min_length=1)]
+    )  # a dataset, or parts of a blend
     validation: str | None = None
     packing: HowPacked | None = None  # None: text is cut, conversations fit, or padded if joined
     longer: Literal["refuse", "cut", "drop"] = "refuse"  # documents that do not fit whole

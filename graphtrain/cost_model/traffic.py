@@ -13,7 +13,7 @@ from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import bubble
+from sharding_rules.pipeline import bubble_fraction
 from sharding_rules.rules import Rules
 
 
@@ -37,7 +37,7 @@ def predict_collectives(
 def bubble_of(program: Program, mesh: MeshShape) -> float:
     """Return the fraction of a pipeline's ticks in which a stage is idle."""
     pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
-    return bubble(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
+    return bubble_fraction(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
 
 
 def _of_weights(

@@ -42,7 +42,7 @@ from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
 from lowering.graph import Graph
-from lowering.tracing.constrain import constrain_tree, fetch
+from lowering.tracing.constrain import constrain_tree, to_device_memory
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules
@@ -115,7 +115,7 @@ def _train(program: Program) -> Graph:
         # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
-        moments = fetch(state["optimizer"], state_specs["optimizer"])
+        moments = to_device_memory(state["optimizer"], state_specs["optimizer"])
         updates, optimizer_state = optimizer.update(
             gradients, unpack(moments, template), parameters
         )

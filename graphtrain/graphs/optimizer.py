@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Optimizer
-from lowering.trees import Tree, flatten, tails, unflatten
+from lowering.trees import Tree, flatten, path_suffixes, unflatten
 from sharding_rules.arrays import ArraySpec
 
 
@@ -82,7 +82,9 @@ def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bo
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():
-        mirrored = next((parameters[tail] for tail in tails(path) if tail in parameters), None)
+        mirrored = next(
+            (parameters[tail] for tail in path_suffixes(path) if tail in parameters), None
+        )
         fits = mirrored is not None and mirrored.shape == leaf.shape
         axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
         memory = "host" if fits and offload else "device"

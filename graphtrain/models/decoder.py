@@ -32,8 +32,8 @@ from graphtrain.models.block import (
 )
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
-from lowering.tracing.constrain import by_hand_now, constrain
-from lowering.tracing.deferred_gradient import complete
+from lowering.tracing.constrain import constrain, in_shard_map
+from lowering.tracing.deferred_gradient import attach_reductions
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Embedding(nnx.Module):
         """
         # First with unsharded positions: straight to the residual stream's sharding, XLA would
         # gather the vocabulary.
-        rows = embedding_lookup(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        rows = embedding_lookup(self.tokens[...], tokens, self.model.dtype, in_shard_map())
         x = constrain_residual(constrain(jnp.asarray(rows), *GATHERED_AXES))
         if self.model.scaled_embedding:
             x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
@@ -230,7 +230,8 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
     """
     structure, shapes = _abstract(model)
     given = {
-        name: tree if name == "layers" else complete(tree) for name, tree in parameters.items()
+        name: tree if name == "layers" else attach_reductions(tree)
+        for name, tree in parameters.items()
     }
     return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **given}))
 

@@ -32,7 +32,7 @@ from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.projection import PROJECTION, project, project_many
-from lowering.tracing.constrain import constrain, placement, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, placement
 
 if TYPE_CHECKING:
     from jax import Array
@@ -186,9 +186,9 @@ def dropless_experts(
     found = placement()
     run = partial(_sorted_experts, combine)
     tokens, over, inside = (
-        (split_of("batch") or None, split_of("seq") or None),
-        split_of("experts"),
-        split_of("mlp"),
+        (mesh_axes_of("batch") or None, mesh_axes_of("seq") or None),
+        mesh_axes_of("experts"),
+        mesh_axes_of("mlp"),
     )
     axes = {name for names in (*tokens, over, inside) if names for name in names}
     if found is None or not axes:

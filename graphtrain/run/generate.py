@@ -11,21 +11,21 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, PipelineSettings, Program
 from graphtrain.errors import GraphtrainError, TrainingError
-from graphtrain.run.programs import Programs
+from graphtrain.run.programs import LoadedPrograms
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules
 
 _NAMES = ("prefill", "decode")
 # Rules that split the sequence axis, which has length 1 in decode.
-_PER_POSITION = ("sequence", "context", "ulysses")
+_SEQUENCE_RULES = ("sequence", "context", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Sampling:
             )
 
 
-def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
     """Return the id of the next token.
 
     Args:
@@ -69,7 +69,7 @@ def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     return int(random.choice(best, p=shares))
 
 
-def program_for(program: Program) -> Program:
+def generation_program(program: Program) -> Program:
     """Return the program that generates with the weights of `program`, on the same mesh.
 
     LoRA adapters are merged into the weights. Every data-parallel replica computes the same
@@ -86,7 +86,7 @@ def program_for(program: Program) -> Program:
                 f"(program.mesh.{axis} = {shape.axes[axis]}); use --set program.mesh.{axis}=1 and "
                 "a --target with correspondingly fewer devices, for example --target cpu:1"
             )
-    rules = tuple(name for name in program.rules if name not in _PER_POSITION)
+    rules = tuple(name for name in program.rules if name not in _SEQUENCE_RULES)
     copies = shape.size(Rules.load(rules).activations.get("batch", ()))
     return replace(
         program,
@@ -94,7 +94,7 @@ def program_for(program: Program) -> Program:
         batch=Batch(sequences=copies, length=program.batch.length),
         optimizer=Optimizer(),
         loss=Loss(),
-        pipeline=Pipeline(),
+        pipeline=PipelineSettings(),
         adapter=None,
     )
 
@@ -114,21 +114,25 @@ class Generator:
         Raises:
             GraphtrainError: a graph cannot be compiled, or there are no weights.
         """
-        self._program = program_for(config.program)
-        step = _chosen(config, step)
+        self._program = generation_program(config.program)
+        step = _checkpoint_step(config, step)
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
             if outcome.status not in ("compiled", "cached"):
                 raise GraphtrainError(f"{outcome.label} {outcome.status}: {outcome.error}")
         self._backend = lowering.backend(Target.parse(self._program.target))
-        self._graphs = Programs(self._program, cache, _NAMES, "graphtrain generate")
+        self._graphs = LoadedPrograms(self._program, cache, _NAMES, "graphtrain generate")
         with self._backend.forbid_tracing():
             described = self._graphs["prefill"].inputs("parameters")
             self._parameters = _weights(config, self._program, described, step)
 
     def tokens(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, vocab: int | None = None
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        vocab: int | None = None,
     ) -> Iterator[int]:
         """Yield the tokens that continue a prompt, one by one.
 
@@ -150,37 +154,37 @@ class Generator:
         random = np.random.default_rng(sampling.seed)
         with self._backend.forbid_tracing():
             kept, scores = self._prefill(prompt)
-            for position in range(len(prompt), min(len(prompt) + most, longest)):
-                token = choose(scores[:vocab], sampling, random)
+            for position in range(len(prompt), min(len(prompt) + max_new_tokens, longest)):
+                token = sample_token(scores[:vocab], sampling, random)
                 yield token
-                kept, scores = self._extend("decode", kept, [token], position, 0)
+                kept, scores = self._decode_step("decode", kept, [token], position, 0)
 
     def _prefill(self, prompt: Sequence[int]) -> tuple[Tree, np.ndarray]:
         described = self._graphs["prefill"].inputs("kept")
         empty = {path: np.zeros(one.shape, one.dtype) for path, one in flatten(described).items()}
-        kept = self._backend.put(unflatten(empty), described)
+        kept = self._backend.to_devices(unflatten(empty), described)
         count = self._graphs["prefill"].inputs("tokens").shape[1]
         scores = np.zeros(0)
         for begin in range(0, len(prompt), count):
             part = list(prompt[begin : begin + count])
             last = len(part) - 1
-            kept, scores = self._extend(
+            kept, scores = self._decode_step(
                 "prefill", kept, part + [0] * (count - len(part)), begin, last
             )
         return kept, scores
 
-    def _extend(
+    def _decode_step(
         self, name: str, kept: Tree, tokens: list[int], begin: int, last: int
     ) -> tuple[Tree, np.ndarray]:
         """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]
         copies = np.tile(np.array(tokens, np.int32), (self._program.batch.sequences, 1))
-        placed = self._backend.put(copies, graph.inputs("tokens"))
+        placed = self._backend.to_devices(copies, graph.inputs("tokens"))
         outputs = graph(self._parameters, kept, placed, np.int32(begin))
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
-def _chosen(config: Config, step: int | None) -> int | None:
+def _checkpoint_step(config: Config, step: int | None) -> int | None:
     """Return the step of the checkpoint to read, the last by default; None for run.initial.
 
     Raises:
@@ -205,21 +209,21 @@ def _chosen(config: Config, step: int | None) -> int | None:
 
 def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
     """Return the weights of a checkpoint; if `step` is None, those of run.initial."""
-    fill = lowering.backend(Target.parse(program.target)).fill
+    fill = lowering.backend(Target.parse(program.target)).from_shards
     directory = Path(config.run.directory)
     if step is not None and config.program.adapter is None:
-        arrangement = arrangement_of(program)
+        arrangement = layer_order_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
-    from graphtrain.weights.sources import open_source
-    from graphtrain.weights.start import open_initial, start_parameters
-    from graphtrain.weights.torch_modules import ModuleWeights
+    from graphtrain.weights.sources import open_weights
+    from graphtrain.weights.start import load_initial_parameters, open_initial_weights
+    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
     adapter = config.program.adapter
-    weights = open_initial(config) if step is None else open_source(directory, step)
+    weights = open_initial_weights(config) if step is None else open_weights(directory, step)
     if step is None and adapter is not None:
-        from graphtrain.weights.merged import Kept
+        from graphtrain.weights.merged import QuantizedBase
 
-        assert weights is not None and not isinstance(weights, ModuleWeights)
-        weights = Kept(weights, adapter)
+        assert weights is not None and not isinstance(weights, HuggingFaceWeights)
+        weights = QuantizedBase(weights, adapter)
     assert weights is not None
-    return start_parameters(weights, program, described, fill)
+    return load_initial_parameters(weights, program, described, fill)

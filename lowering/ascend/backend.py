@@ -29,34 +29,34 @@ from lowering.xla import backend as xla
 from lowering.xla.backend import (
     Device,
     Executable,
-    fill,
     forbid_tracing,
+    from_shards,
     make_mesh,
     plan_graph,
-    put,
+    to_devices,
 )
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 __all__ = [
+    "checkpoint_arrays",
     "compile",
-    "described_devices",
+    "compile_devices",
     "devices",
-    "fill",
     "forbid_tracing",
+    "from_global_program",
+    "from_shards",
     "load",
     "lower",
     "make_mesh",
     "memory_in_use",
     "peak_memory",
     "plan_graph",
-    "put",
-    "storable",
-    "take",
+    "to_devices",
 ]
 
 
-def described_devices(target: Target) -> list[Device]:
+def compile_devices(target: Target) -> list[Device]:
     """Return CPU devices, one for each target device, for tracing and partitioning a graph."""
     return per_device.devices(target)
 
@@ -79,23 +79,25 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         ShardingError: see `per_device.lower`.
         LoweringError: see `per_device.lower`.
     """
-    with operator_regions.marked("attention"):
+    with operator_regions.enable_regions("attention"):
         program = per_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
     return _translated(program, target)
 
 
-def take(whole: Lowered, target: Target) -> Lowered:
+def from_global_program(whole: Lowered, target: Target) -> Lowered:
     """Return the program of one device for a program lowered for as many CPU devices.
 
     Raises:
-        LoweringError: see `per_device.take`.
+        LoweringError: see `per_device.from_global_program`.
     """
-    return _translated(per_device.take(whole, target, rank_input=_takes_rank(target)), target)
+    return _translated(
+        per_device.from_global_program(whole, target, rank_input=_takes_rank(target)), target
+    )
 
 
 def _takes_rank(target: Target) -> bool:
     """Return whether a program needs its rank: on a CPU, for the collectives made of sums."""
-    return target.on_host and target.devices > 1
+    return target.runs_on_cpu and target.devices > 1
 
 
 def _translated(program: OneDevice, target: Target) -> Lowered:
@@ -122,7 +124,7 @@ def compile(lowered: Lowered) -> Artifact:
         lowered.handle,
         name=lowered.name,
         ranks=target.devices,
-        native=not target.on_host,
+        native=not target.runs_on_cpu,
         in_place=dict(facts["aliases"]),
     )
     record = lowered.facts | {
@@ -167,7 +169,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 def _device(target: Target) -> str:
     """Return MindSpore's name of the kind of device."""
-    return "CPU" if target.on_host else "Ascend"
+    return "CPU" if target.runs_on_cpu else "Ascend"
 
 
 @functools.cache
@@ -175,7 +177,7 @@ def _ranks(target: Target) -> Ranks:
     """Return the ranks of this process, started on first use by all processes of a run."""
     missing = "" if here.has_mindspore() else f"{target} needs MindSpore, which is not installed"
     cluster = launch.agree(target.devices, missing and f"{missing}; run {here.INSTALL}")
-    if target.on_host:
+    if target.runs_on_cpu:
         return Ranks(cluster, _device(target))
     try:
         return Ranks(cluster, _device(target))
@@ -187,7 +189,7 @@ def _ranks(target: Target) -> Ranks:
         ) from None
 
 
-def storable(tree: Tree) -> Tree:
+def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on the ranks are copied to this process."""
     return jax.tree.map(
         lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree

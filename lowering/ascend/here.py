@@ -16,7 +16,7 @@ def lacks(target: Target) -> str:
     """Return the software that this machine lacks to run a target, and how to get it; or ""."""
     if not has_mindspore():
         return f"MindSpore ({INSTALL})"
-    if not target.on_host and not has_cann():
+    if not target.runs_on_cpu and not has_cann():
         return "CANN (source its set_env.sh where it is installed)"
     return ""
 

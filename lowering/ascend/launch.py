@@ -56,7 +56,7 @@ def agree(count: int, problem: str) -> Cluster:
         address = ""
         problem = problem or f"cannot resolve {name}, the first host of the run: {error}"
     offer = {"problem": problem, "address": address, "port": _free_port()}
-    offers = [json.loads(word) for word in distributed.exchange(json.dumps(offer))]
+    offers = [json.loads(word) for word in distributed.all_gather_text(json.dumps(offer))]
     if problem:
         raise LoweringError(problem)
     for rank, other in enumerate(offers):

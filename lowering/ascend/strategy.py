@@ -14,7 +14,7 @@ from typing import Any
 
 from lowering.errors import LoweringError
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout
+from sharding_rules.plan import ArrayLayout
 
 SUFFIX = ".ckpt"  # of MindSpore's own strategy files, which are not checkpoints
 
@@ -44,7 +44,7 @@ _MESSAGES = {
 }
 
 
-def strategy(layouts: Mapping[str, Layout], mesh: MeshShape) -> bytes:
+def strategy(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
     """Return a strategy file, a ParallelStrategyMap.
 
     Args:

@@ -19,36 +19,36 @@ from lowering.xla import backend as xla
 from lowering.xla.backend import (
     Device,
     Executable,
-    fill,
     forbid_tracing,
+    from_shards,
     make_mesh,
     memory_in_use,
     peak_memory,
     plan_graph,
-    put,
+    to_devices,
 )
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 __all__ = [
+    "checkpoint_arrays",
     "compile",
-    "described_devices",
+    "compile_devices",
     "devices",
-    "fill",
     "forbid_tracing",
+    "from_global_program",
+    "from_shards",
     "load",
     "lower",
     "make_mesh",
     "memory_in_use",
     "peak_memory",
     "plan_graph",
-    "put",
-    "storable",
-    "take",
+    "to_devices",
 ]
 
 
-def described_devices(target: Target) -> list[Device]:
+def compile_devices(target: Target) -> list[Device]:
     """Return CPU devices, one for each target device, for tracing and partitioning a graph."""
     return per_device.devices(target)
 
@@ -69,13 +69,13 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
     return _flagged(program, target, quickly=graph.runs_once)
 
 
-def take(whole: Lowered, target: Target) -> Lowered:
+def from_global_program(whole: Lowered, target: Target) -> Lowered:
     """Return the program of one device for a program lowered for as many CPU devices.
 
     Raises:
-        LoweringError: see `per_device.take`.
+        LoweringError: see `per_device.from_global_program`.
     """
-    return _flagged(per_device.take(whole, target), target)
+    return _flagged(per_device.from_global_program(whole, target), target)
 
 
 def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lowered:
@@ -123,7 +123,7 @@ def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -
         "neuron": lowered.facts["neuron"] | {"preflight": checked},
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
-    if target.on_host:
+    if target.runs_on_cpu:
         about["fingerprint"] = xla.fingerprint(devices(target))
     return lowered.facts | about
 
@@ -137,11 +137,11 @@ def load(artifact: Artifact, target: Target) -> Executable:
     """
     about = artifact.record
     neff.check(
-        artifact.payload, simulated=target.on_host, what=f"the compiled {about['graph']} step"
+        artifact.payload, simulated=target.runs_on_cpu, what=f"the compiled {about['graph']} step"
     )
     placed_on = devices(target)
     mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
-    if not target.on_host:
+    if not target.runs_on_cpu:
         return Executable(Program(artifact.payload, about, mesh), about, mesh)
     xla.check_fingerprint(about, placed_on)
     _, executable = neff.unpack(artifact.payload)
@@ -149,7 +149,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
     return Executable(simulation.Program(loaded, about, mesh), about, mesh)
 
 
-def storable(tree: Tree) -> Tree:
+def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on Neuron cores are copied to the host."""
     return jax.tree.map(
         lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree

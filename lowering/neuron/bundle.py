@@ -75,7 +75,9 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
         raise LoweringError(f"the bundle is incomplete ({error!r}); copy it again") from None
     if compiler.NEFF_FILE in files:
         payload = files[compiler.NEFF_FILE]
-        neff.check(payload, simulated=target.on_host, what=f"{compiler.NEFF_FILE} of the bundle")
+        neff.check(
+            payload, simulated=target.runs_on_cpu, what=f"{compiler.NEFF_FILE} of the bundle"
+        )
         version = compiler.version_in(files[VERSION_FILE].decode(), VERSION_FILE)
         return payload, completed(record, payload, 0.0, flags, version), flags, version
     found = compiler.find(target)

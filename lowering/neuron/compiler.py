@@ -69,7 +69,7 @@ def find(target: Target) -> Compiler | None:
     Raises:
         LoweringError: the compiler does not report its version.
     """
-    if target.on_host:
+    if target.runs_on_cpu:
         command = (sys.executable, "-m", _SIMULATOR)
     elif found := shutil.which("neuronx-cc"):
         command = (found,)
@@ -102,7 +102,7 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
     Source: neuronx-cc's command line reference, SDK 2.32, and its release notes (2.27: automatic
     casts off; next: 64-bit integers on, no downcast of integers).
     """
-    about = target.about["neuron"]
+    about = target.specification["neuron"]
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     chosen = [
         f"--target={about['target']}",
@@ -116,7 +116,7 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
     if release >= (2, 27):
         # Preflight has checked that indices fit 32 bits; the hardware has no 64-bit integers.
         chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
-    if target.on_host:
+    if target.runs_on_cpu:
         chosen.append(f"--simulated-ranks={target.devices}")
     return chosen + forwarded(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
 
@@ -164,7 +164,7 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         if not made.exists():
             raise CompilerFailed(f"neuronx-cc exited with 0 for {graph}, but wrote no {NEFF_FILE}")
         payload = made.read_bytes()
-    neff.check(payload, simulated=target.on_host, what=f"the compiled {graph} step")
+    neff.check(payload, simulated=target.runs_on_cpu, what=f"the compiled {graph} step")
     return payload
 
 
@@ -180,7 +180,7 @@ def _through_library(target: Target) -> bool:
             f"{CHOICE}={asked} is neither neuronx-cc nor {LIBRARY}; set it to one of them, or "
             "unset it for neuronx-cc"
         )
-    return asked == LIBRARY and not target.on_host
+    return asked == LIBRARY and not target.runs_on_cpu
 
 
 def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringError:

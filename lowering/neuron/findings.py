@@ -29,7 +29,7 @@ class Module:
 
     def __init__(self, proto: Message, target: Target) -> None:
         self.proto = proto
-        self.machine = str(target.about["neuron"]["target"])
+        self.machine = str(target.specification["neuron"]["target"])
         self.memory = target.memory_bytes
         self.computations = {each.id: each for each in proto.computations}
         self.instructions = {

@@ -48,7 +48,7 @@ def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
     from lowering.neuron.simulation import compile_module
     from lowering.xla import backend as xla
-    from lowering.xla.cpu_collective_order import order_executable
+    from lowering.xla.cpu_collective_order import serialize_executable_order
 
     ranks = asked.simulated_ranks
     devices = xla.devices(Target("cpu", (ranks,)))
@@ -62,7 +62,7 @@ def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
         "ranks": ranks,
         "temporaries": memory.temp_size_in_bytes,
     }
-    return neff.pack(header, order_executable(executable.serialize()))
+    return neff.pack(header, serialize_executable_order(executable.serialize()))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from lowering.machine.target import Target
 from lowering.per_device.normalise import Normalised, normalise
 from lowering.xla import backend as xla
 from lowering.xla.backend import Device
-from lowering.xla.compiler_log import overhear
-from lowering.xla.spmd_module import partition
+from lowering.xla.compiler_log import capture_compiler_log
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -79,17 +79,17 @@ def lower(
             )
     on_cpu = Target("cpu", (target.devices,))
     whole = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
-    return take(whole, target, rank_input=rank_input)
+    return from_global_program(whole, target, rank_input=rank_input)
 
 
-def take(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevice:
+def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevice:
     """Partition a global program that was lowered for as many CPU devices as the target has.
 
     Raises:
         LoweringError: the program needs a feature that the target's devices do not have.
     """
-    with overhear() as replicated:
-        split = partition(whole.handle)
+    with capture_compiler_log() as replicated:
+        split = partition_spmd(whole.handle)
     normalised = normalise(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries

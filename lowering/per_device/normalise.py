@@ -14,7 +14,7 @@ from lowering.per_device.precision import drop_exact_roundings
 from lowering.per_device.rank import rank_as_input
 from lowering.per_device.replica_groups import write_explicitly
 from lowering.tracing.region_marks import marks
-from lowering.tracing.source_lines import line_of
+from lowering.tracing.source_lines import model_line
 
 _OF_MODULE = (
     "schedule",
@@ -94,7 +94,7 @@ def entry_of(module: Message) -> Message:
 
 def _sources(module: Message) -> dict[int, str]:
     """Return the line of the model's code for each instruction for which it is known."""
-    lines = [line_of(_stack(module, frame + 1)) for frame in range(_frames(module))]
+    lines = [model_line(_stack(module, frame + 1)) for frame in range(_frames(module))]
     found = {
         each.id: lines[each.metadata.stack_frame_id - 1]
         for computation in module.computations

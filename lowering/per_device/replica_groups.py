@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from lowering.hlo.proto import Message, message
-from lowering.hlo.replica_groups import Groups, along_axes, of_iota
+from lowering.hlo.replica_groups import Groups, groups_along_axes, groups_from_iota
 
 _COLLECTIVES = {
     "all-gather",
@@ -56,7 +56,7 @@ def _groups(instruction: Message, ranks: int) -> Groups:
 
 def _of_iota(groups: Message) -> Groups:
     shape = groups.num_replica_groups, groups.num_devices_per_group
-    return of_iota(shape, groups.iota_reshape_dims, groups.iota_transpose_perm)
+    return groups_from_iota(shape, groups.iota_reshape_dims, groups.iota_transpose_perm)
 
 
 def _of_mesh(groups: Message) -> Groups:
@@ -73,4 +73,4 @@ def _of_mesh(groups: Message) -> Groups:
         name, part = str(axis.mesh_axis_index), axis.sub_axis_info
         whole = not axis.HasField("sub_axis_info")
         spans.append((name, 1, sizes[name]) if whole else (name, part.pre_size, part.size))
-    return along_axes(sizes, ids, spans)
+    return groups_along_axes(sizes, ids, spans)

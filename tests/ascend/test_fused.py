@@ -17,7 +17,7 @@ from graphtrain.models.attention.operator_region import fused_attention
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import isolate_documents
 from lowering.ascend import mindir
-from lowering.tracing.operator_regions import marked
+from lowering.tracing.operator_regions import enable_regions
 
 LENGTH = 40  # as long as nothing else
 MODEL = dataclasses.replace(LLAMA, head_dim=16, dtype="bfloat16")
@@ -108,7 +108,7 @@ def both_passes(function, window, documents):
         return result, *back(jnp.sin(result))
 
     def in_regions(*inputs):
-        with marked("attention"):
+        with enable_regions("attention"):
             return passes(*inputs)
 
     return in_regions

@@ -24,7 +24,7 @@ from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.per_device.normalise import normalise
 from lowering.trees import flatten
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 BFLOAT16 = dataclasses.replace(LLAMA, dtype="bfloat16")
@@ -92,7 +92,9 @@ def test_every_kind_of_collective_is_hccls_own():
     whole = jax.sharding.PartitionSpec()
     function = jax.shard_map(every, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     normalised = normalise(
-        partition(jax.jit(function).lower(np.ones((8, 3), np.float32))).hlo, name="test", ranks=8
+        partition_spmd(jax.jit(function).lower(np.ones((8, 3), np.float32))).hlo,
+        name="test",
+        ranks=8,
     )
     graph = translate(normalised, name="test", ranks=8, native=True, in_place={})
     model = mindir.read(personal(graph.mindir, graph.groups, graph.exchanges, 5, "Ascend"))

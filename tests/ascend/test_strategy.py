@@ -9,7 +9,7 @@ from lowering.ascend.strategy import strategy
 from lowering.errors import LoweringError
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout, make_plan
+from sharding_rules.plan import ArrayLayout, make_plan
 from sharding_rules.rules import Rules
 
 ARRAYS = {
@@ -22,7 +22,7 @@ HERE = Rules({"embed": ("fsdp",), "mlp": ("tensor",), "heads": ("tensor",)}, {})
 THERE = Rules({"embed": ("data", "tensor"), "layers": ("fsdp",)}, {})
 
 
-def shards(layouts: dict[str, Layout], mesh: MeshShape, values) -> list[dict]:
+def shards(layouts: dict[str, ArrayLayout], mesh: MeshShape, values) -> list[dict]:
     """What each rank holds."""
     found = []
     for rank in range(mesh.devices):
@@ -31,7 +31,7 @@ def shards(layouts: dict[str, Layout], mesh: MeshShape, values) -> list[dict]:
     return found
 
 
-def _part(array, layout: Layout, mesh: MeshShape, at) -> np.ndarray:
+def _part(array, layout: ArrayLayout, mesh: MeshShape, at) -> np.ndarray:
     for dimension, names in enumerate(layout.split):
         index = 0
         for name in names:

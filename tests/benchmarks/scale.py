@@ -44,7 +44,7 @@ ROWS = {
 
 def program(name: str, devices: int) -> Any:
     """The settings of a row at a size."""
-    from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
+    from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Program
 
     model, mesh, rules, chip = ROWS[name]
     staged = "stage" in mesh
@@ -54,7 +54,7 @@ def program(name: str, devices: int) -> Any:
         rules=rules,
         model=Model(**model),
         batch=Batch(sequences=devices, length=LENGTH, microbatches=32 if staged else 1),
-        pipeline=Pipeline(schedule="1f1b") if staged else Pipeline(),
+        pipeline=PipelineSettings(schedule="1f1b") if staged else PipelineSettings(),
     )
 
 

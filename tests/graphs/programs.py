@@ -141,4 +141,4 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:
     """Host arrays where an argument of an executable lives."""
-    return xla.put(tree, executable.inputs(name))
+    return xla.to_devices(tree, executable.inputs(name))

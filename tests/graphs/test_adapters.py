@@ -11,9 +11,9 @@ from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, Mixture
 from graphtrain.models.decoder import parameter_specs
-from graphtrain.weights.families import family_of
+from graphtrain.weights.families import family_of_config
 from graphtrain.weights.families.family import to_decoder
-from graphtrain.weights.frozen import frozen_parameters
+from graphtrain.weights.frozen import load_frozen_parameters
 from lowering.trees import flatten, unflatten
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
@@ -42,7 +42,7 @@ class Base:
 def frozen_of(of, graph):
     """The weights that a program keeps, read as a run reads them."""
     described = loaded(of, graph).inputs("frozen")
-    return frozen_parameters(Base(of.model), of, described, xla.fill)
+    return load_frozen_parameters(Base(of.model), of, described, xla.from_shards)
 
 
 def new_state(of):
@@ -145,7 +145,7 @@ def in_torch(arrays):
     from graphtrain.weights.families.family import to_hugging_face
 
     tensors = {}
-    for piece in family_of({"model_type": "llama"}).pieces(LLAMA):
+    for piece in family_of_config({"model_type": "llama"}).weights(LLAMA):
         found = [arrays[path] for path in piece.row.paths]
         own = found if piece.layer is None else [array[piece.layer] for array in found]
         tensors |= {
@@ -207,7 +207,7 @@ def test_preferences_equal_pytorch():
     placed = placed_inputs(gradients, "batch", stored)
     got = flatten(gradients(given, frozen_of(of, "gradients"), placed)["gradients"])
     theirs = {name: each.grad.numpy() for name, each in policy.named_parameters()}
-    for piece in family_of({"model_type": "llama"}).pieces(LLAMA):
+    for piece in family_of_config({"model_type": "llama"}).weights(LLAMA):
         want = to_decoder(piece, [theirs[name] for name in piece.names], LLAMA)
         for path, array in zip(piece.row.paths, want, strict=True):
             mine = got[path] if piece.layer is None else got[path][piece.layer]

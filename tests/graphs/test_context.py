@@ -11,12 +11,12 @@ from jax.extend.core import jaxprs_in_params
 from programs import GEMMA, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from graphtrain.models.attention import ring_blocks
 from graphtrain.models.attention.ring import ring_attention
 from graphtrain.models.attention.ring_order import axis_to_ring_order, positions
 from graphtrain.models.attention.score_mods import ScoreTransform
-from lowering.tracing.constrain import placed
+from lowering.tracing.constrain import use_placement
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
@@ -87,14 +87,14 @@ def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
         target="cpu:8",
         mesh=Mesh(stage=2, context=2, tensor=2),
         rules=(*RING, "pipeline"),
-        pipeline=Pipeline(schedule=schedule),
+        pipeline=PipelineSettings(schedule=schedule),
     )
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
 def test_positions_are_in_the_order_of_the_tokens():
     mesh = xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
-    with placed(mesh, Rules.load(["context"])):
+    with use_placement(mesh, Rules.load(["context"])):
         assert positions(24).tolist() == axis_to_ring_order(jnp.arange(24), 0).tolist()
         assert positions(16).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
 
@@ -128,7 +128,7 @@ def test_every_device_of_a_ring_does_half_the_products():
     devices, length, heads, head_dim = 8, 64, 2, 4
     mesh = xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
     array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
-    with placed(mesh, Rules.load(["context"])):
+    with use_placement(mesh, Rules.load(["context"])):
         run = partial(
             ring_attention, scoring=ScoreTransform(head_dim**-0.5), mesh_axes=("context",)
         )

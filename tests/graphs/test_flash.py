@@ -94,7 +94,7 @@ def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatc
 def _gradients(of: Program):
     step = loaded(of, "gradients")
     given = {"state": state_of(of), "batch": batch(of)}
-    placed = (xla.put(given[name], step.inputs(name)) for name in given)
+    placed = (xla.to_devices(given[name], step.inputs(name)) for name in given)
     return jax.device_get(step(*placed))
 
 

@@ -9,7 +9,7 @@ import pytest
 from programs import LLAMA, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Pipeline
+from graphtrain.config.schema import Batch, Mesh, Mixture, Model, PipelineSettings
 from graphtrain.models.decoder import forward, initialize
 from graphtrain.models.flops import flops_per_token, parameter_count
 from graphtrain.models.moe import router_losses, slot_in_expert
@@ -55,7 +55,7 @@ def test_stages_of_mixtures_have_the_gradients_of_one_device(mixture):
         mixture,
         target="cpu:8",
         mesh=Mesh(data=2, stage=2, expert=2),
-        pipeline=Pipeline(schedule="gpipe"),
+        pipeline=PipelineSettings(schedule="gpipe"),
         **settings,
     )
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, **settings)))

@@ -19,14 +19,14 @@ from graphtrain.config.schema import Batch, Mesh
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import array_bytes, read_module, write_module
-from lowering.hlo.replica_groups import groups_of
+from lowering.hlo.replica_groups import parse_groups
 from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.per_device import backend as one_device
 from lowering.per_device.normalise import entry_of, normalise
 from lowering.xla import backend as xla
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 STAGES = {
@@ -46,7 +46,7 @@ def lower(of, graph, of_backend=backend):
 @pytest.fixture(scope="module")
 def raw() -> bytes:
     """The train step of one of 8 devices, as XLA's partitioner leaves it."""
-    return partition(lower(program(**CUBE), "train", xla).handle).hlo
+    return partition_spmd(lower(program(**CUBE), "train", xla).handle).hlo
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def instructions(module):
 
 def test_every_collective_names_the_ranks_that_xla_prints(raw, module):
     printed = [
-        groups_of(each.rest, 8)
+        parse_groups(each.rest, 8)
         for one in parse(one_device.text_of(raw)).computations.values()
         for each in one.instructions.values()
         if "replica_groups=" in each.rest
@@ -171,7 +171,7 @@ def test_the_simulator_computes_what_xla_computes(settings):
     got = simulation.Program(executable, simulated.facts, want.mesh)
     states = [placed_inputs(want, "state", state_of(of)) for _ in range(2)]
     for step in range(3):
-        inputs = xla.put(batch(of, step), want.inputs("batch")), np.float32(1e-2)
+        inputs = xla.to_devices(batch(of, step), want.inputs("batch")), np.float32(1e-2)
         old = states[1]
         results = want(states[0], *inputs), got(states[1], *inputs)
         for name in ("loss", "grad_norm"):
@@ -188,7 +188,7 @@ def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
     handle = lower(program(), "train", xla).handle
     devices = xla.devices(Target.parse("cpu:1"))
     quickly = {"xla_backend_optimization_level": 0}
-    simulated = simulation.compile_module(partition(handle).hlo, devices, quickly)
+    simulated = simulation.compile_module(partition_spmd(handle).hlo, devices, quickly)
     compiled = handle.compile(quickly)
     texts = compiled.as_text(), simulated.hlo_modules()[0].to_string()
     ours, theirs = (Counter(re.findall(r" = (\S+) ([a-z][\w-]*)\(", text)) for text in texts)
@@ -217,7 +217,7 @@ def simulate(tmp_path, hlo: bytes, *flags: str) -> int:
 
 def module_of(step, *shapes: tuple[int, ...]) -> bytes:
     described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    return partition(jax.jit(step).lower(*described)).hlo
+    return partition_spmd(jax.jit(step).lower(*described)).hlo
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_rank_cannot_be_asked_for_in_a_conditional():
         return jax.lax.cond(x[0] > 0, lambda: x + jax.lax.axis_index("data"), lambda: x + rank)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
-    binary = partition(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
+    binary = partition_spmd(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
     with pytest.raises(LoweringError, match="conditional reads the rank"):
         normalise(binary, name="train", ranks=4)
 

@@ -106,7 +106,7 @@ def test_state_stays_on_the_cores_and_is_updated_in_place(runtime, log):
     assert before.is_deleted()
     with pytest.raises(RuntimeError, match="was donated"):
         before.to_host()
-    stored = backend.storable(results)["state"]["head"]
+    stored = backend.checkpoint_arrays(results)["state"]["head"]
     assert isinstance(stored, jax.Array)
     assert stored.sharding.shard_shape(stored.shape) == (2, 2)
     np.testing.assert_array_equal(np.asarray(stored), head)

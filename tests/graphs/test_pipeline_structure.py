@@ -10,7 +10,7 @@ import pytest
 from programs import LLAMA, gradients_graph, program
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 MODEL = dataclasses.replace(LLAMA, layers=8, embed=256, mlp=512, dtype="bfloat16", remat="dots")
 SCHEDULES = {
-    "gpipe": Pipeline(schedule="gpipe"),
-    "circular": Pipeline(rounds=2),
-    "1f1b": Pipeline(schedule="1f1b"),
+    "gpipe": PipelineSettings(schedule="gpipe"),
+    "circular": PipelineSettings(rounds=2),
+    "1f1b": PipelineSettings(schedule="1f1b"),
 }
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

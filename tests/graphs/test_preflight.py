@@ -19,7 +19,7 @@ from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
 from lowering.per_device.normalise import normalise
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 FLOATS = np.zeros((4, 8), np.float32)
@@ -27,7 +27,7 @@ INTEGERS = np.zeros((4, 8), np.int32)
 
 
 def normalised(step, *inputs):
-    return normalise(partition(jax.jit(step).lower(*inputs)).hlo, name="step", ranks=1)
+    return normalise(partition_spmd(jax.jit(step).lower(*inputs)).hlo, name="step", ranks=1)
 
 
 def codes(step, *inputs, target="trn1:1", flags=()):

@@ -10,7 +10,7 @@ from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.build import build_graph
 from graphtrain.torch_frontend import experts
@@ -23,7 +23,7 @@ from sharding_rules.rules import Rules
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def mixture(folder, kind="mixtral", **settings) -> Imported:
+def mixture(folder, kind="mixtral", **settings) -> TorchModel:
     return imported(folder, kind, overrides=BALANCED, **settings)
 
 
@@ -59,7 +59,7 @@ def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
     with pytest.raises(
         ShardingError, match="output_router_logits balances experts over all blocks"
     ):
-        build_graph(dataclasses.replace(of, pipeline=Pipeline(schedule="gpipe")), "train")
+        build_graph(dataclasses.replace(of, pipeline=PipelineSettings(schedule="gpipe")), "train")
     with pytest.raises(ImportedModelError, match="its router modules are unknown"):
         check_parity(mixture(tmp_path, "llama"))
 

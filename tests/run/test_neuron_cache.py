@@ -78,10 +78,10 @@ from lowering.xla import backend as xla
 from lowering.neuron import compiler, plugin
 from lowering.per_device.normalise import normalise
 from lowering.neuron.persistent_cache import flags
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
-    hlo = normalise(partition(self).hlo, name="step", ranks=4).hlo
+    hlo = normalise(partition_spmd(self).hlo, name="step", ranks=4).hlo
     written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)
     name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.key_of_list(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])

@@ -14,9 +14,9 @@ from graphtrain.cli.generate import command
 from graphtrain.config import render
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
 from graphtrain.errors import GraphtrainError
-from graphtrain.run.generate import Generator, Sampling, choose, program_for
-from graphtrain.weights.convert import from_hugging_face
-from graphtrain.weights.sources import Converted
+from graphtrain.run.generate import Generator, Sampling, generation_program, sample_token
+from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.sources import ConvertedFolder
 
 LLAMA = transformers.LlamaConfig(
     hidden_size=32,
@@ -37,8 +37,8 @@ def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Conf
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(source)
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
-    settings = dataclasses.replace(Converted(path / "ours").model, dtype="float32", vocab=264)
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    settings = dataclasses.replace(ConvertedFolder(path / "ours").model, dtype="float32", vocab=264)
     program = Program(
         target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(sequences=4, length=96)
     )
@@ -92,7 +92,7 @@ def test_tokens_are_drawn_by_their_shares():
 
     def shares(**settings) -> np.ndarray:
         sampling = Sampling(**{"temperature": 1.0} | settings)
-        drawn = [choose(scores, sampling, random) for _ in range(4000)]
+        drawn = [sample_token(scores, sampling, random) for _ in range(4000)]
         return np.bincount(drawn, minlength=4) / 4000
 
     np.testing.assert_allclose(shares(), [0.1, 0.4, 0.2, 0.3], atol=0.03)
@@ -126,13 +126,13 @@ def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, t
 
 def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
     config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
-    assert program_for(config.program).batch == Batch(sequences=4, length=96)
+    assert generation_program(config.program).batch == Batch(sequences=4, length=96)
     batch = Batch(sequences=16, length=96, microbatches=2)
     staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
     with pytest.raises(
         GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"
     ):
-        program_for(staged)
+        generation_program(staged)
 
 
 def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):

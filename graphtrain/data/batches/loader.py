@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.batches.blend import Blend, Part, blend_counts
+from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.packing import Batch
 from graphtrain.data.batches.rows import Packing, PackingSettings
@@ -50,7 +50,7 @@ class Loader:
 
     def __init__(
         self,
-        data: str | Path | Sequence[Part],
+        data: str | Path | Sequence[WeightedDataset],
         *,
         global_batch_size: int,
         seq_len: int,

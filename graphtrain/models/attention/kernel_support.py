@@ -36,7 +36,12 @@ class AttentionSpec:
 
     @classmethod
     def of(
-        cls, model: Model, length: int, *, split_positions: bool = False, each_copy: bool = False
+        cls,
+        model: Model,
+        length: int,
+        *,
+        sharded_positions: bool = False,
+        per_replica: bool = False,
     ) -> AttentionSpec:
         """Return the attention of a decoder for sequences of `length` tokens."""
         assert model.head_dim
@@ -48,8 +53,8 @@ class AttentionSpec:
             window_varies_by_layer=model.full_every is not None,
             soft_cap=model.score_cap is not None,
             alibi=model.positions == "alibi",
-            sharded_positions=split_positions,
-            per_replica=each_copy,
+            sharded_positions=sharded_positions,
+            per_replica=per_replica,
         )
 
 
@@ -57,13 +62,13 @@ def step_uses_flash_kernel(program: Program, rules: Rules, mesh: MeshShape) -> b
     """Return whether a program's training step uses the flash kernel.
 
     Raises:
-        LoweringError: as takes_kernel.
+        LoweringError: as uses_flash_kernel.
     """
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
     each_copy = batch.reduce == "last" and copies > 1
     asked = AttentionSpec.of(
-        program.model, batch.length, split_positions=split, each_copy=each_copy
+        program.model, batch.length, sharded_positions=split, per_replica=each_copy
     )
     return uses_flash_kernel(program.model.attention, asked, Target.parse(program.target))
 

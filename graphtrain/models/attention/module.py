@@ -24,7 +24,7 @@ from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import project, project_many
-from lowering.tracing.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
 
@@ -145,7 +145,7 @@ def _spec(
         window_varies_by_layer=isinstance(window, jax.Array),
         soft_cap=scoring.cap is not None,
         alibi=scoring.slopes is not None,
-        sharded_positions=bool(split_of("attending") or split_of("attended")),
+        sharded_positions=bool(mesh_axes_of("attending") or mesh_axes_of("attended")),
         per_replica=bool(jax.typeof(query).mat.varying),
     )
 
@@ -160,7 +160,7 @@ def _without_kernel(
     unroll: int,
 ) -> jax.Array:
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
-    if ring := split_of("attended"):
+    if ring := mesh_axes_of("attended"):
         return ring_attention(query, key, value, scoring, ring, window)
     if uses_fused_operator(scoring) and cache_offset() is None:  # no mask for decoding
         return fused_attention(query, key, value, scoring, window)
@@ -187,7 +187,7 @@ def _to_attention_sharding(
     """
     positions, heads, further = axes
     x = _split_heads_by_shard(constrain(x, "batch", "seq", heads, "head_dim"), heads)
-    devices = size_of(further)
+    devices = shards_of(further)
     if axes == KEY_AXES and (times := devices // math.gcd(x.shape[3], devices)) > 1:
         x = jnp.repeat(x, times, 3)
     x = constrain(x, "batch", "seq", heads, None, "head_dim")
@@ -208,4 +208,4 @@ def _to_projection_sharding(
 
 def _split_heads_by_shard(x: jax.Array, heads: str) -> jax.Array:
     """Split the heads dimension in two: shards of the heads axis, and heads within a shard."""
-    return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], shards_of(heads), -1, x.shape[-1])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Model, RopeScaling
-from lowering.tracing.cpu_hints import computed_once
+from lowering.tracing.cpu_hints import materialize
 
 if TYPE_CHECKING:
     from jax import Array
@@ -30,7 +30,7 @@ def rotate(
     Hugging Face Llama's: halves, not neighbours.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    cos, sin = computed_once((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
+    cos, sin = materialize((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

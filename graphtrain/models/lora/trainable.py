@@ -166,7 +166,7 @@ def _stored_form(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
             'which is odd; set program.adapter.base = "int8"'
         )
-    shards = mesh.size(tuple(name for name in rules.of("frozen", path).get(axis or "", ())))
+    shards = mesh.size(tuple(name for name in rules.table_for("frozen", path).get(axis or "", ())))
 
     def part(count: int, dtype: str) -> ArraySpec:
         """Return a spec with `count` elements on the last axis, replicated if shards are uneven."""

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.llama import HEAD, MLP, NORMS, OUTPUT, SIZES, TABLES
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.llama import (
+    EMBEDDING_AND_HEAD_ROWS,
+    MLP,
+    NORMS,
+    OUTPUT_PATTERN,
+    SIZES,
+    TIED_HEAD_SETTING,
+)
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 
@@ -34,17 +41,21 @@ class _Generation:
 BAICHUAN = Family(
     "baichuan",
     "BaichuanForCausalLM",
-    (*SIZES, *HEAD, _Generation()),
+    (*SIZES, *TIED_HEAD_SETTING, _Generation()),
     (
-        *TABLES,
+        *EMBEDDING_AND_HEAD_ROWS,
         *NORMS,
-        Row(
+        WeightMapping(
             "model.layers.{layer}.self_attn.W_pack.weight",
             _QKV,
             "(three heads head_dim) embed -> three embed heads head_dim",
         ),
-        Row("model.layers.{layer}.self_attn.o_proj.weight", ("layers/attention/output",), OUTPUT),
+        WeightMapping(
+            "model.layers.{layer}.self_attn.o_proj.weight",
+            ("layers/attention/output",),
+            OUTPUT_PATTERN,
+        ),
         *MLP,
     ),
-    without_weights=(r".*\.rotary_emb\.inv_freq", r"model\.(future_mask|alibi_mask)"),
+    ignored_tensors=(r".*\.rotary_emb\.inv_freq", r"model\.(future_mask|alibi_mask)"),
 )

@@ -14,7 +14,7 @@ _REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Key:
+class RenamedSetting:
     """Setting with the same values under another name."""
 
     setting: str
@@ -34,7 +34,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EnumSetting:
     """Setting whose values have other names."""
 
     setting: str
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Only:
+class FixedEntry:
     """Entry for which the decoder supports a single value."""
 
     key: str
@@ -88,11 +88,11 @@ class Rope:
     def read(self, config: Config) -> dict[str, Any]:
         told = config.get("rope_parameters") or {}
         base = told.get("rope_theta") or config.get("rope_theta") or self.base
-        scaling = read_scaling(told or config.get("rope_scaling") or {})
+        scaling = read_rope_scaling(told or config.get("rope_scaling") or {})
         return {"rope_base": base, "rope_scaling": scaling}
 
     def write(self, model: Model) -> dict[str, Any]:
-        scaling = write_scaling(model.rope_scaling)
+        scaling = write_rope_scaling(model.rope_scaling)
         whole = scaling or {"rope_type": "default"}
         return {
             "rope_theta": model.rope_base,
@@ -101,7 +101,7 @@ class Rope:
         }
 
 
-def read_scaling(told: Config) -> RopeScaling | None:
+def read_rope_scaling(told: Config) -> RopeScaling | None:
     """Return the RoPE scaling that config.json specifies, or None.
 
     Raises:
@@ -134,7 +134,7 @@ def read_scaling(told: Config) -> RopeScaling | None:
             )
 
 
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return the entry of config.json that `read_scaling` reads, or None."""
     if scaling is None:
         return None
@@ -149,7 +149,7 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """Sliding window in all layers, or in none if null."""
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class WindowedLayers:
+class AlternatingSlidingWindow:
     """Sliding window in some layers, from layer_types or from an interval of full attention."""
 
     window: int
@@ -172,7 +172,7 @@ class WindowedLayers:
         if types is None:
             every = config.get("sliding_window_pattern", self.every)
             return {"window": window, "full_every": every}
-        return {"window": window, "full_every": full_every(types)}
+        return {"window": window, "full_every": full_attention_interval(types)}
 
     def write(self, model: Model) -> dict[str, Any]:
         every = model.full_every or model.layers + 1
@@ -186,7 +186,7 @@ class WindowedLayers:
         }
 
 
-def full_every(types: list[str]) -> int | None:
+def full_attention_interval(types: list[str]) -> int | None:
     """Return the interval between full-attention layers, or None if there are none.
 
     Raises:
@@ -205,7 +205,7 @@ def full_every(types: list[str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class QwenWindow:
+class QwenSlidingWindow:
     """Qwen's sliding window, which use_sliding_window switches on or off."""
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class QwenWindow:
             types += ["sliding_attention"] * (layers - len(types))
         if "sliding_attention" not in types:
             return {}
-        return {"window": config["sliding_window"], "full_every": full_every(types)}
+        return {"window": config["sliding_window"], "full_every": full_attention_interval(types)}
 
     def write(self, model: Model) -> dict[str, Any]:
         if model.full_every is not None:

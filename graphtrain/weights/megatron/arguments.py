@@ -11,7 +11,7 @@ from graphtrain.errors import WeightsError
 Arguments = Mapping[str, Any]
 
 # Values that the decoder supports, for arguments of which it supports only some.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "attention_output_gate": (False,),
     "embed_layernorm": (False,),
@@ -40,7 +40,7 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
 
-def model_of(arguments: Arguments, vocab: int) -> Model:
+def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
     """Return the model that Megatron's arguments describe.
 
     Args:
@@ -50,7 +50,7 @@ def model_of(arguments: Arguments, vocab: int) -> Model:
     Raises:
         WeightsError: the decoder does not support an argument's value, or a size is missing.
     """
-    for name, values in _ONLY.items():
+    for name, values in _SUPPORTED_VALUES.items():
         if (found := arguments.get(name)) is not None and found not in values:
             allowed = " or ".join(map(repr, values))
             raise WeightsError(
@@ -130,7 +130,7 @@ def _bias(arguments: Arguments) -> str:
 def _norm(arguments: Arguments) -> dict[str, Any]:
     epsilon = arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5
     return {
-        "norm": _named(arguments, "normalization", "LayerNorm", _NORMS),
+        "norm": _translate(arguments, "normalization", "LayerNorm", _NORMS),
         "norm_epsilon": float(epsilon),
         "scale_offset": bool(arguments.get("apply_layernorm_1p", False)),
     }
@@ -139,7 +139,7 @@ def _norm(arguments: Arguments) -> dict[str, Any]:
 def _positions(arguments: Arguments) -> dict[str, Any]:
     rotary = arguments.get("use_rotary_position_embeddings", False)
     usual = "rope" if rotary else "learned_absolute"
-    kind = _named(arguments, "position_embedding_type", usual, _POSITIONS)
+    kind = _translate(arguments, "position_embedding_type", usual, _POSITIONS)
     if kind == "learned" and rotary:  # Megatron versions before position_embedding_type
         kind = "rope"
     if kind == "learned":
@@ -164,7 +164,7 @@ def _scaling(arguments: Arguments) -> RopeScaling | None:
     return RopeScaling(kind="linear", factor=float(factor)) if factor else None
 
 
-def _named(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
+def _translate(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
     found = arguments.get(name) or usual
     if found not in values:
         known = ", ".join(values)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.config.schema import Part
+from graphtrain.config.schema import BlendPart
 from graphtrain.data.batches.document_packing import best_fit
 from graphtrain.data.batches.loader import Loader, evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
@@ -74,7 +74,9 @@ def test_an_epoch_has_every_conversation_once_and_whole(data, apart):
     dataset = IndexedDataset(data / "chats/train")
     learned = LossSpans(dataset)
     expected = {dataset.document(i).tobytes(): i for i in range(len(dataset))}
-    loader = rows_of(data, "chats", apart=apart, packing=None if apart else "padded", sequences=1)
+    loader = rows_of(
+        data, "chats", isolate_documents=apart, packing=None if apart else "padded", sequences=1
+    )
     count = len(loader._packings[0])
     assert count < 40 if apart else count == 40
     for _ in range(2):
@@ -99,10 +101,13 @@ def test_rows_are_joined_where_that_is_asked_for(data):
 
 @pytest.mark.parametrize("name", ["chats", "pairs"])
 def test_the_stream_is_the_same_on_any_number_of_ranks_and_after_a_restart(data, name):
-    whole = rows_of(data, name, apart=True)
+    whole = rows_of(data, name, isolate_documents=True)
     batches = [next(whole) for _ in range(14)]
     for ranks in (1, 2):
-        parts = [rows_of(data, name, apart=True, rank=rank, ranks=ranks) for rank in range(ranks)]
+        parts = [
+            rows_of(data, name, isolate_documents=True, rank=rank, ranks=ranks)
+            for rank in range(ranks)
+        ]
         for part in parts:
             part.restore({**whole.state(), "step": 7})
         for expected in batches[7:]:
@@ -140,7 +145,7 @@ def test_a_pair_is_never_parted(data):
 
 def test_text_and_conversations_are_blended_and_pairs_are_not(data):
     def part(name):
-        return Part(dataset=str(data / name / "train"), weight=1.0)
+        return BlendPart(dataset=str(data / name / "train"), weight=1.0)
 
     settings = {"length": 256, "sequences": 2, "seed": 1, "apart": True}
     loader = Loader([part("chats"), part("texts")], **settings)
@@ -172,9 +177,9 @@ def test_conversations_that_are_longer_are_refused_cut_or_left_out(data):
 
 
 def test_a_run_does_not_go_on_with_another_packing(data):
-    state = rows_of(data, "chats", apart=True).state()
+    state = rows_of(data, "chats", isolate_documents=True).state()
     with pytest.raises(DataError, match=r"packing was .*fit.* and is now .*padded"):
-        rows_of(data, "chats", apart=True, packing="padded").restore(state)
+        rows_of(data, "chats", isolate_documents=True, packing="padded").restore(state)
 
 
 def test_conversations_are_not_cut_like_text(data):
@@ -195,7 +200,7 @@ def test_pairs_are_refused_by_a_loss_that_would_learn_both_answers(data):
 
 
 def test_text_may_stay_whole_too(data):
-    batch = next(rows_of(data, "texts", packing="fit", apart=True))
+    batch = next(rows_of(data, "texts", packing="fit", isolate_documents=True))
     assert batch["weights"].sum(axis=1).tolist() == [200] * 4
 
 

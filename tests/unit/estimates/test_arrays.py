@@ -75,7 +75,7 @@ def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
     weights = shard_weights(program, table, shape)
     assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
     counters = sum(
-        plan.bytes_of(path)
+        plan.shard_bytes(path)
         for path, layout in plan.layouts.items()
         if layout.spec.role == "optimizer" and "adam/mu/" not in path and "adam/nu/" not in path
     )

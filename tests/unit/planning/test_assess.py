@@ -31,4 +31,4 @@ def test_parts_add_up_to_the_peak(vary):
     memory = estimate(vary([])).memory
     parts = ("parameters", "optimizer", "gradients", "activations", "temporaries")
     assert abs(memory.peak - sum(getattr(memory, name) for name in parts)) <= len(parts)
-    assert memory.fits and not dataclasses.replace(memory, refused=True).fits
+    assert memory.fits and not dataclasses.replace(memory, compiler_out_of_memory=True).fits

@@ -25,12 +25,12 @@ from graphtrain.models.lora.trainable import (
     trained_arrays,
 )
 from graphtrain.models.loss import cross_entropy
-from graphtrain.weights.convert import from_hugging_face, read_config
-from graphtrain.weights.factors import Table, from_peft
-from graphtrain.weights.families import family_of
-from graphtrain.weights.frozen import frozen_parameters
-from graphtrain.weights.peft import PeftAdapter, write_adapter
-from graphtrain.weights.sources import Converted
+from graphtrain.weights.convert import import_hugging_face, read_config
+from graphtrain.weights.factors import AdapterTable, from_peft
+from graphtrain.weights.families import family_of_config
+from graphtrain.weights.frozen import load_frozen_parameters
+from graphtrain.weights.peft import PeftAdapter, write_peft_folder
+from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 from sharding_rules.rules import Rules
 
@@ -71,7 +71,7 @@ def base(case: str, path: Path) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.data = float(parameter.ndim == 1) + 0.2 * torch.randn(parameter.shape)
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     return model
 
 
@@ -88,7 +88,7 @@ def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> t
 
 
 def program_of(path: Path, **settings) -> Program:
-    model = replace(Converted(path / "ours").model, dtype="float32", remat="none")
+    model = replace(ConvertedFolder(path / "ours").model, dtype="float32", remat="none")
     adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
     return Program(mesh=Mesh(), model=model, batch=Batch(sequences=2, length=12), adapter=adapter)
 
@@ -104,7 +104,7 @@ def frozen_of(path: Path, program: Program):
             }
         )
 
-    return frozen_parameters(Converted(path / "ours"), program, described, fill)
+    return load_frozen_parameters(ConvertedFolder(path / "ours"), program, described, fill)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,10 +136,10 @@ def quickly(function):
 
 def assert_gradients(program, side, got, tuned):
     """Where PEFT packs several weights into one, its first factor has the sum of our gradients."""
-    family = family_of(read_config(side))
+    family = family_of_config(read_config(side))
     theirs = {name: one.grad for name, one in tuned.named_parameters() if "lora_" in name}
     compared = 0
-    for piece in family.pieces(program.model):
+    for piece in family.weights(program.model):
         paths = [path for path in piece.row.paths if f"{path}/{LORA_A}" in got]
         if not paths:
             continue
@@ -161,7 +161,7 @@ def assert_gradients(program, side, got, tuned):
 )
 def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp_path):
     base(case, tmp_path)
-    tied = Converted(tmp_path / "ours").model.tied_head
+    tied = ConvertedFolder(tmp_path / "ours").model.tied_head
     whole = ("embedding/tokens",) if tied else ("head", "final_norm/*")
     program = program_of(tmp_path, root_rank=root_rank, targets=TARGETS[case], whole=whole)
     random = np.random.default_rng(1)
@@ -175,7 +175,9 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp
     def read(paths, layer):
         return [ours[path] if layer is None else ours[path][layer] for path in paths]
 
-    write_adapter(Table.of(side, program.model, program.adapter), read, tmp_path / "written")
+    write_peft_folder(
+        AdapterTable.from_folder(side, program.model, program.adapter), read, tmp_path / "written"
+    )
     again = PeftAdapter(tmp_path / "written", program, side)
     assert set(again.arrays) == set(ours)
     for path, array in ours.items():
