@@ -76,7 +76,7 @@ def _accelerator(name: str, module: str, extra: str) -> MachineFinding:
 
 def _ascend() -> MachineFinding:
     if not here.has_mindspore():
-        state = f"to run, {here.INSTALL}"
+        state = f"to run, {here.INSTALL_COMMAND}"
     else:
         state = (
             "runs"

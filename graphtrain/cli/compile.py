@@ -189,10 +189,10 @@ def _print_missing_runtime(target: str, run: str) -> None:
     """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
     if not target.startswith("ascend"):  # avoids the import
         return
-    from lowering.ascend.here import lacks
+    from lowering.ascend.here import missing_software
     from lowering.machine.target import Target
 
-    if lacking := lacks(Target.parse(target)):
+    if lacking := missing_software(Target.parse(target)):
         click.echo(
             f"The graphs for {target} are compiled, but this machine cannot run them: it lacks "
             f"{lacking}.\nOn a machine that has it, with this cache, run:\n  {run}"

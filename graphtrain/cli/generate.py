@@ -106,8 +106,8 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     from graphtrain.weights.sources import HF_FILES
 
     folders = [Path(config.run.directory) / HF_FILES]
-    if config.run.initial is not None:  # converted weights, or a Hugging Face folder
-        folders += [Path(config.run.initial) / HF_FILES, Path(config.run.initial)]
+    if config.run.init_from is not None:  # converted weights, or a Hugging Face folder
+        folders += [Path(config.run.init_from) / HF_FILES, Path(config.run.init_from)]
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)

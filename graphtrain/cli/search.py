@@ -105,7 +105,7 @@ def _print(program: "Program", found: "SearchResult", ranked: "Sequence[Candidat
 
     out, batch = console(), program.batch
     out.print(
-        f"{program.target}, {batch.sequences} x {batch.length} tokens per step: "
+        f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
         f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
     )
     out.print(table(ranked) if ranked else "no strategy fits")

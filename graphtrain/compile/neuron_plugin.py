@@ -30,5 +30,5 @@ def extract_graphs(program: Program, observe: Callable[[str, str], None]) -> Non
     for name in GRAPHS:
         graph = build_graph(program, name)
         lowered = xla.lower(graph, rules, mesh_shape(program), target, placed_on)
-        plugin.give(lowered)
+        plugin.extract_program(lowered)
         observe(name, "extracted")

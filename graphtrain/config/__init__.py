@@ -15,7 +15,7 @@ from graphtrain.config.schema import (
     Optimizer,
     Program,
     Run,
-    Schedule,
+    LearningRate,
 )
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "Optimizer",
     "Program",
     "Run",
-    "Schedule",
+    "LearningRate",
     "load_config",
     "render",
 ]

@@ -44,23 +44,23 @@ def _settle(settings: object, **defaults: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Mixture:
+class MixtureOfExperts:
     """Experts in place of every MLP; a router sends each token to a few of them.
 
     Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538
     """
 
     experts: Annotated[int, Field(ge=2)]
-    per_token: Positive = 2  # experts that work on a token
-    normalise: bool = True  # the shares of a token's experts add up to 1
-    shared: Positive | None = None  # width of an expert that every token has, by a share of its own
-    capacity: PositiveFloat | None = None  # tokens an expert takes over the mean; None: all of them
+    experts_per_token: Positive = 2  # experts that work on a token
+    normalize_topk: bool = True  # the shares of a token's experts add up to 1
+    shared_expert_mlp: Positive | None = None  # width of an expert that every token has, by a share of its own
+    capacity_factor: PositiveFloat | None = None  # tokens an expert takes over the mean; None: all of them
     balance_loss: NotNegativeFloat = 0.01  # Switch (arxiv.org/abs/2101.03961): weight of f * P
-    z_loss: NotNegativeFloat = 0.001  # ST-MoE (arxiv.org/abs/2202.08906): of the router's log(Z)^2
+    router_z_loss: NotNegativeFloat = 0.001  # ST-MoE (arxiv.org/abs/2202.08906): of the router's log(Z)^2
 
     def __post_init__(self) -> None:
-        if self.per_token > self.experts:
-            raise ValueError(f"per_token = {self.per_token} is more than experts = {self.experts}")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"per_token = {self.experts_per_token} is more than experts = {self.experts}")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -73,22 +73,22 @@ class RopeScaling:
 
     kind: Literal["linear", "llama3"]  # linear: all angles; llama3: those of long wavelengths
     factor: PositiveFloat  # what angles are divided by
-    low_frequency: PositiveFloat | None = None  # llama3: turns in original_length, fewer: stretched
-    high_frequency: PositiveFloat | None = None  # llama3: turns in original_length, more: not
-    original_length: Positive | None = None  # llama3: tokens, before the stretching
+    low_freq_factor: PositiveFloat | None = None  # llama3: turns in original_length, fewer: stretched
+    high_freq_factor: PositiveFloat | None = None  # llama3: turns in original_length, more: not
+    original_max_position_embeddings: Positive | None = None  # llama3: tokens, before the stretching
 
     def __post_init__(self) -> None:
-        own = (self.low_frequency, self.high_frequency, self.original_length)
+        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
         if self.kind == "llama3" and None in own:
             raise ValueError(
                 'kind = "llama3" needs low_frequency, high_frequency and original_length'
             )
         if self.kind == "linear" and own != (None, None, None):
             raise ValueError('kind = "linear" takes only factor; leave the others out')
-        if self.low_frequency and self.high_frequency and self.low_frequency >= self.high_frequency:
+        if self.low_freq_factor and self.high_freq_factor and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
-                f"low_frequency = {self.low_frequency} is not below "
-                f"high_frequency = {self.high_frequency}"
+                f"low_frequency = {self.low_freq_factor} is not below "
+                f"high_frequency = {self.high_freq_factor}"
             )
 
 
@@ -109,10 +109,10 @@ class Model:
     positions: Literal["rope", "learned", "alibi"] = "rope"
     rope_base: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None  # None: angles as they are
-    window: Positive | None = None  # positions a query sees, its own included; None: all before it
+    sliding_window: Positive | None = None  # positions a query sees, its own included; None: all before it
     full_every: Positive | None = None  # of so many layers the last sees all; None: none does
     window_rope_base: PositiveFloat | None = None  # of layers with a window, which are not scaled
-    max_length: Positive | None = None  # rows of the position table; only for learned positions
+    max_position_embeddings: Positive | None = None  # rows of the position table; only for learned positions
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: PositiveFloat = 1e-5
     scale_offset: bool = False  # norms multiply by 1 + scale, which begins at 0
@@ -128,7 +128,7 @@ class Model:
     tied_head: bool = False  # the head is the embedding, transposed
     normalised_head: bool = False  # the head's weights for a token are divided by their length
     merged_gate: bool = False  # gate and up are one array and one product
-    mixture: Mixture | None = None  # None: dense
+    moe: MixtureOfExperts | None = None  # None: dense
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after embedding, attention and MLP
     initial_deviation: PositiveFloat = 0.02  # of weights; a block's output: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights are float32
@@ -156,11 +156,11 @@ class Model:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
-        if self.mixture is not None and self.merged_gate:
+        if self.moe is not None and self.merged_gate:
             raise ValueError("merged_gate is for dense models; experts have gate and up apart")
-        if self.positions == "learned" and self.max_length is None:
+        if self.positions == "learned" and self.max_position_embeddings is None:
             raise ValueError('positions = "learned" needs max_length')
-        if self.positions != "learned" and self.max_length is not None:
+        if self.positions != "learned" and self.max_position_embeddings is not None:
             raise ValueError('max_length is only for positions = "learned"; leave it out')
         self._check_window()
 
@@ -168,7 +168,7 @@ class Model:
         if self.positions != "rope" and self.rope_scaling is not None:
             raise ValueError('rope_scaling is only for positions = "rope"; leave it out')
         for name in ("full_every", "window_rope_base"):
-            if self.window is None and getattr(self, name) is not None:
+            if self.sliding_window is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is only for models with a window; set window too")
 
 
@@ -220,22 +220,22 @@ def _kind(model: Any) -> str:
 class Batch:
     """One global training step."""
 
-    sequences: Positive  # over all devices and microbatches
-    length: Positive  # tokens per sequence
+    global_batch_size: Positive  # over all devices and microbatches
+    seq_len: Positive  # tokens per sequence
     microbatches: Positive = 1  # parts whose gradients are accumulated
-    reduce: Literal["each", "last"] = "each"  # microbatch after which data's gradients are summed
+    gradient_reduction: Literal["each", "last"] = "each"  # microbatch after which data's gradients are summed
     documents: Literal["joined", "apart"] = "joined"  # apart: none sees another, each begins at 0
 
     def __post_init__(self) -> None:
-        if self.sequences % self.microbatches:
+        if self.global_batch_size % self.microbatches:
             raise ValueError(
-                f"sequences = {self.sequences} is not a multiple of "
+                f"sequences = {self.global_batch_size} is not a multiple of "
                 f"microbatches = {self.microbatches}"
             )
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        return self.global_batch_size * self.seq_len
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -249,10 +249,10 @@ class Optimizer:
     beta2: Fraction = 0.95
     epsilon: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.1
-    decay: Literal["matrices", "all"] = "matrices"  # matrices: not norms and biases
+    decay_mask: Literal["matrices", "all"] = "matrices"  # matrices: not norms and biases
     clip_norm: NotNegativeFloat = 1.0  # global norm of the gradients; 0 turns clipping off
-    offload: bool = False  # moments rest in the host's memory, where the target has it
-    moments: Literal["float32", "bfloat16"] = "float32"  # of the first moment
+    offload_to_host: bool = False  # moments rest in the host's memory, where the target has it
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the first moment
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -294,10 +294,10 @@ class Adapter:
     rank: Positive  # the inner width of the product
     alpha: PositiveFloat  # the product is multiplied by alpha / rank
     root_rank: bool = False  # rsLoRA (arxiv.org/abs/2312.03732): by alpha / the root of rank
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)  # weights by name or pattern
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)  # weights by name or pattern
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of what the product is given
-    whole: tuple[str, ...] = ()  # arrays trained in full beside, by name or pattern, as in "head"
-    base: Base = "float32"  # how the frozen weights are kept
+    modules_to_save: tuple[str, ...] = ()  # arrays trained in full beside, by name or pattern, as in "head"
+    base_dtype: Base = "float32"  # how the frozen weights are kept
 
     @property
     def scale(self) -> float:
@@ -336,12 +336,12 @@ class PipelineSettings:
     """
 
     schedule: Literal["gpipe", "circular", "1f1b"] = "circular"
-    rounds: Positive = 1  # times a microbatch passes all stages; only circular takes more than 1
-    layers: tuple[Positive, ...] | None = None  # of each stage, round by round; None: even
+    virtual_stages: Positive = 1  # times a microbatch passes all stages; only circular takes more than 1
+    layers_per_stage: tuple[Positive, ...] | None = None  # of each stage, round by round; None: even
 
     def __post_init__(self) -> None:
-        if self.rounds > 1 and self.schedule != "circular":
-            raise ValueError(f'rounds = {self.rounds} needs schedule = "circular"')
+        if self.virtual_stages > 1 and self.schedule != "circular":
+            raise ValueError(f'rounds = {self.virtual_stages} needs schedule = "circular"')
 
 
 if TYPE_CHECKING:  # what takes only native models is given no other; see is_imported
@@ -391,18 +391,18 @@ class Program:
     def _check_native(self) -> None:
         if self.loss.kind == "preference":
             check_preference(self)
-        if self.model.mixture is not None and self.batch.reduce == "last":
+        if self.model.moe is not None and self.batch.gradient_reduction == "last":
             raise ValueError(
                 'batch.reduce = "last" sees the tokens of one copy of the model at a time, and a '
                 'mixture balances its experts over all; use reduce = "each"'
             )
-        chunk, length = self.loss.chunk, self.batch.length
+        chunk, length = self.loss.chunk, self.batch.seq_len
         if isinstance(chunk, int) and length % chunk:
             raise ValueError(f"batch.length = {length} is not a multiple of loss.chunk = {chunk}")
-        limit = self.model.max_length
-        if limit is not None and self.batch.length > limit:
+        limit = self.model.max_position_embeddings
+        if limit is not None and self.batch.seq_len > limit:
             raise ValueError(
-                f"batch.length = {self.batch.length} is more than model.max_length = {limit}"
+                f"batch.length = {self.batch.seq_len} is more than model.max_length = {limit}"
             )
 
 
@@ -413,15 +413,15 @@ def check_preference(program: Program) -> None:
         ValueError: says which setting, and what to change.
     """
     batch = program.batch
-    if batch.sequences // batch.microbatches % 2:
+    if batch.global_batch_size // batch.microbatches % 2:
         raise ValueError(
             f'loss.kind = "preference" takes pairs of rows, and batch.sequences = '
-            f"{batch.sequences} in microbatches = {batch.microbatches} makes "
-            f"{batch.sequences // batch.microbatches} rows; change one so that it is even"
+            f"{batch.global_batch_size} in microbatches = {batch.microbatches} makes "
+            f"{batch.global_batch_size // batch.microbatches} rows; change one so that it is even"
         )
-    if batch.reduce == "last":
+    if batch.gradient_reduction == "last":
         raise ValueError('loss.kind = "preference" needs batch.reduce = "each"')
-    if program.model.mixture is not None and program.model.mixture.capacity is not None:
+    if program.model.moe is not None and program.model.moe.capacity_factor is not None:
         raise ValueError(
             'loss.kind = "preference" compares two models on the same tokens, and a mixture with '
             "a capacity drops others in each; leave capacity out"
@@ -463,12 +463,12 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             "it out, or set mesh.stage = 1"
         )
     check_microbatches(batch.microbatches, stages)
-    if pipeline.schedule == "1f1b" and batch.length % stages:
+    if pipeline.schedule == "1f1b" and batch.seq_len % stages:
         raise ShardingError(
-            f"batch.length = {batch.length} is not a multiple of mesh.stage = {stages}, over which "
+            f"batch.length = {batch.seq_len} is not a multiple of mesh.stage = {stages}, over which "
             "1f1b splits the head; change one, or set pipeline.schedule to circular"
         )
-    return divide_layers(_layers_of(program), stages, pipeline.rounds, pipeline.layers)
+    return divide_layers(_layers_of(program), stages, pipeline.virtual_stages, pipeline.layers_per_stage)
 
 
 def _layers_of(program: Program) -> int:
@@ -481,7 +481,7 @@ def _layers_of(program: Program) -> int:
         return program.model.layers
     model = program.model
     stated = model.hf and layer_count(model.hf, model.overrides)
-    blocks = stated or sum(program.pipeline.layers or ())
+    blocks = stated or sum(program.pipeline.layers_per_stage or ())
     if not blocks:
         raise ShardingError(
             "how many blocks model.torch makes is not known before it is made; say how many each "
@@ -505,7 +505,7 @@ class BlendPart:
 
 # How documents become sequences. cut: end to end, then cut; fit: as many whole ones as fit; padded:
 # one whole one.
-HowPacked = Literal["cut", "fit", "padded"]
+Packing = Literal["cut", "fit", "padded"]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -516,8 +516,8 @@ class Data:
         str | Annotated[tuple[BlendPart, ...], Field(min_length=1)]
     )  # a dataset, or parts of a blend
     validation: str | None = None
-    packing: HowPacked | None = None  # None: text is cut, conversations fit, or padded if joined
-    longer: Literal["refuse", "cut", "drop"] = "refuse"  # documents that do not fit whole
+    packing: Packing | None = None  # None: text is cut, conversations fit, or padded if joined
+    overlong: Literal["refuse", "cut", "drop"] = "refuse"  # documents that do not fit whole
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):
@@ -527,17 +527,17 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Schedule:
+class LearningRate:
     """Learning rate by step: a linear warm-up to peak, then the shape down to floor."""
 
-    shape: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     peak: PositiveFloat = 3e-4
-    floor: NotNegativeFloat = 0.0  # the last learning rate
-    warmup: NotNegative = 0  # steps
+    minimum: NotNegativeFloat = 0.0  # the last learning rate
+    warmup_steps: NotNegative = 0  # steps
 
     def __post_init__(self) -> None:
-        if self.floor > self.peak:
-            raise ValueError(f"floor = {self.floor} is more than peak = {self.peak}")
+        if self.minimum > self.peak:
+            raise ValueError(f"floor = {self.minimum} is more than peak = {self.peak}")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -547,8 +547,8 @@ class Run:
     directory: Annotated[str, Field(min_length=1)]  # of checkpoints, metrics and config.toml
     steps: Positive
     data: Data
-    schedule: Schedule = Schedule()
-    initial: str | None = None  # weights to start from: a converted folder, or another run's
+    learning_rate: LearningRate = LearningRate()
+    init_from: str | None = None  # weights to start from: a converted folder, or another run's
     initial_adapter: str | None = None  # a folder of PEFT's to go on from; only with an adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the weights and the order of the data
     report_every: Positive = 10  # steps
@@ -559,9 +559,9 @@ class Run:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        if self.schedule.warmup > self.steps:
+        if self.learning_rate.warmup_steps > self.steps:
             raise ValueError(
-                f"schedule.warmup = {self.schedule.warmup} is more than steps = {self.steps}"
+                f"schedule.warmup = {self.learning_rate.warmup_steps} is more than steps = {self.steps}"
             )
 
 
@@ -574,7 +574,7 @@ class Config:
 
     def __post_init__(self) -> None:
         adapter, preference = self.program.adapter, self.program.loss.kind == "preference"
-        if (adapter is not None or preference) and self.run.initial is None:
+        if (adapter is not None or preference) and self.run.init_from is None:
             what = "program.adapter" if adapter is not None else 'program.loss.kind = "preference"'
             raise ValueError(
                 f"{what} starts from weights that are there; set run.initial to a converted "

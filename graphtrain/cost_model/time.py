@@ -98,7 +98,7 @@ def _recomputed(program: Program, mesh: MeshShape, flash: bool) -> float:
     backward pass has seven products instead of four: it computes the scores, and the gradient of
     the probabilities, twice.
     """
-    model, length = program.model, program.batch.length
+    model, length = program.model, program.batch.seq_len
     attention = attention_flops_per_token(model, length) / 3
     forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
     by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)

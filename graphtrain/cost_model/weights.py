@@ -62,7 +62,7 @@ def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Shar
         ShardingError: a dimension does not divide, or there are fewer layers than stages.
     """
     stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
-    divided = divide_layers(program.model.layers, stages, pipeline.rounds, pipeline.layers)
+    divided = divide_layers(program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage)
     trained = tuple(
         _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
         for path, spec in trained_arrays(program).items()
@@ -112,7 +112,7 @@ def _place(
             rules,
             mesh,
         )
-        for moment, dtype in (("mu", program.optimizer.moments), ("nu", "float32"))
+        for moment, dtype in (("mu", program.optimizer.moment_dtype), ("nu", "float32"))
     ]
     return ShardedWeight(
         path=path,

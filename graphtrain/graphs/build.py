@@ -177,7 +177,7 @@ def accumulate_gradients(
         return constrain_tree(gradients, specs, "optimizer"), {"loss": loss}
     make = preference_objective if program.loss.kind == "preference" else cross_entropy_objective
     objective = make(program, state, frozen, batch)
-    if program.batch.reduce == "last" and can_defer():
+    if program.batch.gradient_reduction == "last" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
@@ -255,7 +255,7 @@ def state_specs_of(program: Program) -> Tree:
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
-        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload),
+        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload_to_host),
         "step": ArraySpec((), (), "int32", "optimizer"),
         "key": ArraySpec(_key_shape(program), (None,), "uint32", "optimizer"),
     }
@@ -279,7 +279,7 @@ def _shapes(specs: Tree) -> Tree:
 def _batch(program: Program, *, train: bool) -> Tree:
     """Return the ArraySpecs of a batch: one microbatch, with a leading axis of them in training."""
     batch = program.batch
-    shape: tuple[int, ...] = (batch.sequences // batch.microbatches, batch.length)
+    shape: tuple[int, ...] = (batch.global_batch_size // batch.microbatches, batch.seq_len)
     axes: tuple[str, ...] = ("batch", "seq")
     if train:
         shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)

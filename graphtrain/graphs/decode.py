@@ -19,8 +19,8 @@ def generation_graph(program: Program, name: str) -> Graph:
     The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
     query sees their positions before they are overwritten.
     """
-    model, batch, count = program.model, program.batch.sequences, TOKENS_PER_CALL[name]
-    longest = -(-program.batch.length // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
+    model, batch, count = program.model, program.batch.global_batch_size, TOKENS_PER_CALL[name]
+    longest = -(-program.batch.seq_len // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
     kept = kv_cache_specs(model, batch, longest)
 
     def step(parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array) -> Tree:

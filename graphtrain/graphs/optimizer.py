@@ -24,13 +24,13 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
     adam = optax.scale_by_adam(
-        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moments
+        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
     )
     parts = {"adam": adam}
     if optimizer.clip_norm:
         parts = {"clip": _clip(optimizer.clip_norm)} | parts
     if optimizer.weight_decay:
-        decays = jax.tree.map(lambda spec: optimizer.decay == "all" or _is_matrix(spec), parameters)
+        decays = jax.tree.map(lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters)
         parts["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
     return optax.named_chain(*parts.items())
 

@@ -59,7 +59,7 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
     found = placement()
     assert found is not None
     # A mixture's sequences are not divided into smaller microbatches than those of training.
-    whole = not is_imported(program.model) and program.model.mixture is not None
+    whole = not is_imported(program.model) and program.model.moe is not None
     devices = len(batch["tokens"]) if whole else found.shape.size(mesh_axes_of("batch"))
     microbatches = split_batch(batch, stages.stages, devices)
     parts = pipeline(program.model, stages, score, None, 1.0, microbatches["tokens"])

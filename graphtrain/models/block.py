@@ -33,7 +33,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model)
         if model.post_norm:
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
-        self.mlp = MLP(model, keys) if model.mixture is None else MixtureMLP(model, keys)
+        self.mlp = MLP(model, keys) if model.moe is None else MixtureMLP(model, keys)
 
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None

@@ -65,7 +65,7 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     how = program.loss.chunk
     if how == "whole":
         return None
-    positions = program.batch.length // mesh.size(rules.activations.get("seq", ()))
+    positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
     if how != "auto":
         check_chunk(how, positions)
         return how
@@ -80,7 +80,7 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     ):
         return None
     logits = Logits(
-        sequences=batch.sequences
+        sequences=batch.global_batch_size
         // batch.microbatches
         // mesh.size(rules.activations.get("batch", ())),
         positions=positions,

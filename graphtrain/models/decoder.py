@@ -71,7 +71,7 @@ class Embedding(nnx.Module):
         if self.model.scaled_embedding:
             x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
         if self.model.positions == "learned":
-            length, rows = tokens.shape[1], self.model.max_length
+            length, rows = tokens.shape[1], self.model.max_position_embeddings
             if rows is not None and length > rows:
                 raise ValueError(
                     f"sequences of {length} tokens are longer than model.max_length = {rows}, the "

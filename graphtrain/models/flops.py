@@ -31,7 +31,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
         program: Settings.
         causal: Count only the half of attention's scores that the causal mask leaves.
     """
-    model, length = program.model, program.batch.length
+    model, length = program.model, program.batch.seq_len
     whole, attention = (
         flops_per_token(model, length),
         attention_flops_per_token(model, length),
@@ -61,10 +61,10 @@ def _weights(model: Model, *, active: bool = False) -> int:
     embed, query, key = _widths(model)
     attention = 2 * embed * query + 2 * embed * key
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
-    if (mixture := model.mixture) is not None:
-        experts = mixture.per_token if active else mixture.experts
+    if (mixture := model.moe) is not None:
+        experts = mixture.experts_per_token if active else mixture.experts
         shared = (
-            (3 if is_gated(model) else 2) * embed * mixture.shared + embed if mixture.shared else 0
+            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp + embed if mixture.shared_expert_mlp else 0
         )
         mlp = experts * mlp + embed * mixture.experts + shared
     return model.layers * (attention + mlp)
@@ -74,7 +74,7 @@ def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    inside = 0 if model.mixture is not None else hidden + embed  # experts have no biases
+    inside = 0 if model.moe is not None else hidden + embed  # experts have no biases
     attention = qkv + embed
     by_choice = {"none": 0, "qkv": qkv, "attention": attention, "all": attention + inside}
     return model.layers * by_choice[model.bias]
@@ -89,7 +89,7 @@ def _scales(model: Model) -> int:
 
 def _tables(model: Model) -> int:
     heads = 1 if model.tied_head else 2
-    return heads * model.vocab * model.embed + (model.max_length or 0) * model.embed
+    return heads * model.vocab * model.embed + (model.max_position_embeddings or 0) * model.embed
 
 
 def _widths(model: Model) -> tuple[int, int, int]:

@@ -107,7 +107,7 @@ def decoder_pipeline(
         last,
         virtual_stages=stages.rounds,
         remat=model.remat != "none",
-        mixes_sequences=model.mixture is not None,
+        mixes_sequences=model.moe is not None,
     )
 
 

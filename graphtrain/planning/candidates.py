@@ -63,14 +63,14 @@ class Candidate:
             return "none" if sizes["tensor"] == 1 else "on" if "sequence" in rules else "off"
         if family == "schedule":
             pipeline = self.program.pipeline
-            return "none" if sizes["stage"] == 1 else f"{pipeline.schedule} x {pipeline.rounds}"
+            return "none" if sizes["stage"] == 1 else f"{pipeline.schedule} x {pipeline.virtual_stages}"
         return self.program.model.remat if family == "remat" else str(sizes[family])
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of [program] that the candidate sets."""
         pipeline = self.program.pipeline
-        staged = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
+        staged = {"schedule": pipeline.schedule, "rounds": pipeline.virtual_stages}
         return {
             "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
             "rules": list(self.program.rules),
@@ -146,7 +146,7 @@ def _candidate(
 def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:
     model, batch = program.model, program.batch
     widest = (
-        _WIDEST_CONTEXT if batch.length >= MIN_CONTEXT_PARALLEL_LENGTH and choices.context else 1
+        _WIDEST_CONTEXT if batch.seq_len >= MIN_CONTEXT_PARALLEL_LENGTH and choices.context else 1
     )
     staged = choices.stages and not _without_stages(program)
     for tensor in divisors(devices, MAX_TENSOR):
@@ -157,7 +157,7 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
-                if batch.sequences % (copies * stage):
+                if batch.global_batch_size % (copies * stage):
                     continue  # microbatches of a replica must be a multiple of the stages
                 for sizes in _batch_axes(model, copies):
                     yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
@@ -171,7 +171,7 @@ def _without_stages(program: Program) -> bool:
 
 def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of data, fsdp and expert, the mesh axes that split the batch."""
-    experts = model.mixture.experts if model.mixture else 1
+    experts = model.moe.experts if model.moe else 1
     for expert in divisors(devices, experts):
         if experts % expert:
             continue
@@ -198,10 +198,10 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
 def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
     """Yield variants in the number of microbatches and in remat."""
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
-    for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
+    for microbatches in divisors(program.batch.global_batch_size // copies, program.batch.global_batch_size):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue
-        rows = program.batch.sequences // microbatches
+        rows = program.batch.global_batch_size // microbatches
         if program.loss.kind == "preference" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
@@ -216,10 +216,10 @@ def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
     if stages == 1:
         yield PipelineSettings()
         return
-    if program.batch.length % stages == 0:  # 1F1B splits the LM head's positions over the stages
+    if program.batch.seq_len % stages == 0:  # 1F1B splits the LM head's positions over the stages
         yield PipelineSettings(schedule="1f1b")
     for rounds in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
-        yield PipelineSettings(schedule="circular", rounds=rounds)
+        yield PipelineSettings(schedule="circular", virtual_stages=rounds)
 
 
 def divisors(number: int, most: int) -> list[int]:

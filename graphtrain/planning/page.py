@@ -55,7 +55,7 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
 
 def _pipeline(program: Program, stages: int) -> dict[str, Any] | None:
     """Return the schedule of a pipeline; None without a pipeline, or if it is too long to draw."""
-    rounds, microbatches = program.pipeline.rounds, program.batch.microbatches
+    rounds, microbatches = program.pipeline.virtual_stages, program.batch.microbatches
     if stages == 1 or 2 * stages * rounds * microbatches > _MAX_RECTANGLES:
         return None
     schedule = program.pipeline.schedule

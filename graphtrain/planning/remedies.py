@@ -137,15 +137,15 @@ def _microbatches(program: Program) -> Iterator[Change]:
     mesh, batch = mesh_shape(program), program.batch
     shards = mesh.size(("data", "fsdp"))
     count = 2 * batch.microbatches
-    while count <= batch.sequences // shards:
+    while count <= batch.global_batch_size // shards:
         yield (f"program.batch.microbatches={count}",)
         count *= 2
 
 
 def _optimizer(program: Program) -> Iterator[Change]:
-    if program.optimizer.moments == "float32":
+    if program.optimizer.moment_dtype == "float32":
         yield ("program.optimizer.moments=bfloat16",)
-    if not program.optimizer.offload and Target.parse(program.target).platform != "cpu":
+    if not program.optimizer.offload_to_host and Target.parse(program.target).platform != "cpu":
         yield ("program.optimizer.offload=true",)
 
 

@@ -52,7 +52,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
     """
     began, asked, imported = time.perf_counter(), program, None
     program = with_native_model(program)
-    if program.model.mixture is not None:
+    if program.model.moe is not None:
         raise PlanError(
             "graphtrain plan search supports only dense models, and program.model is a mixture of "
             "experts; use graphtrain plan with a mesh and rules of your choice"
@@ -76,7 +76,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
                 best_of[member] = candidate
     if not considered:
         raise PlanError(
-            f"no strategy divides batch.sequences = {program.batch.sequences} and the model over "
+            f"no strategy divides batch.sequences = {program.batch.global_batch_size} and the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
     fitting.sort(key=lambda one: one.rank)
@@ -107,7 +107,7 @@ def _why_lost(
     for tensor in divisors(Target.parse(program.target).devices, MAX_TENSOR):
         if size := indivisible_size(program.model, tensor):
             reasons[f"tensor {tensor}"] = f"does not divide {size}"
-    if program.batch.length < MIN_CONTEXT_PARALLEL_LENGTH:
+    if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
         reasons["context"] = (
             f"not tried: sequences have fewer than {MIN_CONTEXT_PARALLEL_LENGTH:,} tokens"
         )

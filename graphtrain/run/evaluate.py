@@ -91,12 +91,12 @@ def validation_batches(
     batch = program.batch
     batches = evaluation_batches(
         data.validation,
-        batch_size=batch.sequences // batch.microbatches,
-        seq_len=batch.length,
+        batch_size=batch.global_batch_size // batch.microbatches,
+        seq_len=batch.seq_len,
         vocab=vocab,
         isolate_documents=batch.documents == "apart",
         packing=data.packing,
-        overlong=data.longer,
+        overlong=data.overlong,
         pairs=program.loss.kind == "preference",
     )
     return islice(batches, limit)

@@ -91,7 +91,7 @@ def generation_program(program: Program) -> Program:
     return replace(
         program,
         rules=rules,
-        batch=Batch(sequences=copies, length=program.batch.length),
+        batch=Batch(global_batch_size=copies, seq_len=program.batch.seq_len),
         optimizer=Optimizer(),
         loss=Loss(),
         pipeline=PipelineSettings(),
@@ -145,7 +145,7 @@ class Generator:
         Raises:
             GraphtrainError: the prompt is empty, or not shorter than program.batch.length.
         """
-        longest = self._program.batch.length
+        longest = self._program.batch.seq_len
         if not 0 < len(prompt) < longest:
             raise GraphtrainError(
                 f"the prompt has {len(prompt)} tokens; it must have at least 1, and fewer than "
@@ -178,7 +178,7 @@ class Generator:
     ) -> tuple[Tree, np.ndarray]:
         """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]
-        copies = np.tile(np.array(tokens, np.int32), (self._program.batch.sequences, 1))
+        copies = np.tile(np.array(tokens, np.int32), (self._program.batch.global_batch_size, 1))
         placed = self._backend.to_devices(copies, graph.inputs("tokens"))
         outputs = graph(self._parameters, kept, placed, np.int32(begin))
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
@@ -196,7 +196,7 @@ def _checkpoint_step(config: Config, step: int | None) -> int | None:
         return steps[-1]
     if step in steps:
         return step
-    if step is not None or config.run.initial is None:
+    if step is not None or config.run.init_from is None:
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
     if config.run.initial_adapter is not None:

@@ -44,7 +44,7 @@ class InitialWeights:
                 those that the run started from.
         """
         keeps = has_frozen_weights(config.program)
-        if config.run.initial is None or (resuming and not keeps):
+        if config.run.init_from is None or (resuming and not keeps):
             return None
         from graphtrain.weights.start import open_initial_weights
 

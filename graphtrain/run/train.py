@@ -207,13 +207,13 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             check_validation(_validation(run, program), program)
         return Loader(
             run.data.train,
-            global_batch_size=program.batch.sequences,
-            seq_len=program.batch.length,
+            global_batch_size=program.batch.global_batch_size,
+            seq_len=program.batch.seq_len,
             seed=run.seed,
             vocab=program.model.vocab,
             isolate_documents=program.batch.documents == "apart",
             packing=run.data.packing,
-            overlong=run.data.longer,
+            overlong=run.data.overlong,
             pairs=program.loss.kind == "preference",
         )
 
@@ -286,7 +286,7 @@ class TrainingLoop:
         step, batches = self.programs["train"], self.programs["train"].inputs("batch")
         validation, done = None, self.start
         for index in range(self.start, run.steps):
-            rate = learning_rate(run.schedule, run.steps, index)
+            rate = learning_rate(run.learning_rate, run.steps, index)
             batch, waited = self._next_batch()
             outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
             state, done = outputs["state"], index + 1

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
-from graphtrain.config.schema import AttentionImplementation, Mixture, Model
+from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, Model
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
@@ -51,7 +51,7 @@ def native_equivalent(model: TorchModel) -> Model | None:
         vocab=model.vocab,
         activation="gelu" if config["model_type"] in _WITHOUT_GATE else "swiglu",
         tied_head=bool(config.get("tie_word_embeddings")),
-        mixture=Mixture(experts=experts, per_token=per_token) if experts else None,
+        moe=MixtureOfExperts(experts=experts, experts_per_token=per_token) if experts else None,
         dtype=model.dtype,
         remat=model.remat,
         attention=_attention(model, config["model_type"]),

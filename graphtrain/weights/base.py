@@ -82,8 +82,8 @@ def open_base_weights(config: Config, directory: Path) -> WeightSource:
     Raises:
         WeightsError: the base weights are missing or differ from the recorded ones.
     """
-    assert config.run.initial is not None
-    named = Path(config.run.initial)
+    assert config.run.init_from is not None
+    named = Path(config.run.init_from)
     weights = open_weights(named if named.is_dir() else Path(_read_record(directory)["folder"]))
     verify_base(weights, directory)
     return weights

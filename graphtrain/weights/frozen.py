@@ -32,9 +32,9 @@ def load_frozen_parameters(
 ) -> Tree:
     """Load the frozen weights, quantized to the base dtype of the adapter settings."""
     read, adapter = part_reader(weights, program), program.adapter
-    if adapter is None or adapter.base not in ("int8", "nf4"):
+    if adapter is None or adapter.base_dtype not in ("int8", "nf4"):
         return fill(described, read)
-    blocks = _QuantizedWeights(read, program, adapter.base)
+    blocks = _QuantizedWeights(read, program, adapter.base_dtype)
 
     def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         stem, _, kind = path.rpartition("/")

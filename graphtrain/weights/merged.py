@@ -103,6 +103,6 @@ def round_trip_base_dtype(
     if is_bfloat16(path, spec, adapter):
         return weights.astype(ml_dtypes.bfloat16).astype(np.float32)
     if is_quantized(path, spec, adapter):
-        assert adapter.base in ("int8", "nf4")
-        return fake_quantize(weights, adapter.base)
+        assert adapter.base_dtype in ("int8", "nf4")
+        return fake_quantize(weights, adapter.base_dtype)
     return weights

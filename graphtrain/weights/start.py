@@ -34,9 +34,9 @@ def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | 
     Raises:
         WeightsError: the weights are incomplete, or do not match program.model.
     """
-    if config.run.initial is None:
+    if config.run.init_from is None:
         return None
-    directory = Path(config.run.initial)
+    directory = Path(config.run.init_from)
     if is_imported(config.program.model):
         return HuggingFaceWeights(directory)
     weights = open_weights(directory)

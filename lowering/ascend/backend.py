@@ -12,9 +12,9 @@ import jax
 
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
-from lowering.ascend.device import DeviceArray, Program
+from lowering.ascend.device import RankArray, RankProgram
 from lowering.ascend.ranks import Ranks
-from lowering.ascend.translate import Translated, translate
+from lowering.ascend.translate import MindirGraph, translate
 from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo import collectives
@@ -22,7 +22,7 @@ from lowering.lowered import Lowered
 from lowering.machine import distributed, host
 from lowering.machine.target import Target
 from lowering.per_device import backend as per_device
-from lowering.per_device.backend import OneDevice
+from lowering.per_device.backend import DeviceLowering
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla
@@ -100,7 +100,7 @@ def _takes_rank(target: Target) -> bool:
     return target.runs_on_cpu and target.devices > 1
 
 
-def _translated(program: OneDevice, target: Target) -> Lowered:
+def _translated(program: DeviceLowering, target: Target) -> Lowered:
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 
@@ -138,7 +138,7 @@ def compile(lowered: Lowered) -> Artifact:
     return Artifact(translated.mindir, record)
 
 
-def _loading(translated: Translated) -> dict[str, Any]:
+def _loading(translated: MindirGraph) -> dict[str, Any]:
     """Return the entries of the record that a loader needs."""
     return {
         "stored": [[list(each.shape), each.dtype] for each in translated.inputs],
@@ -163,7 +163,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
             f"the compiled {about['graph']} step is for {about['target']}, not for {target}"
         )
     mesh = make_mesh(MeshShape(about["mesh"]), devices(target))
-    program = Program(artifact.payload, about, mesh, _ranks(target), _device(target))
+    program = RankProgram(artifact.payload, about, mesh, _ranks(target), _device(target))
     return Executable(program, about, mesh)
 
 
@@ -176,7 +176,7 @@ def _device(target: Target) -> str:
 def _ranks(target: Target) -> Ranks:
     """Return the ranks of this process, started on first use by all processes of a run."""
     missing = "" if here.has_mindspore() else f"{target} needs MindSpore, which is not installed"
-    cluster = launch.agree(target.devices, missing and f"{missing}; run {here.INSTALL}")
+    cluster = launch.agree_on_cluster(target.devices, missing and f"{missing}; run {here.INSTALL_COMMAND}")
     if target.runs_on_cpu:
         return Ranks(cluster, _device(target))
     try:
@@ -192,7 +192,7 @@ def _ranks(target: Target) -> Ranks:
 def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on the ranks are copied to this process."""
     return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
+        lambda leaf: leaf.to_host() if isinstance(leaf, RankArray) else leaf, tree
     )
 
 

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from lowering.ascend.emitter import Emitter
-from lowering.ascend.mindir import Tensor
-from lowering.ascend.values import Value, known
+from lowering.ascend.mindir import TensorInfo
+from lowering.ascend.values import ArrayValue, constant_value
 
-Values = Sequence[Value]
+Values = Sequence[ArrayValue]
 Function = Callable[[Values], Values]  # writes into the current graph
 
 
@@ -26,7 +26,7 @@ class Control:
     def __init__(
         self,
         emit: Emitter,
-        rank: Callable[[], Value | None],
+        rank: Callable[[], ArrayValue | None],
         elsewhere: Callable[..., AbstractContextManager[None]],
     ) -> None:
         """Create a writer.
@@ -41,7 +41,7 @@ class Control:
 
     def loop(
         self, state: Values, fixed: set[int], goes_on: Function, turn: Function
-    ) -> list[Value]:
+    ) -> list[ArrayValue]:
         """Write a loop; return its state after the last iteration.
 
         Args:
@@ -68,26 +68,26 @@ class Control:
                 condition = emit.node(goes_on(now[:size])[0])
             ends_with = [emit.node(now[number]) for number in moving]
             chosen = writer.choice(condition, [(body, nodes(now)), (end, ends_with)], tensors)
-            writer.returns(chosen, tensors)
+            writer.return_tuple(chosen, tensors)
         with writer.function(body):
             now = self._inputs(everything, known_)
             with self._elsewhere(*now[size:]):
                 after = turn(now[:size])
             after = [now[n] if n in fixed or n == size else after[n] for n in range(len(now))]
-            writer.returns(writer.call(header, nodes(after), tensors), tensors)
+            writer.return_tuple(writer.call(header, nodes(after), tensors), tensors)
         with writer.function(end):
             now = self._inputs([state[number] for number in moving], set())
-            writer.returned([emit.node(one) for one in now], tensors)
+            writer.return_new_tuple([emit.node(one) for one in now], tensors)
         found = self._parts(writer.call(header, nodes(everything), tensors), tensors)
         by_number = dict(zip(moving, found, strict=True))
         return [by_number.get(number, one) for number, one in enumerate(state)]
 
     def choose(
         self,
-        number: Value,
+        number: ArrayValue,
         arguments: Sequence[Values],
         branches: Sequence[Function],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[TensorInfo],
     ) -> Values:
         """Write a conditional; return the results of the selected branch.
 
@@ -119,7 +119,7 @@ class Control:
         return self._parts(writer.choice(emit.node(is_first), options, tensors), tensors)
 
     def _branch(
-        self, name: str, given: Values, function: Function, tensors: Sequence[Tensor]
+        self, name: str, given: Values, function: Function, tensors: Sequence[TensorInfo]
     ) -> tuple[str, list[str]]:
         """Write a branch as a graph; return its name and the nodes that it is called with."""
         emit, writer, size = self._emit, self._emit.writer, len(given)
@@ -128,26 +128,26 @@ class Control:
         with writer.function(name):
             now = self._inputs(everything, known_)
             with self._elsewhere(*now[size:]):
-                writer.returned([emit.node(one) for one in function(now[:size])], tensors)
+                writer.return_new_tuple([emit.node(one) for one in function(now[:size])], tensors)
         return name, [emit.node(one) for n, one in enumerate(everything) if n not in known_]
 
-    def _with_rank(self, values: Values) -> list[Value]:
+    def _with_rank(self, values: Values) -> list[ArrayValue]:
         rank = self._rank()
         return [*values, *([] if rank is None else [rank])]
 
-    def _inputs(self, values: Values, known_: set[int]) -> list[Value]:
+    def _inputs(self, values: Values, known_: set[int]) -> list[ArrayValue]:
         """Add inputs for values to the current graph; known values remain known."""
         writer = self._emit.writer
         return [
-            known(np.asarray(one.data), one.dtype)
+            constant_value(np.asarray(one.data), one.dtype)
             if number in known_
-            else Value(one.shape, one.dtype, node=writer.input(f"input{number}", _tensor(one)))
+            else ArrayValue(one.shape, one.dtype, node=writer.input(f"input{number}", _tensor(one)))
             for number, one in enumerate(values)
         ]
 
-    def _parts(self, together: str, tensors: Sequence[Tensor]) -> list[Value]:
-        return [self._emit.part(together, number, one) for number, one in enumerate(tensors)]
+    def _parts(self, together: str, tensors: Sequence[TensorInfo]) -> list[ArrayValue]:
+        return [self._emit.tuple_element(together, number, one) for number, one in enumerate(tensors)]
 
 
-def _tensor(value: Value) -> Tensor:
-    return Tensor(value.shape, value.dtype)
+def _tensor(value: ArrayValue) -> TensorInfo:
+    return TensorInfo(value.shape, value.dtype)

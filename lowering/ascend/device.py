@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from lowering.ascend.personal import groups_of, personal
+from lowering.ascend.personal import rank_groups, fill_in_rank
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
-from lowering.per_device.layout import ArrayLayout
+from lowering.per_device.layout import RankLayout
 from lowering.trees import Tree, flatten, unflatten
 
 # MindSpore's names of the types in graphs, by HLO's names.
@@ -29,58 +29,58 @@ _TYPES = {
 }  # fmt: skip
 
 
-class DeviceArray:
+class RankArray:
     """Global array whose shards are stored on the ranks, under the id `number`."""
 
-    def __init__(self, ranks: Ranks, layout: ArrayLayout) -> None:
+    def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
         self.ranks, self.layout = ranks, layout
         self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
-        self.number: int | None = ranks.new_number()
+        self.array_id: int | None = ranks.new_array_id()
         self.scalar: Any = None  # its only element, if a program has reported it
 
     def to_host(self) -> jax.Array:
         """Copy the array to this process, with the same sharding."""
-        shards = self.ranks.tell("get", lambda rank: [self._checked()])
+        shards = self.ranks.call("get", lambda rank: [self._checked()])
         placed = [
-            jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard), device)
+            jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard_shape), device)
             for shard, device in zip(shards, self.layout.devices, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
     def is_deleted(self) -> bool:
         """Return whether the array was donated, so that an output now uses its memory."""
-        return self.number is None
+        return self.array_id is None
 
-    def take(self) -> int:
+    def donate(self) -> int:
         """Return the array's id for a program that overwrites it; mark the array as deleted."""
         number = self._checked()
-        self.number = None
+        self.array_id = None
         return number
 
     def _checked(self) -> int:
-        if self.number is None:
+        if self.array_id is None:
             raise RuntimeError(
                 "this array was donated to a step; use the array that the step returned"
             )
-        return self.number
+        return self.array_id
 
     def __float__(self) -> float:
         number = self._checked()
         if self.scalar is None:
-            self.ranks.settle()
+            self.ranks.wait_for_answers()
         if self.scalar is None:
-            self.scalar = self.ranks.tell("get", lambda rank: [number])[0]
+            self.scalar = self.ranks.call("get", lambda rank: [number])[0]
         return float(self.scalar.reshape(-1)[0])
 
     def __int__(self) -> int:
         return int(float(self))
 
     def __del__(self) -> None:
-        if self.number is not None:
-            self.ranks.give_up(self.number)
+        if self.array_id is not None:
+            self.ranks.delete_array(self.array_id)
 
 
-class Program:
+class RankProgram:
     """A graph loaded on every rank; call it with the trees that it names, in order."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Program:
         about = record["ascend"]
         self._record, self._about = record, about
         self._ranks = ranks
-        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
-        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
         self._in_place: dict[int, int] = dict(about["aliases"])  # output index to input index
         self._load(mindir, device)
@@ -107,15 +107,15 @@ class Program:
 
         def arguments(rank: int) -> list[Any]:
             path = Path(directory) / f"{name}.{rank}.mindir"
-            path.write_bytes(personal(mindir, groups, exchanges, rank, device))
-            return [name, str(path), groups_of(groups, rank, device), variables]
+            path.write_bytes(fill_in_rank(mindir, groups, exchanges, rank, device))
+            return [name, str(path), rank_groups(groups, rank, device), variables]
 
-        self._ranks.tell("load", arguments)
+        self._ranks.call("load", arguments)
 
     def _numbered(self) -> int:
         """Store an array with each rank's own number on the ranks; return the array's id."""
-        number = self._ranks.new_number()
-        self._ranks.tell(
+        number = self._ranks.new_array_id()
+        self._ranks.call(
             "put", lambda rank: [[(number, np.array(rank, np.int64), self._types[-1])]]
         )
         return number
@@ -133,10 +133,10 @@ class Program:
             one._checked() for n, one in enumerate(given) if n not in self._about["variables"]
         ]
         inputs += [self._rank] if self._rank is not None else []
-        made = [DeviceArray(self._ranks, layout) for layout in self._outputs.values()]
+        made = [RankArray(self._ranks, layout) for layout in self._outputs.values()]
         returned = [made[n].number for n in self._about["returned"]]
-        kept = {f"input{n}": made[written[n]].number for n in self._about["variables"]}
-        by_number = {one.number: weakref.ref(one) for one in made}
+        kept = {f"input{n}": made[written[n]].array_id for n in self._about["variables"]}
+        by_number = {one.array_id: weakref.ref(one) for one in made}
 
         def note(answers: list[Any]) -> None:
             for number, scalar in answers[0].items():
@@ -144,33 +144,33 @@ class Program:
                 if array is not None:
                     array.scalar = scalar
 
-        self._ranks.begin(
+        self._ranks.send(
             "run", lambda rank: [self._record["graph"], inputs, variables, returned, kept], note
         )
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
-    def _placed(self, leaves: list[tuple[ArrayLayout, Any]]) -> list[DeviceArray]:
+    def _placed(self, leaves: list[tuple[RankLayout, Any]]) -> list[RankArray]:
         """Return the arguments as arrays on the ranks; send those of the host in one message."""
         placed, sent = [], []
         for number, (layout, leaf) in enumerate(leaves):
-            if isinstance(leaf, DeviceArray):
+            if isinstance(leaf, RankArray):
                 self._check(leaf, layout)
                 placed.append(leaf)
                 continue
-            array = DeviceArray(self._ranks, layout)
+            array = RankArray(self._ranks, layout)
             placed.append(array)
-            shards = zip(self._ranks.mine, layout.shards(leaf), strict=True)
-            sent.append((array.number, dict(shards), number))
+            shards = zip(self._ranks.local_ranks, layout.shards(leaf), strict=True)
+            sent.append((array.array_id, dict(shards), number))
         if sent:
-            self._ranks.tell(
+            self._ranks.call(
                 "put",
                 lambda rank: [
-                    [(n, _plain(shards[rank]), self._types[at]) for n, shards, at in sent]
+                    [(n, _to_mindspore_dtype(shards[rank]), self._types[at]) for n, shards, at in sent]
                 ],
             )
         return placed
 
-    def _check(self, leaf: DeviceArray, layout: ArrayLayout) -> None:
+    def _check(self, leaf: RankArray, layout: RankLayout) -> None:
         if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
             raise LoweringError(
                 f"an array sharded as {leaf.sharding.spec} was passed to the compiled "
@@ -178,7 +178,7 @@ class Program:
             )
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def _to_mindspore_dtype(array: np.ndarray) -> np.ndarray:
     """Convert an array to a type that MindSpore accepts from NumPy."""
     if array.dtype == ml_dtypes.bfloat16:
         return array.astype(np.float32)

@@ -9,16 +9,16 @@ import numpy as np
 
 from lowering.ascend.control import Control, Function
 from lowering.ascend.emitter import Emitter, unsupported
-from lowering.ascend.mindir import Tensor
-from lowering.ascend.values import Value, known
+from lowering.ascend.mindir import TensorInfo
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import TYPE_NAMES, TYPES, Message
 
-_UNROLLED = 100_000  # iterations of all loops together; a bound against endless loops
+_MAX_UNROLLED_ITERATIONS = 100_000  # iterations of all loops together; a bound against endless loops
 
 Run = Callable[[Message, Sequence[Any]], Any]  # translates a computation for arguments
 
 
-class Flow:
+class ControlFlow:
     """Translator of loops and conditionals, with the computations that they call."""
 
     def __init__(self, module: Message, run: Run, control: Control) -> None:
@@ -36,19 +36,19 @@ class Flow:
                     self._function(condition, is_tuple=True),
                     self._function(body, is_tuple=True),
                 )
-                return tuple(self._control.loop(_listed(state), _fixed(body), *functions))
+                return tuple(self._control.loop(_as_list(state), _loop_invariants(body), *functions))
             if not goes_on.data:
                 return state
             self._turns += 1
-            if self._turns > _UNROLLED:
-                raise unsupported(f"a graph with more than {_UNROLLED:,} unrolled loop iterations")
+            if self._turns > _MAX_UNROLLED_ITERATIONS:
+                raise unsupported(f"a graph with more than {_MAX_UNROLLED_ITERATIONS:,} unrolled loop iterations")
             state = self._run(body, [state])
 
     def branch(self, emit: Emitter, instruction: Message, operands: Sequence[Any]) -> Any:
         """Return the results of the selected branch."""
         choice, *arguments = operands
         if choice.dtype == "pred":  # true selects the first branch
-            false = known(np.array(False), "pred")
+            false = constant_value(np.array(False), "pred")
             choice = emit.cast(emit.compare("Equal", choice, false), "s32")
         called = [self._computations[number] for number in instruction.called_computation_ids]
         if choice.data is not None:
@@ -59,21 +59,21 @@ class Flow:
         shapes = instruction.shape.tuple_shapes if is_tuple else [instruction.shape]
         found = self._control.choose(
             choice,
-            [_listed(each) for each in arguments],
+            [_as_list(each) for each in arguments],
             [
                 self._function(each, is_tuple=isinstance(given, tuple))
                 for each, given in zip(called, arguments, strict=True)
             ],
-            [Tensor(one.dimensions, emit.stored(TYPE_NAMES[one.element_type])) for one in shapes],
+            [TensorInfo(one.dimensions, emit.storage_type(TYPE_NAMES[one.element_type])) for one in shapes],
         )
         return tuple(found) if is_tuple else found[0]
 
     def _function(self, computation: Message, *, is_tuple: bool) -> Function:
         """Return a computation of one argument, a tuple or not, as a function of lists."""
-        return lambda now: _listed(self._run(computation, [tuple(now) if is_tuple else now[0]]))
+        return lambda now: _as_list(self._run(computation, [tuple(now) if is_tuple else now[0]]))
 
 
-def _fixed(body: Message) -> set[int]:
+def _loop_invariants(body: Message) -> set[int]:
     """Return the indices of state elements that the loop's body returns unchanged."""
     by_id = {each.id: each for each in body.instructions}
     return {
@@ -85,7 +85,7 @@ def _fixed(body: Message) -> set[int]:
     }
 
 
-def _listed(values: Value | tuple[Any, ...]) -> list[Value]:
+def _as_list(values: ArrayValue | tuple[Any, ...]) -> list[ArrayValue]:
     """Return a tuple of arrays, or one array, as a list."""
     listed = list(values) if isinstance(values, tuple) else [values]
     if any(isinstance(one, tuple) for one in listed):

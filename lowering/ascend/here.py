@@ -7,15 +7,15 @@ from pathlib import Path
 
 from lowering.machine.target import Target
 
-INSTALL = "pip install 'graphtrain[ascend]'"
+INSTALL_COMMAND = "pip install 'graphtrain[ascend]'"
 
 _RUNTIME = "ge_runner"  # the library of CANN that MindSpore's plugin loads first
 
 
-def lacks(target: Target) -> str:
+def missing_software(target: Target) -> str:
     """Return the software that this machine lacks to run a target, and how to get it; or ""."""
     if not has_mindspore():
-        return f"MindSpore ({INSTALL})"
+        return f"MindSpore ({INSTALL_COMMAND})"
     if not target.runs_on_cpu and not has_cann():
         return "CANN (source its set_env.sh where it is installed)"
     return ""

@@ -23,7 +23,7 @@ from pathlib import Path
 from lowering.errors import LoweringError
 from lowering.machine import distributed
 
-PATIENCE = 180  # seconds for all ranks to start
+START_TIMEOUT = 180  # seconds for all ranks to start
 
 _SCRIPT = Path(__file__).with_name("rank.py")
 _SCHEDULER = "scheduler"
@@ -34,12 +34,12 @@ class Cluster:
     """The ranks of a run, and those on this host."""
 
     count: int  # ranks on all hosts
-    mine: range  # ranks on this host
+    local_ranks: range  # ranks on this host
     address: str  # of the scheduler on the first host, through which ranks connect
     port: int
 
 
-def agree(count: int, problem: str) -> Cluster:
+def agree_on_cluster(count: int, problem: str) -> Cluster:
     """Agree with all processes of a run on its cluster, with equally many ranks for each process.
 
     Args:
@@ -73,7 +73,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Launched:
+class RankProcesses:
     """The rank processes of this host, and on the first host also MindSpore's scheduler."""
 
     def __init__(self, cluster: Cluster, device: str, directory: Path) -> None:
@@ -92,11 +92,11 @@ class Launched:
             "RANK_SIZE": str(cluster.count),
             "MS_SCHED_HOST": cluster.address,
             "MS_SCHED_PORT": str(cluster.port),
-            "MS_TOPO_TIMEOUT": str(PATIENCE),
+            "MS_TOPO_TIMEOUT": str(START_TIMEOUT),
         }
-        if cluster.count > 1 and cluster.mine.start == 0:
+        if cluster.count > 1 and cluster.local_ranks.start == 0:
             self._start(_SCHEDULER, device, together | {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}, ())
-        for local, rank in enumerate(cluster.mine):
+        for local, rank in enumerate(cluster.local_ranks):
             here, there = Pipe()
             its_own = {"RANK_ID": str(rank), "DEVICE_ID": str(local)}
             if cluster.count > 1:

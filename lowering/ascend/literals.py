@@ -23,7 +23,7 @@ _FIELDS: dict[str, tuple[str, type]] = {
 }
 
 
-def array_of(literal: Message) -> np.ndarray:
+def literal_to_numpy(literal: Message) -> np.ndarray:
     """Return the elements of a constant.
 
     Raises:

@@ -46,7 +46,7 @@ _WITH_ATTRIBUTES = {
 }  # fmt: skip
 
 # Operators whose result may share memory with their inputs.
-_VIEWS = {
+_MEMORY_SHARING = {
     "BroadcastTo", "Depend", "MakeTuple", "Partial", "Reshape", "StridedSlice", "Transpose",
     "TupleGetItem",
 }  # fmt: skip
@@ -64,7 +64,7 @@ def _classes() -> dict[str, Any]:
     return classes("graphtrain.mindir", MESSAGES, "proto2")
 
 
-class Tensor:
+class TensorInfo:
     """Shape and type of a tensor, which describe a node's result."""
 
     __slots__ = ("dtype", "shape")
@@ -74,7 +74,7 @@ class Tensor:
         self.dtype = dtype  # HLO's name of the type
 
 
-class Writer:
+class MindirWriter:
     """Writer of one graph, node by node; nodes are referred to by their names."""
 
     def __init__(self, name: str) -> None:
@@ -93,13 +93,13 @@ class Writer:
         self._constants: dict[Any, str] = {}  # of the current graph
         self._primitives: dict[Any, str] = {}
 
-    def input(self, name: str, tensor: Tensor) -> str:
+    def input(self, name: str, tensor: TensorInfo) -> str:
         """Add an argument to the current graph; arguments are in the order of these calls."""
         added = self._graph.input.add(name=f"{self._graph.name}:{name}")
         _describe(added.tensor.add(), tensor)
         return added.name
 
-    def parameter(self, name: str, tensor: Tensor) -> str:
+    def parameter(self, name: str, tensor: TensorInfo) -> str:
         """Add a variable to the graph; the loader sets its first value, Assign updates it."""
         added = self._graph.parameter.add(
             name=f"{self._graph.name}:{name}", ref_key=name, compression_type=0
@@ -107,7 +107,7 @@ class Writer:
         _describe(added, tensor)
         return added.name
 
-    def reading(self, variable: str, tensor: Tensor) -> str:
+    def reading(self, variable: str, tensor: TensorInfo) -> str:
         """Add a node that reads a variable before anything is written."""
         name = self.node("Load", [variable, self.monad()], tensor)
         self._users[name] = []
@@ -124,7 +124,7 @@ class Writer:
         finally:
             self._graph, self._constants = before
 
-    def call(self, function: str, inputs: Sequence[str], tensors: Sequence[Tensor]) -> str:
+    def call(self, function: str, inputs: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
         """Call a function; return the node of its tuple of results."""
         return self._operator(f"REF::{function}", inputs, tensors)
 
@@ -132,7 +132,7 @@ class Writer:
         self,
         condition: str,
         options: Sequence[tuple[str, Sequence[str]]],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[TensorInfo],
     ) -> str:
         """Call one of two functions; return the node of its tuple of results.
 
@@ -183,7 +183,7 @@ class Writer:
         self,
         operator: str,
         inputs: Sequence[str],
-        result: Tensor | Sequence[Tensor] | None,
+        result: TensorInfo | Sequence[TensorInfo] | None,
         attributes: Mapping[str, Any] | None = None,
         ref: str | None = None,
     ) -> str:
@@ -197,7 +197,7 @@ class Writer:
             ref: name of the variable that the result refers to.
         """
         kind = f"REF::{self._primitive(operator, attributes or {})}"
-        name = self._operator(kind, inputs, result, operator in _VIEWS)
+        name = self._operator(kind, inputs, result, operator in _MEMORY_SHARING)
         node = self._graph.node[-1]
         node.domain = f"Default/{operator}-op{self.count - 1}"
         if ref is not None:
@@ -208,7 +208,7 @@ class Writer:
         self,
         kind: str,
         inputs: Sequence[str],
-        result: Tensor | Sequence[Tensor] | None,
+        result: TensorInfo | Sequence[TensorInfo] | None,
         is_view: bool = True,
     ) -> str:
         node = self._graph.node.add(input=inputs, op_type=kind)
@@ -224,17 +224,17 @@ class Writer:
         if is_view and readings:
             self._same_memory[name] = readings
 
-    def users(self, reading: str) -> list[str]:
+    def readers_of(self, reading: str) -> list[str]:
         """Return the nodes that read a variable, which must run before it is overwritten."""
         return self._users[reading]
 
-    def finish(self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None) -> bytes:
+    def finish(self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None) -> bytes:
         """Return the file of a graph that returns a tuple, after the side effects of `after`."""
-        self.returned(outputs, tensors, after)
+        self.return_new_tuple(outputs, tensors, after)
         return self.model.SerializeToString(deterministic=True)
 
-    def returned(
-        self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None = None
+    def return_new_tuple(
+        self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None = None
     ) -> None:
         """End the current graph: return a new tuple."""
         result = self.node("MakeTuple", outputs, tensors)
@@ -242,9 +242,9 @@ class Writer:
             result = self.node(
                 "Depend", [result, after], tensors, attributes={"side_effect_propagate": 1}
             )
-        self.returns(result, tensors)
+        self.return_tuple(result, tensors)
 
-    def returns(self, together: str, tensors: Sequence[Tensor]) -> None:
+    def return_tuple(self, together: str, tensors: Sequence[TensorInfo]) -> None:
         """End the current graph: return an existing tuple."""
         output = self._graph.output.add(name=together, denotation="Tuple")
         _set_result(output.attr_info, tensors)
@@ -274,15 +274,15 @@ def set_attribute(primitive: Any, name: str, value: Any) -> None:
     _set_value(primitive.attribute.add(name=name), value)
 
 
-def _describe(into: Any, tensor: Tensor) -> None:
+def _describe(into: Any, tensor: TensorInfo) -> None:
     into.dims.extend(tensor.shape)
     into.data_type = TENSOR_TYPES[tensor.dtype]
 
 
-def _set_result(attribute: Any, result: Tensor | Sequence[Tensor] | None) -> None:
+def _set_result(attribute: Any, result: TensorInfo | Sequence[TensorInfo] | None) -> None:
     if result is None:
         attribute.type = UMONAD
-    elif isinstance(result, Tensor):
+    elif isinstance(result, TensorInfo):
         attribute.type = TENSORS
         _describe(attribute.tensors.add(), result)
     else:
@@ -306,7 +306,7 @@ def _set_value(attribute: Any, value: Any) -> None:
     elif isinstance(value, np.ndarray):
         attribute.type = TENSORS
         tensor = attribute.tensors.add(name="value", raw_data=value.tobytes())
-        _describe(tensor, Tensor(value.shape, hlo_type(value.dtype)))
+        _describe(tensor, TensorInfo(value.shape, hlo_type(value.dtype)))
     else:
         attribute.type = LIST if isinstance(value, list) else TUPLE
         for part in value:

@@ -13,16 +13,16 @@ Groups = Sequence[Sequence[int]]
 _WORLD = {"CPU": "mccl_world_group", "Ascend": "hccl_world_group"}
 
 
-def groups_of(groups: Sequence[Groups], rank: int, device: str) -> list[tuple[str, list[int]]]:
+def rank_groups(groups: Sequence[Groups], rank: int, device: str) -> list[tuple[str, list[int]]]:
     """Return names and ranks of the groups of a graph that contain a rank.
 
     The group of all ranks is left out, because it always exists.
     """
-    named = [(_name(one, rank, device), _own(one, rank)) for one in groups]
+    named = [(_name(one, rank, device), _group_of(one, rank)) for one in groups]
     return [(name, ranks) for name, ranks in named if name != _WORLD[device]]
 
 
-def personal(
+def fill_in_rank(
     binary: bytes,
     groups: Sequence[Groups],
     exchanges: Sequence[Sequence[int]],
@@ -53,13 +53,13 @@ def personal(
     return model.SerializeToString(deterministic=True)
 
 
-def _own(groups: Groups, rank: int) -> list[int]:
+def _group_of(groups: Groups, rank: int) -> list[int]:
     return next(list(group) for group in groups if rank in group)
 
 
 def _name(groups: Groups, rank: int, device: str) -> str:
     """Return a name that is equal on all ranks of a group and different for other groups."""
-    own = _own(groups, rank)
+    own = _group_of(groups, rank)
     if len(groups) == 1:
         return _WORLD[device]
     return f"graphtrain_{hashlib.sha256(repr(own).encode()).hexdigest()[:16]}"

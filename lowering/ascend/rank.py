@@ -121,13 +121,13 @@ def _type(dtype: str) -> Any:
     return getattr(mindspore, dtype)
 
 
-def _condensed(message: str) -> str:
+def _shorten_error(message: str) -> str:
     """Return the first 600 characters of an error, without MindSpore's frames around its parts."""
     lines = [line.strip(" -") for line in message.splitlines()]
     return " ".join(line for line in lines if line)[:600]
 
 
-def _end_with(host: int) -> None:
+def _die_with_parent(host: int) -> None:
     """Let the kernel kill this process when its host process dies, even in a blocking call.
 
     The kernel watches the thread that started this process, which in graphtrain is the main thread.
@@ -143,7 +143,7 @@ def main() -> None:
     """Execute the commands of the host process until it closes the connection."""
     # Cluster schedulers signal all processes of a run; a rank is stopped by its host process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
+    _die_with_parent(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
     device, role = os.environ["GRAPHTRAIN_RANK_DEVICE"], os.environ.get("MS_ROLE")
     if role == "MS_SCHED":  # the process through which ranks connect
         Rank(device, is_alone=False)
@@ -152,7 +152,7 @@ def main() -> None:
         try:
             rank = Rank(device, is_alone=role is None)
         except Exception as error:
-            host.send((None, f"{type(error).__name__}: {_condensed(str(error))}"))
+            host.send((None, f"{type(error).__name__}: {_shorten_error(str(error))}"))
             os._exit(1)
         host.send((rank.rank, ""))
         while True:
@@ -164,7 +164,7 @@ def main() -> None:
                 rank.forget(gone)
                 host.send((True, getattr(rank, word)(*arguments)))
             except Exception as error:
-                host.send((False, f"{type(error).__name__}: {_condensed(str(error))}"))
+                host.send((False, f"{type(error).__name__}: {_shorten_error(str(error))}"))
     os.killpg(0, signal.SIGKILL)  # MindSpore's own shutdown waits for ranks that may have died
 
 

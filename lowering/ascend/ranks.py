@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lowering.ascend.launch import PATIENCE, Cluster, Launched
+from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
 from lowering.errors import LoweringError
 
-_LOOK = 1.0  # seconds between checks for ranks that died; child processes may keep connections open
+_POLL_SECONDS = 1.0  # seconds between checks for ranks that died; child processes may keep connections open
 
 
 class Ranks:
@@ -37,40 +37,40 @@ class Ranks:
         Raises:
             LoweringError: a rank did not start.
         """
-        self.mine = cluster.mine
+        self.local_ranks = cluster.local_ranks
         self._numbers = itertools.count()
         self._given_up: list[int] = []
         self._then: Callable[[list[Any]], None] | None = None  # set while answers are due
         self.directory = Path(tempfile.mkdtemp(prefix="graphtrain-ranks-"))
         atexit.register(self.close)
-        self._launched = Launched(cluster, device, self.directory)
+        self._launched = RankProcesses(cluster, device, self.directory)
         self._connections = self._launched.connections
         with self._ending_all():
-            begun = self._heard(time.monotonic() + PATIENCE)
+            begun = self._receive(time.monotonic() + START_TIMEOUT)
         for rank, (number, failed) in begun.items():
             if failed or number != rank:
                 self._launched.kill()
                 what = failed or f"MindSpore assigned it rank {number}"
                 raise LoweringError(f"rank {rank} did not start: {what}")
 
-    def new_number(self) -> int:
+    def new_array_id(self) -> int:
         """Return a new id for an array."""
         return next(self._numbers)
 
-    def give_up(self, number: int) -> None:
+    def delete_array(self, number: int) -> None:
         """Delete an array on the ranks, with the next command."""
         self._given_up.append(number)
 
-    def tell(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
+    def call(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
         """Send a command to every rank, each with its own arguments; return the answers by rank.
 
         Raises:
             LoweringError: a rank failed or died, possibly in the previous command.
         """
-        self.begin(word, of_rank)
+        self.send(word, of_rank)
         return self._answers()
 
-    def begin(
+    def send(
         self,
         word: str,
         of_rank: Callable[[int], Sequence[Any]],
@@ -86,7 +86,7 @@ class Ranks:
         Raises:
             LoweringError: a rank failed or died in the previous command.
         """
-        self.settle()
+        self.wait_for_answers()
         gone, self._given_up = self._given_up, []
         with self._ending_all():
             for rank, connection in self._connections.items():
@@ -96,7 +96,7 @@ class Ranks:
                     raise self._has_ended(rank) from None
         self._then = then
 
-    def settle(self) -> None:
+    def wait_for_answers(self) -> None:
         """Wait for the answers to the last command; raise an error as `tell` does."""
         if self._then is not None:
             self._answers()
@@ -104,7 +104,7 @@ class Ranks:
     def _answers(self) -> list[Any]:
         then, self._then = self._then, None
         with self._ending_all():
-            heard = self._heard()
+            heard = self._receive()
         for rank, (is_well, answer) in heard.items():
             if not is_well:
                 raise LoweringError(f"rank {rank}: {answer}")
@@ -113,7 +113,7 @@ class Ranks:
             then(answers)
         return answers
 
-    def _heard(self, until: float = float("inf")) -> dict[int, Any]:
+    def _receive(self, until: float = float("inf")) -> dict[int, Any]:
         """Receive the next answer of every rank; return the answers by rank.
 
         Raises:
@@ -122,7 +122,7 @@ class Ranks:
         waiting: dict[Connection, int] = {each: rank for rank, each in self._connections.items()}
         heard: dict[int, Any] = {}
         while waiting:
-            ready: Any = wait(list(waiting), _LOOK)
+            ready: Any = wait(list(waiting), _POLL_SECONDS)
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
@@ -135,9 +135,9 @@ class Ranks:
             if time.monotonic() > until:
                 late = ", ".join(map(str, waiting.values()))
                 raise LoweringError(
-                    f"the ranks did not start within {PATIENCE} s: no answer from rank {late}"
+                    f"the ranks did not start within {START_TIMEOUT} s: no answer from rank {late}"
                 )
-        return {rank: heard[rank] for rank in self.mine}
+        return {rank: heard[rank] for rank in self.local_ranks}
 
     def _has_ended(self, rank: int) -> LoweringError:
         return LoweringError(f"rank {rank} has ended ({self._launched.end_of(rank)})")

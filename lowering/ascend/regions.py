@@ -25,19 +25,19 @@ class Region:
     name: str
     settings: dict[str, Any]
     entry: int  # id of its first instruction
-    inside: tuple[int, ...]  # ids of instructions that only the region needs, in order
+    instructions: tuple[int, ...]  # ids of instructions that only the region needs, in order
 
 
 @dataclass(frozen=True)
-class Marked:
+class RegionsOf:
     """The regions of a computation, and the instructions that are needed in any case."""
 
     regions: dict[int, Region]  # by id of their last instruction
     needed: frozenset[int]  # ids of instructions that are needed even if all regions are replaced
-    left: int  # number of regions that no operator can replace
+    unreplaced: int  # number of regions that no operator can replace
 
 
-def find(computation: Message, *, whole: bool) -> Marked:
+def find(computation: Message, *, ignore_regions: bool) -> RegionsOf:
     """Return the regions of a computation that an operator can replace.
 
     Args:
@@ -47,13 +47,13 @@ def find(computation: Message, *, whole: bool) -> Marked:
     by_id = {each.id: each for each in computation.instructions}
     entries, insides, left = {}, {}, 0
     for each in computation.instructions:
-        if _mark(each, EXIT) and not whole:
+        if _mark(each, EXIT) and not ignore_regions:
             found = _inside(each, by_id)
             if found is None:
                 left += 1
             else:
                 entries[each.id], insides[each.id] = found
-    needed = _reached(computation.root_id, by_id, entries)
+    needed = _reachable(computation.root_id, by_id, entries)
     regions = {
         end: Region(
             by_id[end].frontend_attributes.map[EXIT],
@@ -63,7 +63,7 @@ def find(computation: Message, *, whole: bool) -> Marked:
         )
         for end, inside in insides.items()
     }
-    return Marked(regions, frozenset(needed), left)
+    return RegionsOf(regions, frozenset(needed), left)
 
 
 def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | None:
@@ -91,7 +91,7 @@ def _mark(each: Message, which: str) -> str | None:
     return each.frontend_attributes.map.get(which) if each.opcode == "opt-barrier" else None
 
 
-def _reached(root: int, by_id: dict[int, Message], entries: dict[int, int]) -> set[int]:
+def _reachable(root: int, by_id: dict[int, Message], entries: dict[int, int]) -> set[int]:
     """Return the ids that a computation's result depends on; regions depend on their entry only."""
     found: set[int] = set()
     waiting = [root]

@@ -18,7 +18,7 @@ from sharding_rules.plan import ArrayLayout
 
 SUFFIX = ".ckpt"  # of MindSpore's own strategy files, which are not checkpoints
 
-_UNSPLIT = -1
+_NOT_SHARDED = -1
 
 _MESSAGES = {
     "Strategies": {"stage": (1, "uint32")},
@@ -44,7 +44,7 @@ _MESSAGES = {
 }
 
 
-def strategy(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
+def strategy_file(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
     """Return a strategy file, a ParallelStrategyMap.
 
     Args:
@@ -75,7 +75,7 @@ def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape)
     axes = [name for name, size in mesh.axes.items() if size > 1]  # others shard nothing
     described.dev_matrix.add(dim=[mesh.axes[name] for name in axes] or [1])
     dimensions = [[len(axes) - 1 - axes.index(name) for name in names] for names in split]
-    dimensions = [numbers or [_UNSPLIT] for numbers in dimensions]
+    dimensions = [numbers or [_NOT_SHARDED] for numbers in dimensions]
     if any(len(numbers) > 1 for numbers in dimensions):
         for numbers in dimensions:
             described.tensor_map.add(dim=numbers)
@@ -83,7 +83,7 @@ def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape)
             described.tensor_map.add()  # else readers would assign one dimension to each axis
     else:
         described.tensor_map.add(
-            dim=[one for numbers in dimensions for one in numbers or [_UNSPLIT]]
+            dim=[one for numbers in dimensions for one in numbers or [_NOT_SHARDED]]
         )
     described.param_split_shape.add()  # used only if shards differ in size
     described.indices_offset.add()

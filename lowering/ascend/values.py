@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class ArrayValue:
     """An array: known elements (data), a node of the graph, or parts that were written into it.
 
     Loops are unrolled, and a loop that stacks its results writes one slice in each iteration. Such
@@ -24,7 +24,7 @@ class Value:
     dtype: str  # HLO's name of the stored type
     node: str | None = None
     data: np.ndarray | None = None
-    stacked: Stacked | None = None
+    stacked: SliceUpdates | None = None
 
     @property
     def size(self) -> int:
@@ -33,24 +33,24 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
+class SliceUpdates:
     """Slices along one axis that overwrite parts of an array."""
 
-    base: Value
+    base: ArrayValue
     axis: int
     # By start index along the axis.
-    parts: Mapping[int, Value] = field(default_factory=lambda: MappingProxyType({}))
+    parts: Mapping[int, ArrayValue] = field(default_factory=lambda: MappingProxyType({}))
 
-    def with_part(self, start: int, part: Value) -> Stacked | None:
+    def with_part(self, start: int, part: ArrayValue) -> SliceUpdates | None:
         """Return a copy with one more slice; None if it overlaps one that it does not replace."""
         size = part.shape[self.axis]
         for other, held in self.parts.items():
             apart = other + held.shape[self.axis] <= start or start + size <= other
             if not apart and (other != start or held.shape != part.shape):
                 return None
-        return Stacked(self.base, self.axis, {**self.parts, start: part})
+        return SliceUpdates(self.base, self.axis, {**self.parts, start: part})
 
 
-def known(data: np.ndarray, dtype: str) -> Value:
+def constant_value(data: np.ndarray, dtype: str) -> ArrayValue:
     """Return a Value with known elements."""
-    return Value(tuple(data.shape), dtype, data=data)
+    return ArrayValue(tuple(data.shape), dtype, data=data)

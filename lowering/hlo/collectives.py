@@ -13,7 +13,7 @@ from lowering.hlo import fused_collectives
 from lowering.hlo.flops import instruction_flops
 from lowering.hlo.provenance import Provenance
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
-from lowering.hlo.text import Computation, Instruction, Module, arrays, nbytes, parse
+from lowering.hlo.text import Computation, Instruction, HloModule, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
@@ -156,7 +156,7 @@ def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective
 class _Reader:
     """Reader that visits each computation once, regardless of how many instructions call it."""
 
-    def __init__(self, module: Module, mesh: MeshShape) -> None:
+    def __init__(self, module: HloModule, mesh: MeshShape) -> None:
         self.module = module
         self.mesh = mesh
         self.origins = Provenance(module)

@@ -33,7 +33,7 @@ TYPES = {
 TYPE_NAMES = {number: name for name, number in TYPES.items()}
 
 
-def message(name: str, **fields: Any) -> Message:
+def make_message(name: str, **fields: Any) -> Message:
     """Create a message of the class `name`, for example a "ReplicaGroup" with replica_ids."""
     return _classes()[name](**fields)
 
@@ -44,7 +44,7 @@ def read_module(binary: bytes) -> Message:
     Raises:
         LoweringError: the bytes are not an HloModuleProto.
     """
-    module = message("HloModuleProto")
+    module = make_message("HloModuleProto")
     if not (_parses(module, binary) and module.computations):
         raise LoweringError(
             f"these {len(binary):,} bytes are not an HloModuleProto; an HloProto (XLA's *.hlo.pb) "
@@ -59,7 +59,7 @@ def read_dump(binary: bytes) -> Message:
     Raises:
         LoweringError: the bytes are not an HloProto.
     """
-    dump = message("HloProto")
+    dump = make_message("HloProto")
     if not (_parses(dump, binary) and dump.hlo_module.computations):
         raise LoweringError(f"these {len(binary):,} bytes are not an HloProto")
     return dump.hlo_module
@@ -75,7 +75,7 @@ def array_bytes(shape: Message) -> int:
     return (math.prod(shape.dimensions) * item_bits(TYPE_NAMES[shape.element_type]) + 7) // 8
 
 
-def unknown(module: Message) -> Iterator[tuple[str, int]]:
+def unknown_fields_of(module: Message) -> Iterator[tuple[str, int]]:
     """Yield message name and number of every field, at any depth, that the table lacks."""
     name = module.DESCRIPTOR.name
     for field in unknown_fields.UnknownFieldSet(module):
@@ -84,7 +84,7 @@ def unknown(module: Message) -> Iterator[tuple[str, int]]:
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for part in [value] if isinstance(value, AnyMessage) else value:
-            yield from unknown(part)
+            yield from unknown_fields_of(part)
 
 
 def _parses(into: Message, binary: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo.text import Computation, Instruction, Module
+from lowering.hlo.text import Computation, Instruction, HloModule
 from lowering.tracing.source_lines import model_line
 
 # Operations whose result is an operand, or part of one, with another location, dtype or layout.
@@ -34,7 +34,7 @@ _MAX_STEPS = 400  # instructions to follow before giving up
 class Provenance:
     """Tracer of values back to their producers, across computations."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: HloModule) -> None:
         self.module = module
         self._users: dict[str, dict[str, Instruction]] = {}  # by computation, filled on demand
         self._callers: dict[str, tuple[Computation, Instruction]] = {}

@@ -11,9 +11,9 @@ from lowering.hlo import collectives
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
-from lowering.neuron.device import DeviceArray, Program
+from lowering.neuron.device import CoreArray, NeffProgram
 from lowering.per_device import backend as per_device
-from lowering.per_device.backend import OneDevice
+from lowering.per_device.backend import DeviceLowering
 from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla.backend import (
@@ -66,7 +66,7 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         LoweringError: see `per_device.lower`.
     """
     program = per_device.lower(graph, rules, mesh_shape, target)
-    return _flagged(program, target, quickly=graph.runs_once)
+    return _with_compiler_flags(program, target, quickly=graph.runs_once)
 
 
 def from_global_program(whole: Lowered, target: Target) -> Lowered:
@@ -75,15 +75,15 @@ def from_global_program(whole: Lowered, target: Target) -> Lowered:
     Raises:
         LoweringError: see `per_device.from_global_program`.
     """
-    return _flagged(per_device.from_global_program(whole, target), target)
+    return _with_compiler_flags(per_device.from_global_program(whole, target), target)
 
 
-def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lowered:
-    found = compiler.find(target)
-    version = found.version if found else compiler.NEWEST
+def _with_compiler_flags(program: DeviceLowering, target: Target, *, quickly: bool = False) -> Lowered:
+    found = compiler.find_compiler(target)
+    version = found.version if found else compiler.NEWEST_VERSION
     options = {
         "hlo": hashlib.sha256(program.normalised.hlo).hexdigest(),
-        "flags": compiler.flags(target, version, quickly=quickly),
+        "flags": compiler.flags(target, version, fast=quickly),
         "compiler": found.version if found else None,
     }
     return program.lowered(target, "neuron", options)
@@ -106,11 +106,11 @@ def compile(lowered: Lowered) -> Artifact:
         hlo, lowered.handle.sources, lowered.name, target, flags, peak=memory["peak"]
     )
     record = _record(lowered, memory, checked)
-    found = compiler.find(target)
+    found = compiler.find_compiler(target)
     if found is None:
-        raise bundle.unfinished(hlo, flags, record, target)
-    payload, seconds = compiler.timed(found, hlo, flags, graph=lowered.name, target=target)
-    return Artifact(payload, bundle.completed(record, payload, seconds, flags, found.version))
+        raise bundle.compiler_missing_error(hlo, flags, record, target)
+    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=lowered.name, target=target)
+    return Artifact(payload, bundle.completed_record(record, payload, seconds, flags, found.version))
 
 
 def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
@@ -142,15 +142,15 @@ def load(artifact: Artifact, target: Target) -> Executable:
     placed_on = devices(target)
     mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
     if not target.runs_on_cpu:
-        return Executable(Program(artifact.payload, about, mesh), about, mesh)
+        return Executable(NeffProgram(artifact.payload, about, mesh), about, mesh)
     xla.check_fingerprint(about, placed_on)
     _, executable = neff.unpack(artifact.payload)
     loaded = simulation.load_module(executable, placed_on)
-    return Executable(simulation.Program(loaded, about, mesh), about, mesh)
+    return Executable(simulation.SimulatedProgram(loaded, about, mesh), about, mesh)
 
 
 def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on Neuron cores are copied to the host."""
     return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
+        lambda leaf: leaf.to_host() if isinstance(leaf, CoreArray) else leaf, tree
     )

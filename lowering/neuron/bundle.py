@@ -9,13 +9,13 @@ from lowering.errors import CompilerMissing, LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
 
-ABOUT_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
+BUNDLE_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
 
 # Names AWS's index, since the neuronx-cc package on PyPI is a placeholder.
 _INSTALL = "pip install neuronx-cc from AWS's package index, see the AWS Neuron documentation"
 
 
-def unfinished(
+def compiler_missing_error(
     hlo: bytes, flags: list[str], record: Mapping[str, Any], target: Target
 ) -> CompilerMissing:
     """Build the error for a program that cannot be compiled here; it carries the bundle's files."""
@@ -30,7 +30,7 @@ def unfinished(
     files = {
         compiler.HLO_FILE: hlo,
         compiler.FLAGS_FILE: json.dumps(flags).encode(),
-        ABOUT_FILE: (json.dumps(about, indent=1) + "\n").encode(),
+        BUNDLE_FILE: (json.dumps(about, indent=1) + "\n").encode(),
         SCRIPT_FILE: _script(graph, target, flags).encode(),
     }
     return CompilerMissing(
@@ -45,7 +45,7 @@ def _script(graph: str, target: Target, flags: list[str]) -> str:
     """Return a shell script that compiles the bundle on a machine without graphtrain."""
     command = ["neuronx-cc", *compiler.arguments(compiler.HLO_FILE, compiler.NEFF_FILE, flags)]
     return f"""#!/bin/sh
-# Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler.NEWEST}.
+# Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler.NEWEST_VERSION}.
 # Then, on a machine with graphtrain: graphtrain neuron-finish DIRECTORY
 # If neuronx-cc is missing: {_INSTALL}
 set -e
@@ -66,7 +66,7 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
         LoweringError: the compiler rejected the program, or the bundle is incomplete.
     """
     try:
-        about, flags = json.loads(files[ABOUT_FILE]), json.loads(files[compiler.FLAGS_FILE])
+        about, flags = json.loads(files[BUNDLE_FILE]), json.loads(files[compiler.FLAGS_FILE])
         target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
         hlo, runs_once = files[compiler.HLO_FILE], about["runs_once"]
         if compiler.NEFF_FILE in files:
@@ -79,16 +79,16 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
             payload, simulated=target.runs_on_cpu, what=f"{compiler.NEFF_FILE} of the bundle"
         )
         version = compiler.version_in(files[VERSION_FILE].decode(), VERSION_FILE)
-        return payload, completed(record, payload, 0.0, flags, version), flags, version
-    found = compiler.find(target)
+        return payload, completed_record(record, payload, 0.0, flags, version), flags, version
+    found = compiler.find_compiler(target)
     if found is None:
-        raise unfinished(hlo, flags, record, target)
-    flags = compiler.flags(target, found.version, quickly=runs_once)
-    payload, seconds = compiler.timed(found, hlo, flags, graph=graph, target=target)
-    return payload, completed(record, payload, seconds, flags, found.version), flags, found.version
+        raise compiler_missing_error(hlo, flags, record, target)
+    flags = compiler.flags(target, found.version, fast=runs_once)
+    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=graph, target=target)
+    return payload, completed_record(record, payload, seconds, flags, found.version), flags, found.version
 
 
-def completed(
+def completed_record(
     record: Mapping[str, Any], payload: bytes, seconds: float, flags: list[str], version: str
 ) -> dict[str, Any]:
     """Return a program's record, completed with the results of its compilation."""

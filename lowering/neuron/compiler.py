@@ -21,15 +21,15 @@ from lowering.neuron import neff
 HLO_FILE, NEFF_FILE, FLAGS_FILE = "model.hlo_module.pb", "model.neff", "compile_flags.json"
 
 # If no compiler is installed, bundles are written with the flags of this version: SDK 2.32.
-NEWEST = "2.27.5334.0"
+NEWEST_VERSION = "2.27.5334.0"
 _SIMULATOR = "lowering.neuron.simulator"
-TOO_LITTLE_MEMORY = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
+OUT_OF_MEMORY_CODES = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
 _ERROR_CODE = re.compile(r"\[?NCC_([A-Z]{4}\d{3})\]?:? *(.*)")
 _SIGNALLED = re.compile(r"\[F(1\d\d)\] neuronx-cc")  # printed before exit status 70
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*(?:\+[0-9a-f]+)?(?:\+simulator)?")
 # Environment variable that selects how to compile for Neuron devices: neuronx-cc itself (the
 # default), or AWS's library, which calls it.
-CHOICE, LIBRARY = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
+COMPILER_VARIABLE, LIBNEURONXLA = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
 # Options of the wrapper that torch-neuronx and JAX call; the compiler itself rejects them.
 _WRAPPER_ONLY = (
     "--cache_dir",
@@ -63,7 +63,7 @@ class Compiler:
 
 
 @functools.cache
-def find(target: Target) -> Compiler | None:
+def find_compiler(target: Target) -> Compiler | None:
     """Return the compiler for a target, or None if it is not installed.
 
     Raises:
@@ -92,7 +92,7 @@ def version_in(text: str, where: str) -> str:
     return found[0]
 
 
-def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
+def flags(target: Target, version: str, *, fast: bool = False) -> list[str]:
     """Return the flags for a compiler version, in a fixed order; NEURON_CC_FLAGS come last.
 
     Every flag whose default has changed between versions, or will change, is set explicitly, so
@@ -108,7 +108,7 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
         f"--target={about['target']}",
         "--model-type=transformer",
         "--auto-cast=none",
-        f"--optlevel={1 if quickly else 2}",
+        f"--optlevel={1 if fast else 2}",
         "--enable-mixed-precision-accumulation",
     ]
     if about["target"] != "trn1":  # trn1 has no logical cores and rejects the flag
@@ -118,7 +118,7 @@ def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
         chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
     if target.runs_on_cpu:
         chosen.append(f"--simulated-ranks={target.devices}")
-    return chosen + forwarded(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
+    return chosen + without_wrapper_flags(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
 
 
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
@@ -126,7 +126,7 @@ def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
     return ["compile", "--framework=XLA", program, "--output", output, *chosen]
 
 
-def timed(
+def compile_timed(
     compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
 ) -> tuple[bytes, float]:
     """Compile as `run` does; return the NEFF and the compile time in seconds."""
@@ -143,10 +143,10 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         CompilerFailed: the compiler rejected the program; the message lists its error codes.
         CompilerInterrupted: a signal terminated the compiler.
     """
-    if _through_library(target):
+    if _uses_library(target):
         from lowering.neuron import library  # imports this module
 
-        return library.compile(hlo, chosen, graph=graph, target=target)
+        return library.compile_through_library(hlo, chosen, graph=graph, target=target)
     with tempfile.TemporaryDirectory(prefix="graphtrain-neuron-") as name:
         directory = Path(name)
         (directory / HLO_FILE).write_bytes(hlo)
@@ -154,12 +154,12 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
-            [*tied(), *words], cwd=directory, text=True, stdin=subprocess.DEVNULL,
+            [*kill_with_parent_prefix(), *words], cwd=directory, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
         )  # fmt: skip
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
-            raise failure(ended.returncode, ended.stdout, graph=graph, target=target)
+            raise compile_error(ended.returncode, ended.stdout, graph=graph, target=target)
         made = directory / NEFF_FILE
         if not made.exists():
             raise CompilerFailed(f"neuronx-cc exited with 0 for {graph}, but wrote no {NEFF_FILE}")
@@ -168,22 +168,22 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
     return payload
 
 
-def _through_library(target: Target) -> bool:
+def _uses_library(target: Target) -> bool:
     """Return whether the environment selects AWS's library.
 
     Raises:
         LoweringError: the environment variable has an unknown value.
     """
-    asked = os.environ.get(CHOICE, "neuronx-cc")
-    if asked not in ("neuronx-cc", LIBRARY):
+    asked = os.environ.get(COMPILER_VARIABLE, "neuronx-cc")
+    if asked not in ("neuronx-cc", LIBNEURONXLA):
         raise LoweringError(
-            f"{CHOICE}={asked} is neither neuronx-cc nor {LIBRARY}; set it to one of them, or "
+            f"{COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {LIBNEURONXLA}; set it to one of them, or "
             "unset it for neuronx-cc"
         )
-    return asked == LIBRARY and not target.runs_on_cpu
+    return asked == LIBNEURONXLA and not target.runs_on_cpu
 
 
-def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
+def compile_error(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
     """Return the error for a failed compilation: interrupted, out of memory, or rejected."""
     number = ending_signal(status, log)
     if number is not None:
@@ -193,9 +193,9 @@ def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringErr
         return CompilerInterrupted(
             f"neuronx-cc was terminated by {name} while it compiled {graph}{hint}"
         )
-    told_by_code = errors(log)
+    told_by_code = coded_errors(log)
     for code, said in told_by_code:
-        if code in TOO_LITTLE_MEMORY:
+        if code in OUT_OF_MEMORY_CODES:
             return OutOfMemory(graph, target, f"NCC_{code} {said}")
     told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in told_by_code[:5]))
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
@@ -215,18 +215,18 @@ def ending_signal(status: int | None, log: str) -> int | None:
     return int(found[1]) - 128 if found else None
 
 
-def errors(log: str) -> list[tuple[str, str]]:
+def coded_errors(log: str) -> list[tuple[str, str]]:
     """Return the coded errors in a compiler's output, for example ("EVRF004", "complex types")."""
     found = map(_ERROR_CODE.search, log.splitlines())
     return [(each[1], each[2]) for each in found if each]
 
 
-def forwarded(asked: list[str]) -> list[str]:
+def without_wrapper_flags(asked: list[str]) -> list[str]:
     """Return the flags without those of AWS's wrapper, which the compiler would reject."""
     return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
 
 
-def tied() -> list[str]:
+def kill_with_parent_prefix() -> list[str]:
     """Return a command prefix that sends the command SIGTERM when its parent process dies.
 
     setpriv is part of util-linux. Where it is missing, the compiler of a killed run continues to

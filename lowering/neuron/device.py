@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lowering.errors import LoweringError
-from lowering.neuron.nrt import Model, Runtime, Tensor
-from lowering.per_device.layout import ArrayLayout
+from lowering.neuron.nrt import LoadedNeff, Runtime, RuntimeTensor
+from lowering.per_device.layout import RankLayout
 from lowering.trees import Tree, flatten, unflatten
 
 
@@ -31,10 +31,10 @@ def runtime() -> Runtime:
     return Runtime()
 
 
-class DeviceArray:
+class CoreArray:
     """Global array whose shards are tensors on Neuron cores, one for each rank."""
 
-    def __init__(self, tensors: list[Tensor], layout: ArrayLayout) -> None:
+    def __init__(self, tensors: list[RuntimeTensor], layout: RankLayout) -> None:
         self.tensors, self.layout = tensors, layout
         self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
 
@@ -42,7 +42,7 @@ class DeviceArray:
         """Copy the array to host memory, with the same sharding."""
         self._check()
         shards = [
-            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard)
+            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard_shape)
             for tensor in self.tensors
         ]
         placed = [
@@ -69,7 +69,7 @@ class DeviceArray:
             )
 
 
-class Program:
+class NeffProgram:
     """A NEFF loaded for every rank; call it with the trees that its graph names, in order."""
 
     def __init__(self, neff: bytes, record: Mapping[str, Any], mesh: Mesh) -> None:
@@ -91,9 +91,9 @@ class Program:
             )
         self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
         load = functools.partial(self._runtime.load, neff, ranks=ranks)
-        self._models: list[Model] = self._on_each(lambda rank: load(core=rank, rank=rank))
-        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
-        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._models: list[LoadedNeff] = self._on_each(lambda rank: load(core=rank, rank=rank))
+        self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._in_place = dict(record["neuron"]["aliases"])  # output index to input index
         self._ranks = self._numbered(ranks) if record["neuron"]["rank_input"] else []
 
@@ -120,9 +120,9 @@ class Program:
             taken[number].tensors = []
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
-    def _placed(self, leaf: Any, layout: ArrayLayout) -> DeviceArray:
+    def _placed(self, leaf: Any, layout: RankLayout) -> CoreArray:
         """Return an argument on the devices; copy it there if it is on the host."""
-        if isinstance(leaf, DeviceArray):
+        if isinstance(leaf, CoreArray):
             leaf._check()
             if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
                 raise LoweringError(
@@ -134,16 +134,16 @@ class Program:
         for core, shard in enumerate(layout.shards(leaf)):
             tensors.append(self._runtime.tensor(layout.nbytes, core=core))
             tensors[-1].write(shard.tobytes())
-        return DeviceArray(tensors, layout)
+        return CoreArray(tensors, layout)
 
-    def _result(self, taken: list[DeviceArray], index: int, layout: ArrayLayout) -> DeviceArray:
+    def _result(self, taken: list[CoreArray], index: int, layout: RankLayout) -> CoreArray:
         """Return an output's array, in the memory of the input it replaces or in new memory."""
         if index in self._in_place:
-            return DeviceArray(taken[self._in_place[index]].tensors, layout)
+            return CoreArray(taken[self._in_place[index]].tensors, layout)
         cores = range(self._size)
-        return DeviceArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
+        return CoreArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
 
-    def _numbered(self, ranks: int) -> list[Tensor]:
+    def _numbered(self, ranks: int) -> list[RuntimeTensor]:
         """Store the rank of each core in a tensor on that core."""
         tensors = [self._runtime.tensor(4, core=rank) for rank in range(ranks)]
         for rank, tensor in enumerate(tensors):

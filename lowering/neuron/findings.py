@@ -11,20 +11,20 @@ from lowering.machine.target import Target
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """A reason for the compiler to reject a module (error), or a possible problem (warning)."""
 
     code: str  # for example "EVRF004", without NCC_; empty if AWS publishes no code for it
     instruction: int  # id, by which the line of the model is found; 0 for the complete module
-    what: str
+    problem: str
     remedy: str
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        return (f"[NCC_{self.code}] " if self.code else "") + f"{self.what}; {self.remedy}"
+        return (f"[NCC_{self.code}] " if self.code else "") + f"{self.problem}; {self.remedy}"
 
 
-class Module:
+class PreflightModule:
     """HLO module with its computations and instructions by id."""
 
     def __init__(self, proto: Message, target: Target) -> None:
@@ -51,7 +51,7 @@ def type_of(instruction: Message) -> str:
     return TYPE_NAMES.get(instruction.shape.element_type, "")
 
 
-def told(findings: Iterable[Finding], sources: Mapping[int, str]) -> list[str]:
+def format_findings(findings: Iterable[PreflightFinding], sources: Mapping[int, str]) -> list[str]:
     """Format findings with the lines of the model that cause them, one for each line and code."""
     lines: dict[tuple[str, ...], str] = {}
     for finding in findings:

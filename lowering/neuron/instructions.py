@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowering.hlo.proto import TYPES, Message
 
-TOO_LOW = 4  # factor by which an estimate was below a published count
+UNDERESTIMATE_FACTOR = 4  # factor by which an estimate was below a published count
 _ROWS, _COLUMNS = 128, 512
 _FREE = frozenset(
     [
@@ -50,67 +50,67 @@ _SIZED_BY = {"reduce": 0, "reduce-window": 0, "dynamic-update-slice": 1, "scatte
 
 
 @dataclass(frozen=True)
-class Instructions:
+class InstructionCount:
     """Estimated instruction counts of a module or of a part of it."""
 
     unrolled: int = 0  # with the body of every loop times its number of iterations
-    once: int = 0  # with the body of every loop once
+    loops_once: int = 0  # with the body of every loop once
     largest: int = 0  # of the operation that takes most
     largest_id: int = 0  # id of that operation
 
-    def __add__(self, other: Instructions) -> Instructions:
+    def __add__(self, other: InstructionCount) -> InstructionCount:
         larger = max(self, other, key=lambda each: each.largest)
-        return replace(larger, unrolled=self.unrolled + other.unrolled, once=self.once + other.once)
+        return replace(larger, unrolled=self.unrolled + other.unrolled, once=self.loops_once + other.loops_once)
 
 
-def estimate(module: Message) -> Instructions:
+def estimate(module: Message) -> InstructionCount:
     """Estimate the instructions of a complete module."""
     computations = {each.id: each for each in module.computations}
-    return _of(computations[module.entry_computation_id], computations)
+    return _count(computations[module.entry_computation_id], computations)
 
 
-def _of(computation: Message, computations: Mapping[int, Message]) -> Instructions:
+def _count(computation: Message, computations: Mapping[int, Message]) -> InstructionCount:
     known = {each.id: each for each in computation.instructions}
-    total = Instructions()
+    total = InstructionCount()
     for each in computation.instructions:
         if each.opcode == "while":
             parts = [computations[number] for number in each.called_computation_ids]
-            inside = sum((_of(part, computations) for part in parts), Instructions())
-            total += replace(inside, unrolled=_trips(parts[1]) * inside.unrolled)
+            inside = sum((_count(part, computations) for part in parts), InstructionCount())
+            total += replace(inside, unrolled=_trip_count(parts[1]) * inside.unrolled)
         elif each.opcode in ("call", "fusion"):
             for number in each.called_computation_ids:
-                total += _of(computations[number], computations)
+                total += _count(computations[number], computations)
         else:
-            count = _of_one(each, known)
-            total += Instructions(count, count, count, each.id)
+            count = _count_one(each, known)
+            total += InstructionCount(count, count, count, each.id)
     return total
 
 
-def _of_one(each: Message, known: Mapping[int, Message]) -> int:
+def _count_one(each: Message, known: Mapping[int, Message]) -> int:
     if each.opcode in _FREE:
         return 0
     if each.opcode in _COLLECTIVES:
         return 1
     if each.opcode == "dot":
-        return _of_product(each, known)
+        return _count_dot(each, known)
     sized = known[each.operand_ids[_SIZED_BY[each.opcode]]] if each.opcode in _SIZED_BY else each
     columns = _ROWS if each.opcode == "transpose" else _COLUMNS
-    return _cut(_elements(sized.shape), _ROWS * columns)
+    return _ceil_div(_elements(sized.shape), _ROWS * columns)
 
 
-def _of_product(each: Message, known: Mapping[int, Message]) -> int:
+def _count_dot(each: Message, known: Mapping[int, Message]) -> int:
     left, right = (known[number].shape.dimensions for number in each.operand_ids)
     numbers = each.dot_dimension_numbers
     batch = math.prod(left[axis] for axis in numbers.lhs_batch_dimensions)
     summed = math.prod(left[axis] for axis in numbers.lhs_contracting_dimensions)
     rows, columns = (math.prod(side) // (batch * summed) for side in (left, right))
     result = min(
-        _cut(rows, _ROWS) * _cut(columns, _COLUMNS), _cut(rows, _COLUMNS) * _cut(columns, _ROWS)
+        _ceil_div(rows, _ROWS) * _ceil_div(columns, _COLUMNS), _ceil_div(rows, _COLUMNS) * _ceil_div(columns, _ROWS)
     )
-    return batch * _cut(summed, _ROWS) * result
+    return batch * _ceil_div(summed, _ROWS) * result
 
 
-def _cut(size: int, tile: int) -> int:
+def _ceil_div(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
@@ -120,7 +120,7 @@ def _elements(shape: Message) -> int:
     return math.prod(shape.dimensions)
 
 
-def _trips(condition: Message) -> int:
+def _trip_count(condition: Message) -> int:
     """Return the constant that a loop's counter is compared with; 1 if it is not constant."""
     known = {each.id: each for each in condition.instructions}
     root = known[condition.root_id]

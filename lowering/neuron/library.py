@@ -13,7 +13,7 @@ from lowering.neuron import compiler, neff
 from lowering.neuron.persistent_cache import flags as cache_flags
 
 
-def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:
+def compile_through_library(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:
     """Compile a normalised module, or read its NEFF from the persistent cache.
 
     The cache key is a digest of the module, which is the same in every process: any process that
@@ -28,13 +28,13 @@ def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> byte
             hlo,
             [flag for flag in flags if not flag.startswith("--target=")],  # added by the library
             input_format="hlo",
-            platform_target=cache_flags.machine(flags),
+            platform_target=cache_flags.target_flag(flags),
             cache_key=hashlib.sha256(hlo).hexdigest()[:20],
         )
     except Exception as error:  # the library does not document its exceptions
         kind = type(error).__name__
         raise LoweringError(
-            f"{compiler.LIBRARY} did not compile {graph} for {target}: {kind}: {error}"
+            f"{compiler.LIBNEURONXLA} did not compile {graph} for {target}: {kind}: {error}"
         ) from error
     neff.check(payload, simulated=False, what=f"the compiled {graph} step")
     return payload
@@ -43,16 +43,16 @@ def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> byte
 def _library(target: Target) -> Any:
     """Import AWS's library; raise an error for the placeholder of that name on PyPI."""
     try:
-        library = importlib.import_module(compiler.LIBRARY)
+        library = importlib.import_module(compiler.LIBNEURONXLA)
     except ModuleNotFoundError as error:
-        if error.name != compiler.LIBRARY:
+        if error.name != compiler.LIBNEURONXLA:
             raise
         library = None
     if library is None or not hasattr(library, "neuron_xla_compile"):
         what = "is not installed" if library is None else "is PyPI's placeholder package"
         raise LoweringError(
-            f"{target}: {compiler.CHOICE} selects {compiler.LIBRARY}, which {what} on this "
+            f"{target}: {compiler.COMPILER_VARIABLE} selects {compiler.LIBNEURONXLA}, which {what} on this "
             "machine; install it from AWS's package index, see the AWS Neuron documentation, or "
-            f"unset {compiler.CHOICE}"
+            f"unset {compiler.COMPILER_VARIABLE}"
         )
     return library

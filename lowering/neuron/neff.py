@@ -5,13 +5,13 @@ from typing import Any
 
 from lowering.errors import LoweringError
 
-MAGIC = b"GRAPHTRAIN SIMULATED NEFF, NOT FOR A NEURON DEVICE\n"
+SIMULATOR_MAGIC = b"GRAPHTRAIN SIMULATED NEFF, NOT FOR A NEURON DEVICE\n"
 SIMULATOR_VERSION = "0.0.0.0+simulator"  # no release of neuronx-cc
 
 
 def is_simulated(payload: bytes) -> bool:
     """Return whether a file was written by the simulator."""
-    return payload.startswith(MAGIC)
+    return payload.startswith(SIMULATOR_MAGIC)
 
 
 def check(payload: bytes, *, simulated: bool, what: str) -> None:
@@ -48,10 +48,10 @@ def check_directory(directory: str, payload: bytes) -> None:
 
 def pack(header: dict[str, Any], executable: bytes) -> bytes:
     """Return the file of the simulator: magic, one line of JSON, an XLA executable for this CPU."""
-    return MAGIC + json.dumps(header, sort_keys=True).encode() + b"\n" + executable
+    return SIMULATOR_MAGIC + json.dumps(header, sort_keys=True).encode() + b"\n" + executable
 
 
 def unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the header and the XLA executable in a file of the simulator."""
-    header, _, executable = payload.removeprefix(MAGIC).partition(b"\n")
+    header, _, executable = payload.removeprefix(SIMULATOR_MAGIC).partition(b"\n")
     return json.loads(header), executable

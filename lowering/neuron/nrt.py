@@ -12,11 +12,11 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint32,
 from lowering.errors import LoweringError
 
 _LIBRARY = "libnrt.so.1"
-_PLACES = (_LIBRARY, f"/opt/aws/neuron/lib/{_LIBRARY}")
+_SEARCH_PATHS = (_LIBRARY, f"/opt/aws/neuron/lib/{_LIBRARY}")
 _NO_FRAMEWORK, _ON_DEVICE = 1, 0
-_ALL_CORES_OF_ONE = -1  # nrt.h: "DEPRECATED: always use -1"
+_DEFAULT_VNC_COUNT = -1  # nrt.h: "DEPRECATED: always use -1"
 
-_MEANINGS = {
+_STATUS_MESSAGES = {
     1: "general failure",
     2: "invalid: a bad NEFF, or a tensor with a name or size that the NEFF does not declare",
     3: "invalid handle",
@@ -75,21 +75,21 @@ class Runtime:
         self.call("nrt_get_visible_vnc_count", byref(count))
         return count.value
 
-    def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> Model:
+    def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> LoadedNeff:
         """Load a program onto a core; several ranks must all be loading at the same time."""
         handle = c_void_p()
-        where = neff, len(neff), core, _ALL_CORES_OF_ONE
+        where = neff, len(neff), core, _DEFAULT_VNC_COUNT
         if ranks == 1:
             self.call("nrt_load", *where, byref(handle))
         else:
             self.call("nrt_load_collectives", *where, rank, ranks, byref(handle))
-        return Model(self, handle, core)
+        return LoadedNeff(self, handle, core)
 
-    def tensor(self, nbytes: int, *, core: int) -> Tensor:
+    def tensor(self, nbytes: int, *, core: int) -> RuntimeTensor:
         """Allocate memory on the device of a core."""
         handle = c_void_p()
         self.call("nrt_tensor_allocate", _ON_DEVICE, core, nbytes, None, byref(handle))
-        return Tensor(self, handle, nbytes)
+        return RuntimeTensor(self, handle, nbytes)
 
     def close(self) -> None:
         """Shut down the runtime."""
@@ -103,12 +103,12 @@ class Runtime:
         """
         status = getattr(self.library, name)(*arguments)
         if status:
-            meaning = _MEANINGS.get(status, "see nrt_status.h")
+            meaning = _STATUS_MESSAGES.get(status, "see nrt_status.h")
             raise LoweringError(f"{name} of the Neuron runtime returned {status}: {meaning}")
 
 
 def _load(library: str | None) -> ctypes.CDLL:
-    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_PLACES)
+    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_SEARCH_PATHS)
     errors = []
     for place in filter(None, places):
         try:
@@ -121,7 +121,7 @@ def _load(library: str | None) -> ctypes.CDLL:
     )
 
 
-class Tensor:
+class RuntimeTensor:
     """Memory on a device; freed when the object is garbage-collected."""
 
     def __init__(self, runtime: Runtime, handle: c_void_p, nbytes: int) -> None:
@@ -142,13 +142,13 @@ class Tensor:
         self._runtime.library.nrt_tensor_free(byref(self.handle))
 
 
-class Model:
+class LoadedNeff:
     """A program loaded on one core."""
 
     def __init__(self, runtime: Runtime, handle: c_void_p, core: int) -> None:
         self._runtime, self._handle, self.core = runtime, handle, core
 
-    def execute(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def execute(self, inputs: dict[str, RuntimeTensor], outputs: dict[str, RuntimeTensor]) -> None:
         """Run the program once on tensors by name; return when the outputs are written."""
         sets = [self._set(inputs), self._set(outputs)]
         try:
@@ -161,7 +161,7 @@ class Model:
         """Remove the program from its core."""
         self._runtime.call("nrt_unload", self._handle)
 
-    def _set(self, tensors: dict[str, Tensor]) -> c_void_p:
+    def _set(self, tensors: dict[str, RuntimeTensor]) -> c_void_p:
         made = c_void_p()
         self._runtime.call("nrt_allocate_tensor_set", byref(made))
         for name, tensor in tensors.items():

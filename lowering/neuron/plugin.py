@@ -25,7 +25,7 @@ _EXTRACTION = {
 }
 
 
-def environment(root: Path) -> dict[str, str]:
+def extraction_environment(root: Path) -> dict[str, str]:
     """Return this process's environment, with variables that make the plugin extract into a cache.
 
     Raises:
@@ -51,7 +51,7 @@ def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None
     with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as unused:
         # AWS's tool passes a file for the plugin to write the cache's path to. Here the path is
         # known, so the file is not read.
-        told = environment(root) | {"NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name}
+        told = extraction_environment(root) | {"NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name}
         try:
             status = subprocess.run(list(command), env=told).returncode
         except OSError as error:
@@ -65,7 +65,7 @@ def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None
         )
 
 
-def check(target: Target) -> None:
+def check_installed(target: Target) -> None:
     """Check that the plugin is installed, without importing it.
 
     Raises:
@@ -88,7 +88,7 @@ def devices(target: Target) -> list:
     """
     import jax
 
-    check(target)
+    check_installed(target)
     jax.config.update("jax_platforms", "neuron,cpu")
     try:
         found = jax.devices("neuron")
@@ -104,7 +104,7 @@ def devices(target: Target) -> list:
     return found
 
 
-def give(lowered: Lowered) -> None:
+def extract_program(lowered: Lowered) -> None:
     """Pass a program to the plugin, which stores it in the cache while extracting.
 
     Raises:

@@ -14,18 +14,18 @@ from typing import Any
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import TYPES, Message, array_bytes, read_module
 from lowering.machine.target import Target
-from lowering.neuron.compiler import TOO_LITTLE_MEMORY
-from lowering.neuron.findings import Finding, Module, told
-from lowering.neuron.instructions import TOO_LOW, Instructions, estimate
+from lowering.neuron.compiler import OUT_OF_MEMORY_CODES
+from lowering.neuron.findings import PreflightFinding, PreflightModule, format_findings
+from lowering.neuron.instructions import UNDERESTIMATE_FACTOR, InstructionCount, estimate
 from lowering.neuron.rules import RULES
 
-_INSTRUCTIONS = 5_000_000  # limit of a NEFF, unless a flag changes it
+_DEFAULT_INSTRUCTION_LIMIT = 5_000_000  # limit of a NEFF, unless a flag changes it
 _LIMIT_FLAG = "--internal-max-instruction-limit"  # used in AWS's AXLearn tutorial
 _LOGICAL_CORES = re.compile(r"(--logical-nc-config|--lnc|-lnc)[ =](\d+)")
 # Limit of instructions of one operation. Undocumented; from reports of NCC_EXTP003 on trn1, trn2.
-_OF_ONE_OPERATION = {"trn1": 150_000}
-_OF_ONE_OPERATION_ELSEWHERE = 300_000
-_COMMUNICATORS = 16  # limit of different groups of ranks in a NEFF
+_OPERATION_LIMITS = {"trn1": 150_000}
+_DEFAULT_OPERATION_LIMIT = 300_000
+_MAX_COMMUNICATORS = 16  # limit of different groups of ranks in a NEFF
 _LARGEST_MODULE = 2**31 - 1  # bytes; limit of a protocol buffer
 
 
@@ -57,41 +57,41 @@ def check(
         LoweringError: the compiler would reject the module; the message lists every error with
             the line of the model that causes it.
     """
-    module = Module(read_module(hlo), target)
+    module = PreflightModule(read_module(hlo), target)
     count, limit = estimate(module.proto), instruction_limit(flags)
     found = _findings(module, count, len(hlo), flags)
     errors = [one for one in found if one.severity == "error"]
-    if errors and all(one.code in TOO_LITTLE_MEMORY for one in errors):
-        raise OutOfMemory(graph, target, "; ".join(told(errors, sources)))
+    if errors and all(one.code in OUT_OF_MEMORY_CODES for one in errors):
+        raise OutOfMemory(graph, target, "; ".join(format_findings(errors, sources)))
     if errors:
-        lines = "\n".join(f"  {line}" for line in told(errors, sources))
+        lines = "\n".join(f"  {line}" for line in format_findings(errors, sources))
         raise LoweringError(f"neuronx-cc would reject {graph}, so it was not started:\n{lines}")
     warnings = [one for one in found if one.severity == "warning"]
     if peak > target.memory_bytes:
-        warnings.append(_too_little_memory(peak, target))
+        warnings.append(_memory_warning(peak, target))
     return {
         "instructions": count.unrolled,
-        "instructions_once": count.once,
+        "instructions_once": count.loops_once,
         "instruction_limit": limit,
-        "warnings": told(warnings, sources),
+        "warnings": format_findings(warnings, sources),
     }
 
 
-def preflight(hlo: bytes, target: Target, flags: Sequence[str] = ()) -> list[Finding]:
+def preflight(hlo: bytes, target: Target, flags: Sequence[str] = ()) -> list[PreflightFinding]:
     """Return all errors and warnings for a normalised module."""
-    module = Module(read_module(hlo), target)
+    module = PreflightModule(read_module(hlo), target)
     return _findings(module, estimate(module.proto), len(hlo), flags)
 
 
 def instruction_limit(flags: Sequence[str]) -> int:
     """Return the maximum number of instructions of a NEFF, which a flag can change."""
     asked = re.findall(rf"{_LIMIT_FLAG}[ =](\d+)", " ".join(flags))
-    return int(asked[-1]) if asked else _INSTRUCTIONS
+    return int(asked[-1]) if asked else _DEFAULT_INSTRUCTION_LIMIT
 
 
 def _findings(
-    module: Module, count: Instructions, size: int, flags: Sequence[str]
-) -> list[Finding]:
+    module: PreflightModule, count: InstructionCount, size: int, flags: Sequence[str]
+) -> list[PreflightFinding]:
     found = [
         finding
         for each in module.instructions.values()
@@ -106,73 +106,73 @@ def _findings(
     return found
 
 
-def _cores(module: Module, flags: Sequence[str]) -> Iterator[Finding]:
+def _cores(module: PreflightModule, flags: Sequence[str]) -> Iterator[PreflightFinding]:
     asked = [found[0] for found in _LOGICAL_CORES.finditer(" ".join(flags)) if found[2] != "1"]
     if module.machine == "trn1" and asked:
         what = f"trn1 cannot combine cores into one logical core, as {asked[-1]} requests"
-        yield Finding("EARG001", 0, what, "remove that flag from NEURON_CC_FLAGS")
+        yield PreflightFinding("EARG001", 0, what, "remove that flag from NEURON_CC_FLAGS")
 
 
-def _size(size: int) -> Iterator[Finding]:
+def _size(size: int) -> Iterator[PreflightFinding]:
     if size > _LARGEST_MODULE:
         what = f"the module has {size:,} bytes; the limit is 2 GiB"
-        yield Finding("EXTP004", 0, what, "scan over layers, and pass constants as inputs")
+        yield PreflightFinding("EXTP004", 0, what, "scan over layers, and pass constants as inputs")
 
 
-def _instructions(module: Module, count: Instructions, limit: int) -> Iterator[Finding]:
+def _instructions(module: PreflightModule, count: InstructionCount, limit: int) -> Iterator[PreflightFinding]:
     less = (
         "shard the model over more devices, use fewer sequences per step, or raise the limit: "
         f"NEURON_CC_FLAGS={_LIMIT_FLAG}=N"
     )
-    if count.once > limit:
+    if count.loops_once > limit:
         what = (
-            f"about {count.once:,} instructions with no loop unrolled (estimate); the limit is "
+            f"about {count.loops_once:,} instructions with no loop unrolled (estimate); the limit is "
             f"{limit:,}"
         )
-        yield Finding("EVRF007", 0, what, less)
-    elif count.unrolled * TOO_LOW > limit:
+        yield PreflightFinding("EVRF007", 0, what, less)
+    elif count.unrolled * UNDERESTIMATE_FACTOR > limit:
         what = (
             f"about {count.unrolled:,} instructions (estimate; published counts were "
-            f"3 to {TOO_LOW} times the estimate); the limit is {limit:,}"
+            f"3 to {UNDERESTIMATE_FACTOR} times the estimate); the limit is {limit:,}"
         )
-        yield Finding("EVRF007", 0, what, less, "warning")
-    most = _OF_ONE_OPERATION.get(module.machine, _OF_ONE_OPERATION_ELSEWHERE)
+        yield PreflightFinding("EVRF007", 0, what, less, "warning")
+    most = _OPERATION_LIMITS.get(module.machine, _DEFAULT_OPERATION_LIMIT)
     if count.largest > most:
         name = module.instructions[count.largest_id].name
         what = f"{name} alone takes about {count.largest:,} instructions; the limit is {most:,}"
-        yield Finding(
+        yield PreflightFinding(
             "EXTP003", count.largest_id, what, "shard it over more devices, or split it", "warning"
         )
 
 
-def _communicators(module: Module) -> Iterator[Finding]:
+def _communicators(module: PreflightModule) -> Iterator[PreflightFinding]:
     groups = {
         tuple(tuple(group.replica_ids) for group in each.replica_groups)
         for each in module.instructions.values()
         if each.replica_groups
     }
-    if len(groups) > _COMMUNICATORS:
-        what = f"{len(groups)} different groups of ranks; the limit is {_COMMUNICATORS}"
-        yield Finding("", 0, what, "use fewer mesh axes", "warning")
+    if len(groups) > _MAX_COMMUNICATORS:
+        what = f"{len(groups)} different groups of ranks; the limit is {_MAX_COMMUNICATORS}"
+        yield PreflightFinding("", 0, what, "use fewer mesh axes", "warning")
 
 
-def _inputs(module: Module) -> Iterator[Finding]:
+def _inputs(module: PreflightModule) -> Iterator[PreflightFinding]:
     held = sum(_bytes(shape) for shape in module.proto.host_program_shape.parameters)
     if held > module.memory:
         what = (
             f"the inputs alone need {held / 1e9:.1f} GB per device; a device has "
             f"{module.memory / 1e9:.1f} GB"
         )
-        yield Finding("EOOM001", 0, what, "shard the state over more devices")
+        yield PreflightFinding("EOOM001", 0, what, "shard the state over more devices")
 
 
-def _too_little_memory(peak: int, target: Target) -> Finding:
+def _memory_warning(peak: int, target: Target) -> PreflightFinding:
     what = (
         f"XLA on a CPU would need {peak / 1e9:.1f} GB per device; a device has "
         f"{target.memory_bytes / 1e9:.1f} GB"
     )
     remedy = "if neuronx-cc needs as much, apply a change that graphtrain plan proposes"
-    return Finding("EOOM001", 0, what, remedy, "warning")
+    return PreflightFinding("EOOM001", 0, what, remedy, "warning")
 
 
 def _bytes(shape: Message) -> int:

@@ -24,7 +24,7 @@ Device = Any
 
 def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mapping[str, Any]) -> Any:
     """Compile a normalised module for CPU devices, with one replica on each."""
-    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_with_whole_broadcasts(hlo))
+    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_merge_split_broadcasts(hlo))
     options = _options(len(devices))
     options.env_option_overrides = [(name, str(each)) for name, each in options_of_xla.items()]
     return devices[0].client.compile_and_load(
@@ -32,7 +32,7 @@ def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mappin
     )
 
 
-def _with_whole_broadcasts(hlo: bytes) -> bytes:
+def _merge_split_broadcasts(hlo: bytes) -> bytes:
     """Merge the instructions into which XLA splits a broadcast along array axes of size 1.
 
     XLA splits such a broadcast into one that changes nothing, a reshape, and another broadcast.
@@ -85,7 +85,7 @@ def _options(ranks: int) -> Any:
     return options
 
 
-class Program:
+class SimulatedProgram:
     """A loaded module as a function of trees of global arrays.
 
     Each shard stays on the device of its rank; donated arrays are deleted.
@@ -94,9 +94,9 @@ class Program:
     def __init__(self, executable: Any, record: Any, mesh: Mesh) -> None:
         self._executable = executable
         self._arguments = record["arguments"]
-        self._inputs = {path: _placed(fact, mesh) for path, fact in record["inputs"].items()}
+        self._inputs = {path: _sharding_of(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = [
-            (path, tuple(fact["shape"]), _placed(fact, mesh))
+            (path, tuple(fact["shape"]), _sharding_of(fact, mesh))
             for path, fact in record["outputs"].items()  # in the order of flatten, as compiled
         ]
         self._rank = _ranks(mesh) if record["neuron"]["rank_input"] else None
@@ -118,7 +118,7 @@ class Program:
         )
 
 
-def _placed(fact: Any, mesh: Mesh) -> NamedSharding:
+def _sharding_of(fact: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in fact["split"])))
 
 

@@ -15,7 +15,7 @@ from lowering.machine.target import Target
 from lowering.neuron import neff
 from lowering.neuron.preflight import preflight
 
-_REFUSED = 70  # exit status of neuronx-cc for a rejected program
+_REJECTED_STATUS = 70  # exit status of neuronx-cc for a rejected program
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -27,17 +27,17 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, LoweringError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    refusals = _refusals(hlo, asked)
+    refusals = _rejections(hlo, asked)
     for refusal in refusals:
         print(f"ERROR: {refusal}", file=sys.stderr)
     if refusals:
-        return _REFUSED
+        return _REJECTED_STATUS
     asked.output.write_bytes(_compile(hlo, asked))
     print("Compiler status PASS")
     return 0
 
 
-def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
+def _rejections(hlo: bytes, asked: argparse.Namespace) -> list[str]:
     """Return the errors that the compiler would report for a module."""
     known = Target.parse("trn1" if asked.target in ("trn1n", "inf2") else asked.target)
     limit = asked.internal_max_instruction_limit

@@ -16,7 +16,7 @@ from lowering.graph import Graph
 from lowering.hlo.proto import array_bytes, read_module
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.per_device.normalise import Normalised, normalise
+from lowering.per_device.normalise import NormalizedModule, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla.backend import Device
 from lowering.xla.compiler_log import capture_compiler_log
@@ -36,20 +36,20 @@ def devices(target: Target) -> list[Device]:
 
 
 @dataclass(frozen=True)
-class OneDevice:
+class DeviceLowering:
     """The program of one device, with the facts that its loader needs."""
 
-    whole: Lowered  # the global program, for all devices
-    normalised: Normalised
+    global_program: Lowered  # the global program, for all devices
+    normalised: NormalizedModule
     facts: dict[str, Any]  # rank_input, temporaries_on_cpu, aliases
 
     def lowered(self, target: Target, platform: str, options: dict[str, Any]) -> Lowered:
         """Return the lowered program for a compiler; the facts are recorded under `platform`."""
         return replace(
-            self.whole,
-            text=text_of(self.normalised.hlo),
+            self.global_program,
+            text=hlo_text(self.normalised.hlo),
             target=target,
-            facts=self.whole.facts | {platform: self.facts},
+            facts=self.global_program.facts | {platform: self.facts},
             options=options,
             handle=self.normalised,
         )
@@ -57,7 +57,7 @@ class OneDevice:
 
 def lower(
     graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target, *, rank_input: bool = False
-) -> OneDevice:
+) -> DeviceLowering:
     """Trace and partition a graph, and normalise the program of one device.
 
     Args:
@@ -82,7 +82,7 @@ def lower(
     return from_global_program(whole, target, rank_input=rank_input)
 
 
-def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevice:
+def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = False) -> DeviceLowering:
     """Partition a global program that was lowered for as many CPU devices as the target has.
 
     Raises:
@@ -90,7 +90,7 @@ def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = Fa
     """
     with capture_compiler_log() as replicated:
         split = partition_spmd(whole.handle)
-    normalised = normalise(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
+    normalised = normalize_module(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {
@@ -98,28 +98,28 @@ def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = Fa
         "temporaries_on_cpu": split.temporaries,
         "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
     }
-    outputs = _split_outputs(whole, split.outputs)
+    outputs = _output_shardings(whole, split.outputs)
     whole = replace(whole, facts=whole.facts | {"replicated": replicated, "outputs": outputs})
-    return OneDevice(whole, normalised, facts)
+    return DeviceLowering(whole, normalised, facts)
 
 
-def _split_outputs(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
+def _output_shardings(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
     """Return the outputs with their sharding; the partitioner chooses it for imported programs."""
     outputs = dict(whole.facts["outputs"])
     for (path, fact), sharding in zip(outputs.items(), shardings, strict=True):
         if "split" not in fact:
-            outputs[path] = fact | {"split": _split(sharding, len(fact["shape"]), path)}
+            outputs[path] = fact | {"split": _spec_of(sharding, len(fact["shape"]), path)}
     return outputs
 
 
-def _split(sharding: Any, rank: int, path: str) -> list[list[str]]:
+def _spec_of(sharding: Any, rank: int, path: str) -> list[list[str]]:
     if not isinstance(sharding, NamedSharding):
         raise LoweringError(f"{path} is sharded as {sharding}, which uses no mesh axes by name")
     parts = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
     return [[part] if isinstance(part, str) else list(part or ()) for part in parts]
 
 
-def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
+def _check_inputs(whole: Lowered, normalised: NormalizedModule, target: Target) -> None:
     """Raise an error if JAX dropped unused inputs, since a loader would then mix up the others."""
     given = len(normalised.inputs) - normalised.rank_input
     if given != len(whole.facts["inputs"]):
@@ -129,7 +129,7 @@ def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> Non
         )
 
 
-def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
+def memory(normalised: NormalizedModule, facts: dict[str, Any]) -> dict[str, int]:
     """Return the memory use per device in bytes, by category.
 
     These compilers do not report the temporaries of a program, so those of XLA on a CPU are used.
@@ -150,7 +150,7 @@ def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def text_of(hlo: bytes) -> str:
+def hlo_text(hlo: bytes) -> str:
     """Return a module as HLO text, including its constants."""
     options = xla_client.hlo.HloPrintOptions()
     options.print_large_constants = True

@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-class ArrayLayout:
+class RankLayout:
     """Shape, dtype and sharding of an array, from a program's record."""
 
     def __init__(self, fact: Mapping[str, Any], mesh: Mesh) -> None:
         self.shape, self.dtype = tuple(fact["shape"]), jax.numpy.dtype(fact["dtype"])
         split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
         self.sharding = NamedSharding(mesh, split)
-        self.shard = self.sharding.shard_shape(self.shape)
+        self.shard_shape = self.sharding.shard_shape(self.shape)
         process = jax.process_index()
         # In rank order; only those of this process.
         self.devices = [one for one in mesh.devices.reshape(-1) if one.process_index == process]
@@ -25,7 +25,7 @@ class ArrayLayout:
     @property
     def nbytes(self) -> int:
         """Size of one shard in bytes."""
-        return int(np.prod(self.shard, dtype=int)) * self.dtype.itemsize
+        return int(np.prod(self.shard_shape, dtype=int)) * self.dtype.itemsize
 
     def shards(self, array: Any) -> Iterator[np.ndarray]:
         """Yield the shards of an array in host memory for this process's devices, in rank order.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import TYPES, Message, read_module, unknown, write_module
-from lowering.per_device.precision import drop_exact_roundings
+from lowering.hlo.proto import TYPES, Message, read_module, unknown_fields_of, write_module
+from lowering.per_device.precision import remove_noop_reduce_precision
 from lowering.per_device.rank import rank_as_input
-from lowering.per_device.replica_groups import write_explicitly
+from lowering.per_device.replica_groups import write_explicit_groups
 from lowering.tracing.region_marks import marks
 from lowering.tracing.source_lines import model_line
 
@@ -40,7 +40,7 @@ _MAY_ALIAS = 1
 
 
 @dataclass(frozen=True)
-class Normalised:
+class NormalizedModule:
     """A normalised module, with its inputs, outputs and source lines."""
 
     hlo: bytes  # an HloModuleProto
@@ -50,7 +50,7 @@ class Normalised:
     sources: dict[int, str]  # instruction id to line of the model's code
 
 
-def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
+def normalize_module(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> NormalizedModule:
     """Normalise the module of one device, as lowering.xla.spmd_module.partition returns it.
 
     Args:
@@ -64,27 +64,27 @@ def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False)
             where that is not supported.
     """
     module = read_module(binary)
-    _refuse_unknown(module)
+    _check_unknown_fields(module)
     sources = _sources(module)
-    _alias_donors(module)
-    drop_exact_roundings(module)
+    _alias_donated_inputs(module)
+    remove_noop_reduce_precision(module)
     for computation in module.computations:
         for instruction in computation.instructions:
-            write_explicitly(instruction, ranks)
-            _settle_order(instruction)
+            write_explicit_groups(instruction, ranks)
+            _store_comparison_type(instruction)
             kept = marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
             if kept:
                 instruction.frontend_attributes.map.update(kept)
-    rank_input = rank_as_input(module, always=rank_input)
+    rank_input = rank_as_input(module, force=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
         module.ClearField(field)
-    numbers = _number(module, name)
+    numbers = _renumber(module, name)
     inputs, outputs = _name_arrays(module)
     kept = {numbers[old]: line for old, line in sources.items() if old in numbers}
-    return Normalised(write_module(module), inputs, outputs, rank_input, kept)
+    return NormalizedModule(write_module(module), inputs, outputs, rank_input, kept)
 
 
 def entry_of(module: Message) -> Message:
@@ -125,14 +125,14 @@ def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
     return found
 
 
-def _settle_order(comparison: Message) -> None:
+def _store_comparison_type(comparison: Message) -> None:
     """Store a comparison's order in the older type field; jaxlib 0.11 has a separate field."""
     if comparison.comparison_type == "FLOAT" and comparison.comparison_order == "TOTAL":
         comparison.comparison_type = "TOTALORDER"
     comparison.ClearField("comparison_order")
 
 
-def _alias_donors(module: Message) -> None:
+def _alias_donated_inputs(module: Message) -> None:
     """Alias each donated input with an output, as XLA would when it compiles.
 
     That is the first output of the same shape that is not aliased yet. Arrays of a state are
@@ -168,7 +168,7 @@ def _drop_unused_tuples(module: Message) -> None:
         computation.instructions.extend(kept)
 
 
-def _number(module: Message, name: str) -> dict[int, int]:
+def _renumber(module: Message, name: str) -> dict[int, int]:
     """Number computations and instructions from 1 in order; return new instruction ids by old."""
     computations = {each.id: new for new, each in enumerate(module.computations, 1)}
     instructions = [each for one in module.computations for each in one.instructions]
@@ -213,8 +213,8 @@ def _results(module: Message) -> Sequence[Message]:
     return result.tuple_shapes if result.element_type == TYPES["tuple"] else [result]
 
 
-def _refuse_unknown(module: Message) -> None:
-    found = sorted({f"field {number} of {where}" for where, number in unknown(module)})
+def _check_unknown_fields(module: Message) -> None:
+    found = sorted({f"field {number} of {where}" for where, number in unknown_fields_of(module)})
     if found:
         raise LoweringError(
             f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would silently "

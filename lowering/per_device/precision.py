@@ -11,7 +11,7 @@ from lowering.hlo.proto import TYPE_NAMES, Message
 _BITS = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10), "f8e5m2": (5, 2), "f8e4m3": (4, 3)}
 
 
-def drop_exact_roundings(module: Message) -> None:
+def remove_noop_reduce_precision(module: Message) -> None:
     """Replace values that are rounded to their own type by the values themselves."""
     for computation in module.computations:
         source = {
@@ -21,10 +21,10 @@ def drop_exact_roundings(module: Message) -> None:
             continue
         kept = [each for each in computation.instructions if each.id not in source]
         for each in kept:
-            each.operand_ids[:] = [_origin(old, source) for old in each.operand_ids]
-            before = [_origin(old, source) for old in each.control_predecessor_ids]
+            each.operand_ids[:] = [_unrounded(old, source) for old in each.operand_ids]
+            before = [_unrounded(old, source) for old in each.control_predecessor_ids]
             each.control_predecessor_ids[:] = before
-        computation.root_id = _origin(computation.root_id, source)
+        computation.root_id = _unrounded(computation.root_id, source)
         del computation.instructions[:]
         computation.instructions.extend(kept)
 
@@ -36,7 +36,7 @@ def _is_exact(each: Message) -> bool:
     return bits is not None and bits[0] <= each.exponent_bits and bits[1] <= each.mantissa_bits
 
 
-def _origin(identifier: int, source: dict[int, int]) -> int:
+def _unrounded(identifier: int, source: dict[int, int]) -> int:
     while identifier in source:
         identifier = source[identifier]
     return identifier

@@ -9,12 +9,12 @@ for Neuron receive their rank in the same way.
 from collections.abc import Iterable
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import TYPES, Message, message
+from lowering.hlo.proto import TYPES, Message, make_message
 
-_ASKS = ("partition-id", "replica-id")
+_RANK_OPCODES = ("partition-id", "replica-id")
 
 
-def rank_as_input(module: Message, *, always: bool = False) -> bool:
+def rank_as_input(module: Message, *, force: bool = False) -> bool:
     """Replace the instructions that read the rank by a last parameter; return whether it exists.
 
     Args:
@@ -27,7 +27,7 @@ def rank_as_input(module: Message, *, always: bool = False) -> bool:
     """
     rewriter = _Rewriter(module)
     entry = rewriter.computations[module.entry_computation_id]
-    if entry.id not in rewriter.asking and not always:
+    if entry.id not in rewriter.rank_readers and not force:
         return False
     rank = rewriter.add_parameter(entry)
     module.host_program_shape.parameters.append(_scalar())
@@ -41,11 +41,11 @@ class _Rewriter:
     def __init__(self, module: Message) -> None:
         self.computations = {each.id: each for each in module.computations}
         self._next = 1 + max(i.id for c in module.computations for i in c.instructions)
-        self.asking: set[int] = set()
+        self.rank_readers: set[int] = set()
         for computation in module.computations:  # callees come before their callers
             for each in computation.instructions:
-                if each.opcode in _ASKS or self.asking.intersection(each.called_computation_ids):
-                    self.asking.add(computation.id)
+                if each.opcode in _RANK_OPCODES or self.rank_readers.intersection(each.called_computation_ids):
+                    self.rank_readers.add(computation.id)
 
     def add_parameter(self, computation: Message) -> int:
         """Add the rank as the last parameter of a computation; return the instruction's id."""
@@ -57,14 +57,14 @@ class _Rewriter:
 
     def rewrite(self, computation: Message, rank: int) -> None:
         """Replace all reads of the rank in a computation by the value with the id `rank`."""
-        asked = {each.id for each in computation.instructions if each.opcode in _ASKS}
+        asked = {each.id for each in computation.instructions if each.opcode in _RANK_OPCODES}
 
         def rewritten(each: Message) -> Iterable[Message]:
-            if each.opcode in _ASKS:
+            if each.opcode in _RANK_OPCODES:
                 return []
             operands = [rank if operand in asked else operand for operand in each.operand_ids]
             each.operand_ids[:] = operands
-            if not self.asking.intersection(each.called_computation_ids):
+            if not self.rank_readers.intersection(each.called_computation_ids):
                 return [each]
             if each.opcode == "while":
                 return self._loop(computation, each, rank)
@@ -111,7 +111,7 @@ class _Rewriter:
 
     def _extended(self, value: Message, rank: int) -> list[Message]:
         """Return instructions that append the rank to a tuple; the last is the new tuple."""
-        shape = message("ShapeProto")
+        shape = make_message("ShapeProto")
         shape.CopyFrom(value.shape)
         shape.tuple_shapes.append(_scalar())
         if value.opcode == "tuple":
@@ -131,7 +131,7 @@ class _Rewriter:
         if not users and computation.root_id != loop.id:
             return []
         parts = self._elements(loop)[:count]
-        shape = message("ShapeProto")
+        shape = make_message("ShapeProto")
         shape.CopyFrom(loop.shape)
         del shape.tuple_shapes[count:]
         whole = self._new("tuple", shape, operand_ids=[part.id for part in parts])
@@ -149,7 +149,7 @@ class _Rewriter:
 
     def _new(self, opcode: str, shape: Message, **fields: object) -> Message:
         self._next += 1
-        made = message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
+        made = make_message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
         made.shape.CopyFrom(shape)
         return made
 
@@ -160,6 +160,6 @@ def _set(computation: Message, instructions: list[Message]) -> None:
 
 
 def _scalar() -> Message:
-    shape = message("ShapeProto", element_type=TYPES["u32"])
+    shape = make_message("ShapeProto", element_type=TYPES["u32"])
     shape.layout.SetInParent()
     return shape

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from lowering.hlo.proto import Message, message
+from lowering.hlo.proto import Message, make_message
 from lowering.hlo.replica_groups import Groups, groups_along_axes, groups_from_iota
 
 _COLLECTIVES = {
@@ -26,13 +26,13 @@ _NEWER_FORMS = (
 )
 
 
-def write_explicitly(instruction: Message, ranks: int) -> None:
+def write_explicit_groups(instruction: Message, ranks: int) -> None:
     """Rewrite a collective so that it lists its ranks, as replica ids."""
     if instruction.opcode in _COLLECTIVES:
         groups = _groups(instruction, ranks)
         del instruction.replica_groups[:]
         for group in groups:
-            instruction.replica_groups.append(message("ReplicaGroup", replica_ids=group))
+            instruction.replica_groups.append(make_message("ReplicaGroup", replica_ids=group))
     for form in _NEWER_FORMS:
         instruction.ClearField(form)
     # Without a channel, ids are those of replicas. XLA's partitioner writes ids of partitions, but

@@ -21,7 +21,7 @@ from lowering.tracing.operator_regions import enable_regions
 
 LENGTH = 40  # as long as nothing else
 MODEL = dataclasses.replace(LLAMA, head_dim=16, dtype="bfloat16")
-BATCH = Batch(sequences=8, length=LENGTH)
+BATCH = Batch(global_batch_size=8, seq_len=LENGTH)
 ALL = 2147483647
 
 

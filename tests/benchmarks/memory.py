@@ -34,7 +34,7 @@ LONG = (8, 2048, 1)  # sequences, length, microbatches
 STAGES = {"data": 2, "stage": 4}
 PIPELINE = ("data", "pipeline")
 ONE_FORWARD = PipelineSettings(schedule="1f1b")
-CIRCULAR = PipelineSettings(schedule="circular", rounds=2)
+CIRCULAR = PipelineSettings(schedule="circular", virtual_stages=2)
 GPT = {
     "layers": 24, "embed": 2048, "heads": 16, "mlp": 8192, "vocab": 51200, "positions": "learned",
     "max_length": 2048, "norm": "layer", "activation": "gelu", "bias": "all", "tied_head": True,
@@ -94,7 +94,7 @@ def program(target, mesh, rules, model, batch, pipeline=PipelineSettings()) -> P
         mesh=Mesh(**mesh),
         rules=rules,
         model=Model(**model),
-        batch=Batch(sequences=sequences, length=length, microbatches=microbatches),
+        batch=Batch(global_batch_size=sequences, seq_len=length, microbatches=microbatches),
         pipeline=pipeline,
     )
 

@@ -53,7 +53,7 @@ def program(name: str, devices: int) -> Any:
         mesh=Mesh(**mesh),
         rules=rules,
         model=Model(**model),
-        batch=Batch(sequences=devices, length=LENGTH, microbatches=32 if staged else 1),
+        batch=Batch(global_batch_size=devices, seq_len=LENGTH, microbatches=32 if staged else 1),
         pipeline=PipelineSettings(schedule="1f1b") if staged else PipelineSettings(),
     )
 

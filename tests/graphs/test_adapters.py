@@ -9,7 +9,7 @@ import torch
 import transformers
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
-from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, Mixture
+from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, MixtureOfExperts
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.weights.families import family_of_config
 from graphtrain.weights.families.family import to_decoder
@@ -19,7 +19,7 @@ from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
-EXPERTS = dataclasses.replace(LLAMA, mixture=Mixture(experts=4, shared=48))
+EXPERTS = dataclasses.replace(LLAMA, mixture=MixtureOfExperts(experts=4, shared_expert_mlp=48))
 
 
 class Base:
@@ -78,8 +78,8 @@ def take_steps(of):
 
 
 def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
-    adapter = Adapter(rank=4, alpha=8.0, whole=("head",), dropout=0.2, base="nf4")
-    of = program(adapter=adapter, batch=Batch(sequences=8, length=16, microbatches=2), **FOUR)
+    adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("head",), dropout=0.2, base_dtype="nf4")
+    of = program(adapter=adapter, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2), **FOUR)
     _, want = take_steps(alone(of))
     train, got = take_steps(of)
     same(got, want, 1e-5)
@@ -99,13 +99,13 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
             {
                 "target": "cpu:4",
                 "mesh": Mesh(data=2, tensor=2),
-                "batch": Batch(sequences=8, length=16, microbatches=2, reduce="last"),
+                "batch": Batch(global_batch_size=8, seq_len=16, microbatches=2, gradient_reduction="last"),
             },
         ),
     ],
 )
 def test_gradients_are_those_of_one_device(base, settings):
-    of = program(adapter=Adapter(rank=4, alpha=8.0, base=base), **settings)
+    of = program(adapter=Adapter(rank=4, alpha=8.0, base_dtype=base), **settings)
     found = []
     for one in (alone(of), of):
         gradients = loaded(one, "gradients")
@@ -117,8 +117,8 @@ def test_gradients_are_those_of_one_device(base, settings):
 
 def test_a_pattern_that_names_nothing_is_refused():
     for adapter, words in (
-        (Adapter(rank=4, alpha=8.0, targets=("router",)), r"targets: 'router' matches no eligible"),
-        (Adapter(rank=4, alpha=8.0, whole=("haed",)), r"whole: 'haed' matches no eligible.*head"),
+        (Adapter(rank=4, alpha=8.0, target_modules=("router",)), r"targets: 'router' matches no eligible"),
+        (Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)), r"whole: 'haed' matches no eligible.*head"),
     ):
         with pytest.raises(ShardingError, match=words):
             loaded(program(model=EXPERTS, adapter=adapter), "init")
@@ -182,7 +182,7 @@ def dpo_in_torch(policy, reference, inputs):
 
 
 def test_preferences_equal_pytorch():
-    of = program(loss=PREFERENCE, batch=Batch(sequences=8, length=16, microbatches=2))
+    of = program(loss=PREFERENCE, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
     inputs = pairs(program())
     state = new_state(of)
     base, trained = Base(LLAMA).arrays, flatten(state["parameters"])
@@ -216,7 +216,7 @@ def test_preferences_equal_pytorch():
 
 def test_the_reference_of_an_adapter_is_its_base():
     """With a product of zero the policy is the reference: no margin, and the loss of a coin."""
-    adapter = Adapter(rank=4, alpha=8.0, whole=("final_norm/*",), base="int8")
+    adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("final_norm/*",), base_dtype="int8")
     of = program(loss=Loss(kind="preference"), adapter=adapter, **FOUR)
     evaluate, base = loaded(of, "evaluate"), Base(LLAMA).arrays
     described = flatten(evaluate.inputs("parameters"))

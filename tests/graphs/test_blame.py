@@ -22,14 +22,14 @@ from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")
-ACCUMULATED = {"batch": Batch(sequences=16, length=64, microbatches=2)}
-PIPELINED = {"batch": Batch(sequences=16, length=64, microbatches=4)}
+ACCUMULATED = {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=2)}
+PIPELINED = {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=4)}
 GOOD = {
     "data": (("data",), {"data": 8}, {}),
     "data, reduced last": (
         ("data",),
         {"data": 8},
-        {"batch": Batch(sequences=16, length=64, microbatches=2, reduce="last")},
+        {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=2, gradient_reduction="last")},
     ),
     "zero1": (("zero1",), {"data": 8}, {}),
     "zero2": (("zero2",), {"data": 8}, ACCUMULATED),
@@ -55,7 +55,7 @@ TENSOR = {"rules": ("data", "tensor"), "mesh": Mesh(data=2, tensor=4)}
 
 def causes(target, **settings):
     """Why each collective of a training step is in its compiled program."""
-    defaults = {"model": MODEL, "batch": Batch(sequences=16, length=64)}
+    defaults = {"model": MODEL, "batch": Batch(global_batch_size=16, seq_len=64)}
     of = program(target=target, **defaults | settings)
     on, rules = Target.parse(target), Rules.load(of.rules)
     try:

@@ -167,6 +167,6 @@ def test_the_record_of_a_program_says_what_a_step_sends():
     assert {each.loops for each in reading.collectives} == {(), (LLAMA.layers,)}
     assert all(each.source.startswith("graphtrain/") for each in reading.collectives)
     # On a CPU the backward pass computes scores again, one of the six products of attention.
-    again = attention_flops_per_token(of.model, of.batch.length) / 6
-    products = (flops_per_token(of.model, of.batch.length) + again) * of.batch.tokens
+    again = attention_flops_per_token(of.model, of.batch.seq_len) / 6
+    products = (flops_per_token(of.model, of.batch.seq_len) + again) * of.batch.tokens
     assert reading.flops == pytest.approx(products / 8)

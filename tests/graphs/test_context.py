@@ -60,14 +60,14 @@ def test_loss_and_gradients_equal_those_of_one_device(model, way):
 def test_tiles_of_queries_change_nothing(monkeypatch):
     """A chunk of 8 positions in tiles of 4, with key heads that groups of query heads share."""
     monkeypatch.setattr(ring_blocks, "_TILE", 4)
-    sizes = Batch(sequences=2, length=32)
+    sizes = Batch(global_batch_size=2, seq_len=32)
     alone = program(model=BLOOM, batch=sizes)
     split = program(model=BLOOM, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
 def test_a_ring_inside_a_loop_by_hand_over_data():
-    sizes = Batch(sequences=8, length=16, microbatches=2)
+    sizes = Batch(global_batch_size=8, seq_len=16, microbatches=2)
     alone = program(batch=sizes)
     split = program(
         batch=dataclasses.replace(sizes, reduce="last"),
@@ -80,7 +80,7 @@ def test_a_ring_inside_a_loop_by_hand_over_data():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
-    sizes = Batch(sequences=8, length=16, microbatches=4)
+    sizes = Batch(global_batch_size=8, seq_len=16, microbatches=4)
     alone = program(batch=sizes)
     split = program(
         batch=sizes,
@@ -115,7 +115,7 @@ def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
     monkeypatch.setattr(ring_blocks, "_TILE", 32)
 
     def temporaries(length, **way):
-        of = program(batch=Batch(sequences=1, length=length), **way)
+        of = program(batch=Batch(global_batch_size=1, seq_len=length), **way)
         return loaded(of, "gradients", optimized=True).record["memory"]["temporaries"]
 
     ring = {"target": "cpu:2", "mesh": Mesh(context=2), "rules": RING}
@@ -156,7 +156,7 @@ def test_a_length_that_does_not_balance_is_refused():
         target="cpu:8",
         mesh=Mesh(context=8),
         rules=RING,
-        batch=Batch(sequences=1, length=24),
+        batch=Batch(global_batch_size=1, seq_len=24),
     )
     with pytest.raises(ShardingError, match="multiples of 16"):
         loaded(of, "train")

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import read_module, unknown, write_module
+from lowering.hlo.proto import read_module, unknown_fields_of, write_module
 from lowering.xla.spmd_module import partition_spmd
 
 
@@ -36,7 +36,7 @@ def test_the_program_of_a_single_device_has_no_collectives():
 
 
 def test_the_schema_names_every_field_that_this_xla_writes():
-    assert set(unknown(read_module(partition_spmd(lowered(4)).hlo))) == set()
+    assert set(unknown_fields_of(read_module(partition_spmd(lowered(4)).hlo))) == set()
 
 
 def test_reading_and_writing_a_module_changes_no_byte_of_meaning():

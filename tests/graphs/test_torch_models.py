@@ -21,13 +21,13 @@ from graphtrain.torch_frontend.parity import (
 )
 from lowering.trees import flatten, unflatten
 
-ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay="all", weight_decay=0.1)
+ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay_mask="all", weight_decay=0.1)
 
 
 def of_family(folder: Path, kind: str, **settings: Any) -> Program:
     return program(
         **CUBE
-        | {"model": imported(folder, kind), "batch": Batch(sequences=8, length=12)}
+        | {"model": imported(folder, kind), "batch": Batch(global_batch_size=8, seq_len=12)}
         | settings
     )
 
@@ -79,7 +79,7 @@ def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(
         tmp_path,
         kind,
         model=imported(tmp_path, kind, front_end=front_end),
-        batch=Batch(sequences=8, length=12, microbatches=2 if kind == "llama" else 1),
+        batch=Batch(global_batch_size=8, seq_len=12, microbatches=2 if kind == "llama" else 1),
     )
     module, inputs = module_of(of), batch(of)
     eager = eager_loss(module, inputs)

@@ -30,13 +30,13 @@ from sharding_rules.errors import ShardingError
 
 ONE_ONE = PipelineSettings(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
-BATCH = Batch(sequences=16, length=8, microbatches=4)
+BATCH = Batch(global_batch_size=16, seq_len=8, microbatches=4)
 CASES = {
-    "llama, gpipe, uneven": ("llama", PipelineSettings(schedule="gpipe", layers=(1, 3)), CUBE),
+    "llama, gpipe, uneven": ("llama", PipelineSettings(schedule="gpipe", layers_per_stage=(1, 3)), CUBE),
     "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=4, stage=2)),
     "gpt2, circular, uneven": (
         "gpt2",
-        PipelineSettings(layers=(3, 1)),
+        PipelineSettings(layers_per_stage=(3, 1)),
         Mesh(data=2, fsdp=2, stage=2),
     ),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
@@ -84,8 +84,8 @@ def of_module(pipeline, mesh, **overrides):
 @pytest.mark.parametrize(
     ("pipeline", "mesh", "drop"),
     [
-        (PipelineSettings(schedule="1f1b", layers=(1, 3)), Mesh(data=4, stage=2), 0.0),
-        (PipelineSettings(rounds=2, layers=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
+        (PipelineSettings(schedule="1f1b", layers_per_stage=(1, 3)), Mesh(data=4, stage=2), 0.0),
+        (PipelineSettings(virtual_stages=2, layers_per_stage=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
     ],
 )
 def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeline, mesh, drop):
@@ -105,7 +105,7 @@ def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeli
     ],
 )
 def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
-    of = of_module(PipelineSettings(layers=(2, 2)), Mesh(data=4, stage=2), use=use)
+    of = of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2), use=use)
     with pytest.raises(ShardingError, match=words):
         build_graph(of, "train")
 
@@ -115,12 +115,12 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
         build_graph(in_stages(folder, "gemma2", PipelineSettings(), Mesh(data=4, stage=2)), "train")
     numbered = TorchModel(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
     of = dataclasses.replace(
-        of_module(PipelineSettings(layers=(2, 2)), Mesh(data=4, stage=2)), model=numbered
+        of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2)), model=numbered
     )
     with pytest.raises(ShardingError, match="traced block by block, because block 1 computes"):
         build_graph(of, "train")
     with pytest.raises(ShardingError, match=r"has 4 blocks, but the stages hold 5"):
-        build_graph(of_module(PipelineSettings(layers=(2, 3)), Mesh(data=4, stage=2)), "train")
+        build_graph(of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train")
     with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
         of_module(PipelineSettings(), Mesh(data=4, stage=2))
 
@@ -157,7 +157,7 @@ def assert_same(got, want):
 
 def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tmp_path):
     uneven = in_stages(folder, *CASES["gpt2, circular, uneven"])
-    rounds = dataclasses.replace(uneven, pipeline=PipelineSettings(rounds=2))
+    rounds = dataclasses.replace(uneven, pipeline=PipelineSettings(virtual_stages=2))
     module = module_with_weights(uneven.model)
     weights = {name: one.detach().numpy() for name, one in module.named_parameters()}
     whole = unflatten(stack_weights(open_model(uneven.model), weights))
@@ -172,7 +172,7 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
     for of, want in kept.items():
         restored = restore_parameters(tmp_path, 1, described(want), layer_order_of(of))
         assert_same(restored, want)
-    turned = dataclasses.replace(uneven, pipeline=PipelineSettings(layers=(1, 3)))
+    turned = dataclasses.replace(uneven, pipeline=PipelineSettings(layers_per_stage=(1, 3)))
     with pytest.raises(TrainingError, match="in another order"):
         restore_parameters(tmp_path, 1, described(kept[uneven]), layer_order_of(turned))
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
 def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     wide = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": 4098}  # not a multiple of 4
     model = imported(folder, "gpt2", overrides=wide)
-    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(sequences=16, length=32))
+    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(global_batch_size=16, seq_len=32))
     found = search(of, keep=50)
     assert all(one.program.model.overrides == wide for one in found.ranked)
     assert {one.mesh.axes["stage"] for one in found.ranked} > {2}

@@ -15,7 +15,7 @@ import pytest
 from places import CONFIG, ROOT
 
 from lowering.neuron import neff
-from lowering.per_device.normalise import normalise
+from lowering.per_device.normalise import normalize_module
 
 REAL, SIMULATED = "neuronxcc-2.27.5334.0+ab12", "neuronxcc-0.0.0.0+simulator"
 COMPILER = """#!/bin/sh
@@ -361,7 +361,7 @@ def test_the_simulator_finishes_what_is_its_own(store):
     hlo = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     store.add("sound", "broken", compiler=SIMULATED)
     sound, broken = (store.root / SIMULATED / f"MODULE_{n}+e30acd3a" for n in ("sound", "broken"))
-    (sound / "model.hlo_module.pb").write_bytes(normalise(hlo, name="step", ranks=1).hlo)
+    (sound / "model.hlo_module.pb").write_bytes(normalize_module(hlo, name="step", ranks=1).hlo)
     store.add("real")
     _, err = store.command("compile", "--simulator", status=2)
     assert f"of other compilers: 1 of {REAL}" in err

@@ -24,7 +24,7 @@ def weights(*rows):
 
 def program(**settings):
     model = Model(layers=1, embed=8, heads=2, mlp=8, vocab=16)
-    batch = Batch(sequences=2, length=2)
+    batch = Batch(global_batch_size=2, seq_len=2)
     return Program(target="cpu:1", model=model, batch=batch, **settings)
 
 

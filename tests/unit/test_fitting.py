@@ -10,7 +10,7 @@ from lowering.machine.target import Target
 PROGRAM = Program(
     target="h100:1",
     model=Model(layers=1, embed=8, heads=2, mlp=16, vocab=32),
-    batch=Batch(sequences=8, length=8),
+    batch=Batch(global_batch_size=8, seq_len=8),
 )
 
 

@@ -40,10 +40,10 @@ def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Conf
     import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     settings = dataclasses.replace(ConvertedFolder(path / "ours").model, dtype="float32", vocab=264)
     program = Program(
-        target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(sequences=4, length=96)
+        target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(global_batch_size=4, seq_len=96)
     )
     run = Run(
-        directory=str(path / "run"), steps=1, data=Data(train="data"), initial=str(path / "ours")
+        directory=str(path / "run"), steps=1, data=Data(train="data"), init_from=str(path / "ours")
     )
     return Config(program=program, run=run)
 
@@ -126,8 +126,8 @@ def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, t
 
 def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
     config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
-    assert generation_program(config.program).batch == Batch(sequences=4, length=96)
-    batch = Batch(sequences=16, length=96, microbatches=2)
+    assert generation_program(config.program).batch == Batch(global_batch_size=4, seq_len=96)
+    batch = Batch(global_batch_size=16, seq_len=96, microbatches=2)
     staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
     with pytest.raises(
         GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"

@@ -32,7 +32,7 @@ from graphtrain.config.schema import (
     Config,
     Data,
     Mesh,
-    Mixture,
+    MixtureOfExperts,
     Model,
     Optimizer,
     PipelineSettings,
@@ -44,7 +44,7 @@ from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.weights.sources import RunCheckpoint
 from lowering.trees import flatten, unflatten
 
-MODEL = Model(layers=5, embed=16, heads=4, mlp=24, vocab=32, mixture=Mixture(experts=4))
+MODEL = Model(layers=5, embed=16, heads=4, mlp=24, vocab=32, moe=MixtureOfExperts(experts=4))
 
 
 def program(mesh: Mesh, devices: int, **settings) -> Program:
@@ -52,8 +52,8 @@ def program(mesh: Mesh, devices: int, **settings) -> Program:
         target=f"cpu:{devices}",
         mesh=mesh,
         model=settings.pop("model", MODEL),
-        batch=Batch(sequences=16, length=8, microbatches=4),
-        optimizer=Optimizer(moments="bfloat16"),
+        batch=Batch(global_batch_size=16, seq_len=8, microbatches=4),
+        optimizer=Optimizer(moment_dtype="bfloat16"),
         **settings,
     )
 
@@ -62,8 +62,8 @@ def program(mesh: Mesh, devices: int, **settings) -> Program:
 PROGRAMS = {
     "one": program(Mesh(), 1),
     "split": program(Mesh(fsdp=2, tensor=2, expert=2), 8),
-    "uneven": program(Mesh(stage=2, tensor=2), 4, pipeline=PipelineSettings(layers=(2, 3))),
-    "rounds": program(Mesh(stage=2, data=2), 4, pipeline=PipelineSettings(rounds=2)),
+    "uneven": program(Mesh(stage=2, tensor=2), 4, pipeline=PipelineSettings(layers_per_stage=(2, 3))),
+    "rounds": program(Mesh(stage=2, data=2), 4, pipeline=PipelineSettings(virtual_stages=2)),
     "zero": program(Mesh(data=4, tensor=2), 8, rules=("tensor", "zero1")),
 }
 

@@ -49,7 +49,7 @@ class AttentionSpec:
             dtype=model.dtype,
             length=length,
             head_dim=model.head_dim,
-            window=model.window is not None,
+            window=model.sliding_window is not None,
             window_varies_by_layer=model.full_every is not None,
             soft_cap=model.score_cap is not None,
             alibi=model.positions == "alibi",
@@ -66,9 +66,9 @@ def step_uses_flash_kernel(program: Program, rules: Rules, mesh: MeshShape) -> b
     """
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
-    each_copy = batch.reduce == "last" and copies > 1
+    each_copy = batch.gradient_reduction == "last" and copies > 1
     asked = AttentionSpec.of(
-        program.model, batch.length, sharded_positions=split, per_replica=each_copy
+        program.model, batch.seq_len, sharded_positions=split, per_replica=each_copy
     )
     return uses_flash_kernel(program.model.attention, asked, Target.parse(program.target))
 

@@ -81,9 +81,9 @@ class Attention(nnx.Module):
 
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
         """Return the sliding window in positions, or None; an array where layers differ."""
-        if self.model.window is None or full is None:
-            return self.model.window
-        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.window))
+        if self.model.sliding_window is None or full is None:
+            return self.model.sliding_window
+        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.sliding_window))
 
 
 def attend(

@@ -65,11 +65,11 @@ def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     slow = turns / scaling.factor
     if scaling.kind == "linear":
         return slow
-    assert scaling.low_frequency and scaling.high_frequency and scaling.original_length
+    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position_embeddings
     # By rotations within the original length: few are divided by the factor, many are unchanged,
     # and those between are interpolated.
-    count = scaling.original_length * turns / (2 * math.pi)
-    low, high = scaling.low_frequency, scaling.high_frequency
+    count = scaling.original_max_position_embeddings * turns / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share = jnp.clip((count - low) / (high - low), 0, 1)
     return (1 - share) * slow + share * turns
 

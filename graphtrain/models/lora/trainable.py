@@ -77,7 +77,7 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no weight that can have them.
     """
     able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
-    chosen = _matching(adapter.targets, able, "targets")
+    chosen = _matching(adapter.target_modules, able, "targets")
     whole = fully_trained_paths(model, adapter)
     return [path for path in able if path in chosen and path not in whole]
 
@@ -89,13 +89,13 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
-    chosen = _matching(adapter.whole, arrays, "whole")
+    chosen = _matching(adapter.modules_to_save, arrays, "whole")
     return [path for path in arrays if path in chosen]
 
 
 def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
-    few = adapter.base in ("int8", "nf4")
+    few = adapter.base_dtype in ("int8", "nf4")
     return few and path.startswith("layers/") and _is_matrix(spec) and "routes" not in spec.axes
 
 
@@ -104,7 +104,7 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
 
     These are the matrices that are not quantized, except routers, unless the base is float32.
     """
-    if adapter.base == "float32" or is_quantized(path, spec, adapter):
+    if adapter.base_dtype == "float32" or is_quantized(path, spec, adapter):
         return False
     return _is_matrix(spec) and "routes" not in spec.axes
 
@@ -160,7 +160,7 @@ def _stored_form(
     if not is_quantized(path, spec, adapter):
         return {path: spec}
     size, axis = spec.shape[-1], spec.axes[-1]
-    pair = 2 if adapter.base == "nf4" else 1
+    pair = 2 if adapter.base_dtype == "nf4" else 1
     if size % pair:
         raise ShardingError(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "

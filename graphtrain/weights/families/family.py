@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from einops import EinopsError, rearrange
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 
@@ -182,13 +182,13 @@ def array_shape(path: str, model: Model) -> tuple[int, ...]:
 
 def functional_settings(model: Model) -> Model:
     """Return the model with only the settings that affect its output; others are defaults."""
-    every, mixture = model.full_every, model.mixture
+    every, mixture = model.full_every, model.moe
     if mixture is not None:
-        mixture = Mixture(
+        mixture = MixtureOfExperts(
             experts=mixture.experts,
-            per_token=mixture.per_token,
-            normalise=mixture.normalise,
-            shared=mixture.shared,
+            experts_per_token=mixture.experts_per_token,
+            normalize_topk=mixture.normalize_topk,
+            shared_expert_mlp=mixture.shared_expert_mlp,
         )
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
     how = ("dtype", "remat", "dropout", "initial_deviation")
@@ -204,8 +204,8 @@ def functional_settings(model: Model) -> Model:
 def _names(row: WeightMapping, layer: int | None, model: Model) -> tuple[str, ...]:
     if "{expert}" not in row.name:
         return (row.name.format(layer=layer),)
-    assert model.mixture is not None
-    return tuple(row.name.format(layer=layer, expert=i) for i in range(model.mixture.experts))
+    assert model.moe is not None
+    return tuple(row.name.format(layer=layer, expert=i) for i in range(model.moe.experts))
 
 
 def _rearrange(piece: LayerWeights, array: np.ndarray, pattern: str, model: Model) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
 from graphtrain.weights.families.family import Config, Family, WeightMapping
 from graphtrain.weights.families.llama import (
@@ -42,19 +42,19 @@ class Experts:
         per_token = config["num_experts_per_tok"]
         shared = config[self.shared] if self.shared else None
         return {
-            "mixture": Mixture(
-                experts=count, per_token=per_token, normalise=normalise, shared=shared
+            "mixture": MixtureOfExperts(
+                experts=count, experts_per_token=per_token, normalize_topk=normalise, shared_expert_mlp=shared
             )
         }
 
     def write(self, model: Model) -> dict[str, Any]:
-        if model.mixture is None:
+        if model.moe is None:
             raise WeightsError("the model has no experts: program.model.mixture is not set")
-        told: dict[str, Any] = dict.fromkeys(self.count, model.mixture.experts)
-        told["num_experts_per_tok"] = model.mixture.per_token
+        told: dict[str, Any] = dict.fromkeys(self.count, model.moe.experts)
+        told["num_experts_per_tok"] = model.moe.experts_per_token
         if self.shared:
-            told[self.shared] = model.mixture.shared
-        return told | ({self.normalise: model.mixture.normalise} if self.normalise else {})
+            told[self.shared] = model.moe.shared_expert_mlp
+        return told | ({self.normalise: model.moe.normalize_topk} if self.normalise else {})
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:

@@ -123,9 +123,9 @@ def read_rope_scaling(told: Config) -> RopeScaling | None:
             return RopeScaling(
                 kind="llama3",
                 factor=told["factor"],
-                low_frequency=told["low_freq_factor"],
-                high_frequency=told["high_freq_factor"],
-                original_length=told["original_max_position_embeddings"],
+                low_freq_factor=told["low_freq_factor"],
+                high_freq_factor=told["high_freq_factor"],
+                original_max_position_embeddings=told["original_max_position_embeddings"],
             )
         case other:
             raise WeightsError(
@@ -141,9 +141,9 @@ def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     told = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         told |= {
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_length,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     return told
 
@@ -156,7 +156,7 @@ class SlidingWindow:
         return {"window": config.get("sliding_window")}
 
     def write(self, model: Model) -> dict[str, Any]:
-        return {"sliding_window": model.window}
+        return {"sliding_window": model.sliding_window}
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class AlternatingSlidingWindow:
     def write(self, model: Model) -> dict[str, Any]:
         every = model.full_every or model.layers + 1
         return {
-            "sliding_window": model.window,
+            "sliding_window": model.sliding_window,
             "sliding_window_pattern": every,
             "layer_types": [
                 "sliding_attention" if (layer + 1) % every else "full_attention"
@@ -226,11 +226,11 @@ class QwenSlidingWindow:
                 "Qwen models cannot alternate full and sliding-window attention; "
                 "program.model.full_every must not be set"
             )
-        windowed = model.window is not None
+        windowed = model.sliding_window is not None
         kind = "sliding_attention" if windowed else "full_attention"
         return {
             "use_sliding_window": windowed,
-            "sliding_window": model.window,
+            "sliding_window": model.sliding_window,
             "max_window_layers": 0 if windowed else model.layers,
             "layer_types": [kind] * model.layers,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphtrain.config.schema import Mixture, Model, RopeScaling
+from graphtrain.config.schema import MixtureOfExperts, Model, RopeScaling
 from graphtrain.errors import WeightsError
 
 Arguments = Mapping[str, Any]
@@ -72,7 +72,7 @@ def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
             vocab=vocab,
             tied_head=not arguments.get("untie_embeddings_and_output_weights", False),
             query_key_norm=bool(arguments.get("qk_layernorm", False)),
-            window=_window(arguments),
+            sliding_window=_window(arguments),
             **_mlp(arguments),
             **_norm(arguments),
             **_positions(arguments),
@@ -111,12 +111,12 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
             "the checkpoint's args: a shared expert without moe_shared_expert_gate is not supported"
         )
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
-    settings["mixture"] = Mixture(
+    settings["mixture"] = MixtureOfExperts(
         experts=arguments["num_experts"],
-        per_token=arguments.get("moe_router_topk") or 2,
+        experts_per_token=arguments.get("moe_router_topk") or 2,
         # A softmax over the chosen experts equals a normalised softmax over all experts.
-        normalise=not arguments.get("moe_router_pre_softmax", False),
-        shared=shared or None,
+        normalize_topk=not arguments.get("moe_router_pre_softmax", False),
+        shared_expert_mlp=shared or None,
     )
     return settings
 
@@ -156,9 +156,9 @@ def _scaling(arguments: Arguments) -> RopeScaling | None:
         return RopeScaling(
             kind="llama3",
             factor=float(arguments.get("rope_scaling_factor") or 8.0),
-            low_frequency=1.0,
-            high_frequency=4.0,
-            original_length=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
         )
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     return RopeScaling(kind="linear", factor=float(factor)) if factor else None

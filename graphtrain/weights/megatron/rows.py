@@ -46,7 +46,7 @@ def megatron_family(model: Model) -> Family:
     """Return the table for a model, which depends on whether its MLP is gated and has experts."""
     names = ("gate", "up") if is_gated(model) else ("up",)
     widened = [f"layers/mlp/{name}" for name in names]
-    if model.mixture is None:
+    if model.moe is None:
         mlp = (
             *_up_projection_rows(f"{_MLP}.linear_fc1", widened),
             WeightMapping(f"{_MLP}.linear_fc2.weight", ("layers/mlp/down",), DOWN_PROJECTION),

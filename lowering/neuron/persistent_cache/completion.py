@@ -9,8 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from lowering.neuron.persistent_cache.entries import ATTEMPT, DONE, LOG, NEFF, check_neff
-from lowering.neuron.persistent_cache.failures import Failure
+from lowering.neuron.persistent_cache.entries import ATTEMPT_LOG, DONE, LOG, NEFF, check_neff
+from lowering.neuron.persistent_cache.failures import CompileFailure
 from lowering.neuron.persistent_cache.locks import TEMPORARY
 
 
@@ -28,10 +28,10 @@ def complete(directory: Path, made: Path) -> None:
     _sync(directory)
     (directory / DONE).touch(exist_ok=False)
     _sync(directory)
-    _tidy(directory, ATTEMPT)
+    _remove_leftovers(directory, ATTEMPT_LOG)
 
 
-def fail(directory: Path, log: Path, failure: Failure) -> None:
+def fail(directory: Path, log: Path, failure: CompileFailure) -> None:
     """Record a failed compilation in an entry; the caller must hold the entry's lock.
 
     A rejected program gets a model.log, as from AWS's tools. After any other failure, the next run
@@ -40,14 +40,14 @@ def fail(directory: Path, log: Path, failure: Failure) -> None:
     temporary = _copy(log, directory)
     if not failure.is_final:
         with temporary.open("ab") as file:
-            file.write(f"\n{failure.kind}: {failure.said}\n".encode())
+            file.write(f"\n{failure.kind}: {failure.message}\n".encode())
     _remove(directory, DONE, NEFF, LOG)
-    os.replace(temporary, directory / (LOG if failure.is_final else ATTEMPT))
+    os.replace(temporary, directory / (LOG if failure.is_final else ATTEMPT_LOG))
     _sync(directory)
-    _tidy(directory, *([ATTEMPT] if failure.is_final else []))
+    _remove_leftovers(directory, *([ATTEMPT_LOG] if failure.is_final else []))
 
 
-def unpacked(program: Path, into: Path) -> Path:
+def decompress_program(program: Path, into: Path) -> Path:
     """Copy and decompress an entry's program into a directory, named as by AWS's wrapper."""
     name = program.name.removesuffix(".gz")
     copy = into / name.replace("model.", f"model.{program.parent.name}.", 1)
@@ -76,7 +76,7 @@ def _remove(directory: Path, *names: str) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _tidy(directory: Path, *names: str) -> None:
+def _remove_leftovers(directory: Path, *names: str) -> None:
     """Remove the named files and leftovers of killed processes; the caller holds the lock."""
     _remove(directory, *names)
     for leftover in directory.glob(f"{TEMPORARY}*"):

@@ -10,20 +10,20 @@ from typing import Literal
 from lowering.errors import LoweringError
 from lowering.neuron import neff
 from lowering.neuron.persistent_cache import failures, flags, locks
-from lowering.neuron.persistent_cache.locks import Judge, Lock
+from lowering.neuron.persistent_cache.locks import LockChecker, Lock
 
 # Names of the program's file, those of the newest tools first; the first that exists is used.
 PROGRAMS = ("model.hlo_module.pb", "model.hlo_module.pb.gz", "model.hlo.pb")
 NEFF, DONE, LOG = "model.neff", "model.done", "model.log"
 # Output of a compiler that was killed, interrupted or out of memory; the last line states which.
 # AWS's tools ignore this file, whereas a model.log would make them skip the program for good.
-ATTEMPT = "graphtrain.log"
+ATTEMPT_LOG = "graphtrain.log"
 
 State = Literal["done", "not compiled", "failed", "locked", "stale lock", "incomplete"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class NeuronCacheEntry:
     """One MODULE_* directory, as it was when read."""
 
     directory: Path
@@ -31,7 +31,7 @@ class Entry:
     reason: str  # details of the state; may be empty
     files: Mapping[str, int]  # file name to size in bytes
     locks: tuple[Lock, ...]
-    failure: failures.Failure | None = None  # of the last attempt
+    failure: failures.CompileFailure | None = None  # of the last attempt
 
     @property
     def compiler(self) -> str:
@@ -55,7 +55,7 @@ class Entry:
         return self.state != "done" and self.program is not None
 
 
-def scan(root: Path, judge: Judge) -> list[Entry]:
+def scan(root: Path, judge: LockChecker) -> list[NeuronCacheEntry]:
     """Return every entry below the root of a cache, sorted by path.
 
     Raises:
@@ -76,15 +76,15 @@ def scan(root: Path, judge: Judge) -> list[Entry]:
     return found
 
 
-def read(directory: Path, judge: Judge | None) -> Entry:
+def read(directory: Path, judge: LockChecker | None) -> NeuronCacheEntry:
     """Read one entry; without a judge, ignore its locks."""
     files = _files(directory)
     held = [name for name in files if name.endswith(locks.SUFFIX)]
-    judged = [judge.of(directory / name) for name in sorted(held)] if judge else []
+    judged = [judge.check(directory / name) for name in sorted(held)] if judge else []
     found_locks = tuple(lock for lock in judged if lock is not None)
     failure = _failure(directory, files)
     state, reason = _state(directory, files, found_locks, failure)
-    return Entry(directory, state, reason, files, found_locks, failure)
+    return NeuronCacheEntry(directory, state, reason, files, found_locks, failure)
 
 
 def _files(directory: Path) -> dict[str, int]:
@@ -102,9 +102,9 @@ def _state(
     directory: Path,
     files: Mapping[str, int],
     found_locks: tuple[Lock, ...],
-    failure: failures.Failure | None,
+    failure: failures.CompileFailure | None,
 ) -> tuple[State, str]:
-    unfit = _unfit(directory) if NEFF in files else ""
+    unfit = _neff_problem(directory) if NEFF in files else ""
     if NEFF in files and DONE in files and not unfit:
         return "done", ""
     if live := [lock.owner for lock in found_locks if lock.is_live]:
@@ -117,7 +117,7 @@ def _state(
         return "incomplete", "no program"
     if flags.JSON_FILE not in files and flags.TEXT_FILE not in files:
         return "incomplete", f"no {flags.JSON_FILE}"
-    said = f"{failure.kind}: {failure.said}" if failure else ""
+    said = f"{failure.kind}: {failure.message}" if failure else ""
     if LOG in files and NEFF not in files:
         return "failed", said
     if NEFF in files or DONE in files:
@@ -126,20 +126,20 @@ def _state(
     return "not compiled", said
 
 
-def _failure(directory: Path, files: Mapping[str, int]) -> failures.Failure | None:
+def _failure(directory: Path, files: Mapping[str, int]) -> failures.CompileFailure | None:
     """Return the failure of the last attempt according to its log, or None."""
     if NEFF in files:
         return None
     with suppress(FileNotFoundError):
         if LOG in files:
             return failures.classify(None, (directory / LOG).read_text(errors="replace"))
-        if ATTEMPT in files:
-            text = (directory / ATTEMPT).read_text(errors="replace")
-            return failures.told(text.rstrip().rpartition("\n")[2])
+        if ATTEMPT_LOG in files:
+            text = (directory / ATTEMPT_LOG).read_text(errors="replace")
+            return failures.parse_failure(text.rstrip().rpartition("\n")[2])
     return None
 
 
-def _unfit(directory: Path) -> str:
+def _neff_problem(directory: Path) -> str:
     """Return why the NEFF does not belong in this directory; empty if it does."""
     try:
         check_neff(directory / NEFF, directory)
@@ -157,4 +157,4 @@ def check_neff(path: Path, directory: Path) -> None:
         LoweringError: the file is empty, or does not belong in this compiler's directory.
     """
     with path.open("rb") as file:
-        neff.check_directory(directory.parent.name, file.read(len(neff.MAGIC)))
+        neff.check_directory(directory.parent.name, file.read(len(neff.SIMULATOR_MAGIC)))

@@ -21,16 +21,16 @@ Kind = Literal[
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|Cannot allocate memory|\bout of memory\b", re.IGNORECASE
 )
-_NOTHING = ("", "Killed", "Terminated")  # printed by a shell, not by the compiler
-_ASKED_TO_STOP = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_SHELL_MESSAGES = ("", "Killed", "Terminated")  # printed by a shell, not by the compiler
+_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Failure:
+class CompileFailure:
     """Reason why a compilation produced no NEFF."""
 
     kind: Kind
-    said: str
+    message: str
     codes: tuple[str, ...] = ()  # the compiler's error codes, for example "NCC_EVRF004"
 
     @property
@@ -44,33 +44,33 @@ class Failure:
         return self.kind in ("out of memory", "killed", "crashed") and not self.codes
 
 
-def told(line: str) -> Failure:
+def parse_failure(line: str) -> CompileFailure:
     """Parse a failure from the line that records it, for example "killed: no output"."""
     kind, _, said = line.partition(": ")
-    return Failure(kind if kind in get_args(Kind) else "crashed", said)  # type: ignore[arg-type]
+    return CompileFailure(kind if kind in get_args(Kind) else "crashed", said)  # type: ignore[arg-type]
 
 
-def classify(status: int | None, log: str) -> Failure:
+def classify(status: int | None, log: str) -> CompileFailure:
     """Determine the failure from a compiler's exit status and output.
 
     Args:
         status: exit status as subprocess reports it; None if only the log is available.
         log: output of the compiler.
     """
-    said = compiler.errors(log)
+    said = compiler.coded_errors(log)
     codes = tuple(dict.fromkeys(f"NCC_{code}" for code, _ in said))
     lines = [line.strip() for line in log.splitlines()]
-    last = next((line for line in reversed(lines) if line not in _NOTHING), "no output")
+    last = next((line for line in reversed(lines) if line not in _SHELL_MESSAGES), "no output")
     told = "; ".join(dict.fromkeys(f"NCC_{code} {what}" for code, what in said[:5])) or last
     number = compiler.ending_signal(status, log)
-    if number in _ASKED_TO_STOP or "KeyboardInterrupt" in log:
-        return Failure("interrupted", told)
-    if any(code in compiler.TOO_LITTLE_MEMORY for code, _ in said):
-        return Failure("out of memory", told, codes)
+    if number in _STOP_SIGNALS or "KeyboardInterrupt" in log:
+        return CompileFailure("interrupted", told)
+    if any(code in compiler.OUT_OF_MEMORY_CODES for code, _ in said):
+        return CompileFailure("out of memory", told, codes)
     if _OUT_OF_MEMORY.search(log):
-        return Failure("out of memory", told)
+        return CompileFailure("out of memory", told)
     if number == signal.SIGKILL:
-        return Failure("killed", f"{told} (SIGKILL)")
+        return CompileFailure("killed", f"{told} (SIGKILL)")
     if number is None and any(code.startswith("E") for code, _ in said):
-        return Failure("refused", told, codes)
-    return Failure("crashed", told if status is None else f"{told} (status {status})", codes)
+        return CompileFailure("refused", told, codes)
+    return CompileFailure("crashed", told if status is None else f"{told} (status {status})", codes)

@@ -12,23 +12,23 @@ from lowering.neuron import compiler
 from lowering.neuron.persistent_cache import entries, locks
 from lowering.neuron.persistent_cache.compilation import (
     Observer,
-    Outcome,
-    Settings,
+    EntryOutcome,
+    CompileOptions,
     compile_entries,
 )
-from lowering.neuron.persistent_cache.entries import Entry
+from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishReport:
     """Results for all unfinished entries of a cache."""
 
-    outcomes: tuple[Outcome, ...]
-    began: float  # seconds since 1970
+    outcomes: tuple[EntryOutcome, ...]
+    start_time: float  # seconds since 1970
     seconds: float
 
 
-def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool) -> Finished:
+def finish(root: Path, settings: CompileOptions, observe: Observer, *, simulator: bool) -> FinishReport:
     """Compile every unfinished entry of a cache that belongs to this machine's compiler.
 
     Args:
@@ -43,29 +43,29 @@ def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool
             NEFFs would be wrong in another compiler's directory.
     """
     began, clock = time.time(), time.monotonic()
-    judge = locks.Judge(settings.stale_after)
+    judge = locks.LockChecker(settings.stale_after)
     found = entries.scan(root, judge)
-    outcomes: list[Outcome] = []
+    outcomes: list[EntryOutcome] = []
     if unfinished := [entry for entry in found if entry.is_unfinished]:
         here = _compiler(simulator)
         if here.directory not in {entry.compiler for entry in found}:
             raise LoweringError(
                 f"the compiler of this machine is {here.directory}, but the unfinished entries of "
-                f"{root} need another one: {_counted(unfinished)}; install one of these versions"
+                f"{root} need another one: {_format_counts(unfinished)}; install one of these versions"
             )
         mine = [entry for entry in unfinished if entry.compiler == here.directory]
-        if others := _counted([entry for entry in unfinished if entry.compiler != here.directory]):
+        if others := _format_counts([entry for entry in unfinished if entry.compiler != here.directory]):
             observe(here.directory, f"skipped unfinished entries of other compilers: {others}")
         outcomes = compile_entries(mine, root, here, settings, observe)
     left = [lock for entry in found if entry.state == "done" for lock in entry.locks]
     # A process that is killed right after completing an entry leaves its lock.
     if stale := [lock for lock in left if not lock.is_live]:
-        locks.clear(stale, root, judge, force=False)
-    return Finished(tuple(outcomes), began, time.monotonic() - clock)
+        locks.remove_stale(stale, root, judge, force=False)
+    return FinishReport(tuple(outcomes), began, time.monotonic() - clock)
 
 
 def _compiler(simulator: bool) -> compiler.Compiler:
-    found = compiler.find(Target.parse("neuron-sim" if simulator else "trn1"))
+    found = compiler.find_compiler(Target.parse("neuron-sim" if simulator else "trn1"))
     if found is None:
         raise LoweringError(
             "neuronx-cc is not installed on this machine; install it from AWS's package index, see "
@@ -75,7 +75,7 @@ def _compiler(simulator: bool) -> compiler.Compiler:
     return found
 
 
-def _counted(unfinished: Sequence[Entry]) -> str:
+def _format_counts(unfinished: Sequence[NeuronCacheEntry]) -> str:
     """Format counts by compiler, for example "2 of neuronxcc-2.21.33363.0+82129205"."""
     counts = Counter(entry.compiler for entry in unfinished)
     return ", ".join(f"{count} of {name}" for name, count in counts.items())

@@ -11,22 +11,22 @@ from lowering.errors import LoweringError
 JSON_FILE, TEXT_FILE = "compile_flags.json", "compile_flags.txt"
 
 
-def key_of_list(flags: list[str]) -> str:
+def json_flags_key(flags: list[str]) -> str:
     """Return the flags key of libneuronxla versions that write compile_flags.json."""
     return _digest(json.dumps(flags))
 
 
-def key_of_text(flags: list[str]) -> str:
+def text_flags_key(flags: list[str]) -> str:
     """Return the flags key of older versions: a digest of the flags as one line."""
     return _digest(" ".join(flags))
 
 
-def fit(name: str, flags: list[str]) -> bool:
+def match_key(name: str, flags: list[str]) -> bool:
     """Return whether the flags match the flags key at the end of an entry's name.
 
     Both formulas are tried. They belong to libneuronxla, whose newer versions may use another.
     """
-    return name.rpartition("+")[2] in (key_of_list(flags), key_of_text(flags))
+    return name.rpartition("+")[2] in (json_flags_key(flags), text_flags_key(flags))
 
 
 def read(directory: Path) -> list[str]:
@@ -49,7 +49,7 @@ def read(directory: Path) -> list[str]:
         raise LoweringError(f"{directory / TEXT_FILE} is not a line of flags: {error}") from None
 
 
-def machine(flags: list[str]) -> str | None:
+def target_flag(flags: list[str]) -> str | None:
     """Return the value of --target; None if the flags do not contain it, as before 2.16."""
     for index, flag in enumerate(flags):
         if flag.startswith("--target="):

@@ -20,8 +20,8 @@ from lowering.errors import LoweringError
 
 SUFFIX = ".lock"
 TEMPORARY = ".graphtrain-"  # prefix of every file that a killed graphtrain process may leave
-_GUARD = "graphtrain.lock"  # in the root: one process at a time creates or removes locks
-_SILENCE = 600  # seconds without a touch after which an owner on another host counts as dead
+_MUTEX_FILE = "graphtrain.lock"  # in the root: one process at a time creates or removes locks
+_HEARTBEAT_TIMEOUT = 600  # seconds without a touch after which an owner on another host counts as dead
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lock:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldLock:
     """A lock that this process holds."""
 
     path: Path
@@ -53,7 +53,7 @@ class Held:
         os.close(self.descriptor)
 
 
-class Judge:
+class LockChecker:
     """Distinguishes live locks from stale ones, by the processes at the time of its creation.
 
     A lock of AWS's tools does not name its owner. It is live while a compiler on this machine has
@@ -64,7 +64,7 @@ class Judge:
     def __init__(self, stale_after: float) -> None:
         self._stale_after = stale_after
 
-    def of(self, path: Path) -> Lock | None:
+    def check(self, path: Path) -> Lock | None:
         """Return the state of a lock; None if the lock does not exist."""
         try:
             age = time.time() - path.stat().st_mtime
@@ -72,7 +72,7 @@ class Judge:
         except FileNotFoundError:
             return None
         if owner is not None:
-            return _ours(path, owner, age)
+            return _graphtrain_lock(path, owner, age)
         if path.parent.name in self._compilations:
             return Lock(path, True, "a neuronx-cc on this machine")
         return Lock(path, age < self._stale_after, f"another tool, {age / 60:.0f} minutes ago")
@@ -88,37 +88,37 @@ class Judge:
         return "\n".join(lines)
 
 
-def take(path: Path, root: Path, judge: Judge) -> Held | Lock:
+def acquire(path: Path, root: Path, judge: LockChecker) -> HeldLock | Lock:
     """Acquire a lock, replacing a stale one; if another process holds it, return its state.
 
     Raises:
         LoweringError: the directory is not writable.
     """
-    with _guard(root):
-        found = judge.of(path)
+    with _mutex(root):
+        found = judge.check(path)
         if found is not None and found.is_live:
             return found
         path.unlink(missing_ok=True)
-        return _make(path) or Lock(path, True, "another tool, just now")
+        return _create(path) or Lock(path, True, "another tool, just now")
 
 
-def clear(locks: list[Lock], root: Path, judge: Judge, *, force: bool) -> list[Lock]:
+def remove_stale(locks: list[Lock], root: Path, judge: LockChecker, *, force: bool) -> list[Lock]:
     """Remove the locks that are still stale, or all if `force`; return the removed ones.
 
     Raises:
         LoweringError: the directory is not writable.
     """
     removed = []
-    with _guard(root):
+    with _mutex(root):
         for lock in locks:
-            now = judge.of(lock.path)
+            now = judge.check(lock.path)
             if now is not None and (force or not now.is_live):
                 lock.path.unlink(missing_ok=True)
                 removed.append(now)
     return removed
 
 
-def _make(path: Path) -> Held | None:
+def _create(path: Path) -> HeldLock | None:
     """Create a lock with its content and kernel lock in one step; return None if one exists.
 
     If the file were created first and written later, a process killed in between would leave an
@@ -138,7 +138,7 @@ def _make(path: Path) -> Held | None:
         return None
     finally:
         temporary.unlink()
-    return Held(path, descriptor)
+    return HeldLock(path, descriptor)
 
 
 def _owner(path: Path) -> dict | None:
@@ -150,11 +150,11 @@ def _owner(path: Path) -> dict | None:
         return None
 
 
-def _ours(path: Path, owner: dict, age: float) -> Lock:
+def _graphtrain_lock(path: Path, owner: dict, age: float) -> Lock:
     name = f"graphtrain, process {owner['pid']} on {owner['host']}"
     held = _is_held(path)
     if held is None or (not held and owner["host"] != os.uname().nodename):
-        held = age < _SILENCE
+        held = age < _HEARTBEAT_TIMEOUT
     return Lock(path, held, name)
 
 
@@ -176,12 +176,12 @@ def _is_held(path: Path) -> bool | None:
 
 
 @contextmanager
-def _guard(root: Path) -> Iterator[None]:
+def _mutex(root: Path) -> Iterator[None]:
     """Exclude other processes; the kernel releases the guard if its holder dies."""
     from filelock import FileLock
 
     try:
-        with FileLock(root / _GUARD):
+        with FileLock(root / _MUTEX_FILE):
             yield
     except OSError as error:
         raise LoweringError(f"cannot lock entries of {root}: {error.strerror}") from None

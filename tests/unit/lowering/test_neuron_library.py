@@ -72,7 +72,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
 def test_the_placeholder_of_pypi_is_told_from_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "libneuronxla", ModuleType("libneuronxla"))
     with pytest.raises(LoweringError, match="is PyPI's placeholder package"):
-        library.compile(b"module", FLAGS, graph="train", target=TRN1)
+        library.compile_through_library(b"module", FLAGS, graph="train", target=TRN1)
 
 
 def test_a_compiler_that_is_none_is_refused(monkeypatch):

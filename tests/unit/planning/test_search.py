@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cache import Cache
-from graphtrain.config.schema import Mixture
+from graphtrain.config.schema import MixtureOfExperts
 from graphtrain.errors import PlanError
 from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
@@ -85,7 +85,7 @@ def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
 
 def test_a_mixture_is_refused(vary):
     program = vary([])
-    mixed = replace(program, model=replace(program.model, mixture=Mixture(experts=4)))
+    mixed = replace(program, model=replace(program.model, mixture=MixtureOfExperts(experts=4)))
     with pytest.raises(PlanError, match="dense models"):
         search(mixed)
 

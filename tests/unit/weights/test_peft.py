@@ -90,7 +90,7 @@ def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> t
 def program_of(path: Path, **settings) -> Program:
     model = replace(ConvertedFolder(path / "ours").model, dtype="float32", remat="none")
     adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
-    return Program(mesh=Mesh(), model=model, batch=Batch(sequences=2, length=12), adapter=adapter)
+    return Program(mesh=Mesh(), model=model, batch=Batch(global_batch_size=2, seq_len=12), adapter=adapter)
 
 
 def frozen_of(path: Path, program: Program):

@@ -52,10 +52,10 @@ def config(directory: Path, **model) -> Config:
         target="cpu:2",
         mesh=Mesh(stage=2),
         model=replace(ConvertedFolder(directory).model, **model),
-        batch=Batch(sequences=4, length=8, microbatches=4),
-        pipeline=PipelineSettings(rounds=2),
+        batch=Batch(global_batch_size=4, seq_len=8, microbatches=4),
+        pipeline=PipelineSettings(virtual_stages=2),
     )
-    run = Run(directory="run", steps=1, data=Data(train="data"), initial=str(directory))
+    run = Run(directory="run", steps=1, data=Data(train="data"), init_from=str(directory))
     return Config(program=program, run=run)
 
 
