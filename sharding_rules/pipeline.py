@@ -77,11 +77,12 @@ def divide_layers(
     if given is not None:
         if len(given) != chunks:
             raise ShardingError(
-                f"pipeline.layers has {len(given)} numbers, but {where} require {chunks}"
+                f"pipeline.layers_per_stage has {len(given)} numbers, but {where} require {chunks}"
             )
         if sum(given) != layers:
             raise ShardingError(
-                f"the sum of pipeline.layers is {sum(given)}; it must be model.layers = {layers}"
+                f"the sum of pipeline.layers_per_stage is {sum(given)}; it must be model.layers = "
+                f"{layers}"
             )
         return Stages(stages, rounds, tuple(given))
     depth = -(-layers // chunks)

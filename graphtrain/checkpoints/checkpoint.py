@@ -286,7 +286,7 @@ def _load_reordered(
         if not any(inside.values()):
             raise TrainingError(
                 f"{where} stacks its layers in as many rows, but in another order: {rows} "
-                f"instead of {mine}; resume with the pipeline.layers it was saved with"
+                f"instead of {mine}; resume with the pipeline.layers_per_stage it was saved with"
             )
     kept = {
         path: StackedArray(path, shape, rows, inside.get(path, False))

@@ -31,7 +31,7 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
     """Convert SOURCE, a Hugging Face model directory, to DESTINATION.
 
     SOURCE contains config.json and the weights as .safetensors or .bin, in one file or in several
-    with an index. A run can start from DESTINATION (run.initial).
+    with an index. A run can start from DESTINATION (run.init_from).
     """
     from graphtrain.weights.convert import import_hugging_face
 
@@ -64,7 +64,7 @@ def megatron_to_graphtrain(
 
     SOURCE has the torch-dist format or mp_rank_XX directories, with any degree of tensor, pipeline
     and expert parallelism. Of a directory with several checkpoints, the latest is converted. A run
-    can start from DESTINATION (run.initial).
+    can start from DESTINATION (run.init_from).
     """
     from graphtrain.weights.megatron.convert import from_megatron
 

@@ -64,9 +64,9 @@ def command(
 ) -> None:
     """Generate text that continues PROMPT, with the weights of a run.
 
-    For a run without checkpoints, uses the weights that it would start from (run.initial). The
+    For a run without checkpoints, uses the weights that it would start from (run.init_from). The
     prefill and decode graphs are compiled into the cache on first use. Generation ends at the
-    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.length.
+    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.seq_len.
     --seed is the seed of the sampling.
     """
     from graphtrain.cache import Cache
@@ -116,6 +116,6 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         if (found := dataset_tokenizer(prefix)) is not None:
             return found
     raise DataError(
-        f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.initial, or "
+        f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.init_from, or "
         "with the datasets of run.data.train; prepare the data with graphtrain data prepare"
     )

@@ -158,7 +158,7 @@ def _check_parity(
     model = replace(model, front_end="strict") if strict else model
     ring = Rules.load(program.rules).activations.get("attended", ())
     split = mesh_shape(program).size(ring) > 1
-    if program.batch.documents == "apart" or split or name in TOKENS_PER_CALL:
+    if not program.batch.cross_document_attention or split or name in TOKENS_PER_CALL:
         ensure_documents_isolated(model, cache.root)
     return model, strict
 

@@ -9,26 +9,26 @@ from graphtrain.config.schema import (
     Batch,
     Config,
     Data,
+    LearningRate,
     Loss,
     Mesh,
     Model,
     Optimizer,
     Program,
     Run,
-    LearningRate,
 )
 
 __all__ = [
     "Batch",
     "Config",
     "Data",
+    "LearningRate",
     "Loss",
     "Mesh",
     "Model",
     "Optimizer",
     "Program",
     "Run",
-    "LearningRate",
     "load_config",
     "render",
 ]

@@ -140,7 +140,7 @@ def _gradients(program: Program, weights: Sequence[ShardedWeight], mesh: MeshSha
     sums = _one_gradient(program, weights, mesh)
     if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
         return sums
-    role: Role = "gradient" if program.batch.gradient_reduction == "last" else "optimizer"
+    role: Role = "gradient" if program.batch.gradient_reduction == "per_step" else "optimizer"
     newest = sum(
         weight.elements(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
     )
@@ -153,7 +153,7 @@ def _one_gradient(program: Program, weights: Sequence[ShardedWeight], mesh: Mesh
     role: Role = "optimizer"
     if mesh.axes.get("stage", 1) > 1:
         role = "parameter"
-    elif batch.microbatches > 1 and batch.gradient_reduction == "last":
+    elif batch.microbatches > 1 and batch.gradient_reduction == "per_step":
         role = "gradient"
     return 4 * sum(weight.elements(role, mesh) for weight in weights if not weight.frozen)
 
@@ -173,14 +173,14 @@ def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
         scores = 0
-    normed = stream * (2 if model.post_norm else 0) + heads * model.query_key_norm
+    normed = stream * (2 if model.post_norm else 0) + heads * model.qk_norm
     everything = 2 * products + 2 * stream + normed
     return {
         "full": stream,
         "offload": stream,
         "dots": stream + products,
         "attention": everything,
-        "none": everything + (3 if model.score_cap else 2) * scores,
+        "none": everything + (3 if model.attn_logit_softcap else 2) * scores,
     }[model.remat]
 
 
@@ -195,7 +195,7 @@ def _saved_with_kernel(
     program compiled for h100:8).
     """
     streams = (4 if program.model.post_norm else 2) * stream
-    normed = heads * program.model.query_key_norm
+    normed = heads * program.model.qk_norm
     everything = 6 * 2 * stream + 3 * hidden + streams + heads + normed + mixed
     return {
         "full": stream,

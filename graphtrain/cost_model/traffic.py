@@ -37,7 +37,9 @@ def predict_collectives(
 def bubble_of(program: Program, mesh: MeshShape) -> float:
     """Return the fraction of a pipeline's ticks in which a stage is idle."""
     pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
-    return bubble_fraction(pipeline.schedule, stages, pipeline.virtual_stages, program.batch.microbatches)
+    return bubble_fraction(
+        pipeline.schedule, stages, pipeline.virtual_stages, program.batch.microbatches
+    )
 
 
 def _of_weights(
@@ -48,7 +50,7 @@ def _of_weights(
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     rows = _looked_up_rows(program, rules, mesh)
-    deferred = batch.gradient_reduction == "last" and "data" in spread
+    deferred = batch.gradient_reduction == "per_step" and "data" in spread
     # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
     # also, by an option in lowering/xla/backend.py, what a layer's backward pass uses twice.
     on_cards = Target.parse(program.target).platform == "cuda"
@@ -61,7 +63,7 @@ def _of_weights(
         times = layers * batch.microbatches
         at_once = on_cards and not weight.in_layers
         uses = 1 if weight.path.startswith("embedding") or at_once else 2
-        if program.loss.kind == "preference" and weight.frozen:
+        if program.loss.kind == "dpo" and weight.frozen:
             uses = 1 if program.adapter is None else uses + 1  # DPO's reference model
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += not on_cards  # recomputation gathers weights again

@@ -62,7 +62,9 @@ def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Shar
         ShardingError: a dimension does not divide, or there are fewer layers than stages.
     """
     stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
-    divided = divide_layers(program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage)
+    divided = divide_layers(
+        program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage
+    )
     trained = tuple(
         _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
         for path, spec in trained_arrays(program).items()

@@ -175,9 +175,9 @@ def accumulate_gradients(
             program, stages, state, batch, step_key(program, state)
         )
         return constrain_tree(gradients, specs, "optimizer"), {"loss": loss}
-    make = preference_objective if program.loss.kind == "preference" else cross_entropy_objective
+    make = preference_objective if program.loss.kind == "dpo" else cross_entropy_objective
     objective = make(program, state, frozen, batch)
-    if program.batch.gradient_reduction == "last" and can_defer():
+    if program.batch.gradient_reduction == "per_step" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
@@ -284,6 +284,6 @@ def _batch(program: Program, *, train: bool) -> Tree:
     if train:
         shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-    if batch.documents == "apart":
+    if not batch.cross_document_attention:
         dtypes["documents"] = "int32"
     return {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}

@@ -25,7 +25,7 @@ from sharding_rules.rules import Rules
 
 def metric_names(program: Program) -> tuple[str, ...]:
     """Return the names of the metrics that the loss reports."""
-    return ("loss", "margin", "accuracy") if program.loss.kind == "preference" else ("loss",)
+    return ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
 
 
 def cross_entropy_objective(
@@ -74,7 +74,7 @@ def token_losses(
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
     hidden, head, auxiliary = head_inputs(model, weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(chunk, model.tied_head, model.logit_cap, z_loss)
+    scored = LossHead(chunk, model.tie_word_embeddings, model.final_logit_softcap, z_loss)
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary

@@ -30,7 +30,9 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
     if optimizer.clip_norm:
         parts = {"clip": _clip(optimizer.clip_norm)} | parts
     if optimizer.weight_decay:
-        decays = jax.tree.map(lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters)
+        decays = jax.tree.map(
+            lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
+        )
         parts["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
     return optax.named_chain(*parts.items())
 

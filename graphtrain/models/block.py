@@ -120,9 +120,9 @@ def apply_layers(
 
 def global_attention_layers(model: Model) -> jax.Array | None:
     """Return which layers have global attention, bool (layers,); None if all layers are alike."""
-    if model.full_every is None:
+    if model.global_attention_every is None:
         return None
-    return (jnp.arange(model.layers) + 1) % model.full_every == 0
+    return (jnp.arange(model.layers) + 1) % model.global_attention_every == 0
 
 
 def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:

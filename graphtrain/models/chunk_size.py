@@ -63,7 +63,7 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
         ShardingError: as check_chunk.
     """
     how = program.loss.chunk
-    if how == "whole":
+    if how == "none":
         return None
     positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
     if how != "auto":
@@ -101,7 +101,7 @@ def check_chunk(chunk: int, positions: int) -> None:
     if positions % chunk:
         raise ShardingError(
             f"loss.chunk = {chunk} does not divide the {positions} positions of a sequence on one "
-            "device; change loss.chunk, batch.length, or the rules that shard seq"
+            "device; change loss.chunk, batch.seq_len, or the rules that shard seq"
         )
 
 

@@ -74,7 +74,8 @@ class Embedding(nnx.Module):
             length, rows = tokens.shape[1], self.model.max_position_embeddings
             if rows is not None and length > rows:
                 raise ValueError(
-                    f"sequences of {length} tokens are longer than model.max_length = {rows}, the "
+                    f"sequences of {length} tokens are longer than model.max_position_embeddings "
+                    f"= {rows}, the "
                     "number of learned positions; use shorter sequences"
                 )
             if (of_documents := segment_positions()) is not None:
@@ -140,7 +141,7 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(model, keys)
         self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
-        if not model.tied_head:
+        if not model.tie_word_embeddings:
             self.head = init.normal(model, keys, "embed", "vocab")
 
     def hidden(
@@ -159,15 +160,15 @@ class Decoder(nnx.Module):
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
-        x, tied = gather_residual(hidden), self.model.tied_head
+        x, tied = gather_residual(hidden), self.model.tie_word_embeddings
         scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_weights(), jnp.float32)
-        return constrain(soft_cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
+        return constrain(soft_cap(scores, self.model.final_logit_softcap), "batch", "seq", "vocab")
 
     def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
-        tied = self.model.tied_head
+        tied = self.model.tie_word_embeddings
         head = self.embedding.tokens[...] if tied else self.head[...]
-        return _unit_length(head, axis=1 if tied else 0) if self.model.normalised_head else head
+        return _unit_length(head, axis=1 if tied else 0) if self.model.unit_norm_head else head
 
 
 def _unit_length(weights: jax.Array, axis: int) -> jax.Array:

@@ -39,7 +39,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
     if causal:
         whole, attention = whole - attention / 2, attention / 2
     flops = whole if program.adapter is None else whole - (whole - attention) / 3
-    return flops + whole / 3 if program.loss.kind == "preference" else flops
+    return flops + whole / 3 if program.loss.kind == "dpo" else flops
 
 
 def useful_flops_per_token(program: Program) -> dict[str, float]:
@@ -64,7 +64,9 @@ def _weights(model: Model, *, active: bool = False) -> int:
     if (mixture := model.moe) is not None:
         experts = mixture.experts_per_token if active else mixture.experts
         shared = (
-            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp + embed if mixture.shared_expert_mlp else 0
+            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp + embed
+            if mixture.shared_expert_mlp
+            else 0
         )
         mlp = experts * mlp + embed * mixture.experts + shared
     return model.layers * (attention + mlp)
@@ -83,12 +85,12 @@ def _biases(model: Model) -> int:
 def _scales(model: Model) -> int:
     assert model.head_dim
     norms = (4 if model.post_norm else 2) * model.layers + 1 + model.embedding_norm
-    heads = 2 * model.layers * model.head_dim if model.query_key_norm else 0
+    heads = 2 * model.layers * model.head_dim if model.qk_norm else 0
     return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1)
 
 
 def _tables(model: Model) -> int:
-    heads = 1 if model.tied_head else 2
+    heads = 1 if model.tie_word_embeddings else 2
     return heads * model.vocab * model.embed + (model.max_position_embeddings or 0) * model.embed
 
 

@@ -31,8 +31,8 @@ class ParameterKeys:
 
 
 def normal(model: Model, keys: ParameterKeys, *axes: str | None, scale: float = 1.0) -> nnx.Param:
-    """Return a parameter with these array axes, normal with deviation initial_deviation * scale."""
-    deviation = model.initial_deviation * scale
+    """Return a parameter with these array axes, normal with deviation init_std * scale."""
+    deviation = model.init_std * scale
     return nnx.Param(deviation * jax.random.normal(keys(), _shape(model, axes)), axes=axes)
 
 

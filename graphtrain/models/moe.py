@@ -1,9 +1,9 @@
 """Mixture-of-experts (MoE) MLP, with two ways to dispatch tokens to experts.
 
-With a capacity (`mixture.capacity`), each expert accepts a fixed number of a sequence's tokens, in
-sequence order. A token's choices beyond the capacity are dropped: they add nothing to its result,
-which may then be only the residual stream. Tokens move to their experts and back by all-to-all,
-which the compiler derives from two shardings of one buffer.
+With a capacity (`moe.capacity_factor`), each expert accepts a fixed number of a sequence's tokens,
+in sequence order. A token's choices beyond the capacity are dropped: they add nothing to its
+result, which may then be only the residual stream. Tokens move to their experts and back by
+all-to-all, which the compiler derives from two shardings of one buffer.
 
 Without a capacity (dropless), no choice is dropped: devices along the experts' mesh axes
 all-gather their tokens, sort them by expert, multiply each group by its expert's weights (a ragged
@@ -211,7 +211,7 @@ def top_k(
 ) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
     """Return the weights and indices of each token's top-k experts.
 
-    The weights are the router's softmax probabilities; with `mixture.normalise` they are
+    The weights are the router's softmax probabilities; with `moe.normalize_topk` they are
     rescaled to sum to 1 for each token.
     """
     shares, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), mixture.experts_per_token)

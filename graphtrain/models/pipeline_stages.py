@@ -113,7 +113,7 @@ def decoder_pipeline(
 
 def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
     """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts."""
-    last = ("final_norm", "embedding") if model.tied_head else ("final_norm", "head")
+    last = ("final_norm", "embedding") if model.tie_word_embeddings else ("final_norm", "head")
     return {
         "first": {"embedding": parameters["embedding"]},
         "stages": parameters["layers"],

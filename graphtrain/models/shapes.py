@@ -19,7 +19,7 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         arrays |= {f"embedding/norm/{name}": spec for name, spec in _norm(model).items()}
     if model.positions == "learned":
         arrays["embedding/positions"] = _array(model, "positions", "embed")
-    if not model.tied_head:
+    if not model.tie_word_embeddings:
         arrays["head"] = _array(model, "embed", "vocab")
     layer = {f"attention/{name}": spec for name, spec in _attention(model).items()}
     layer |= {f"mlp/{name}": spec for name, spec in _mlp(model).items()}
@@ -57,7 +57,7 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
         arrays["value_bias"] = _array(model, "kv_heads", "head_dim")
     if model.bias in ("attention", "all"):
         arrays["output_bias"] = _array(model, "embed")
-    if model.query_key_norm:
+    if model.qk_norm:
         for norm in ("query_norm", "key_norm"):
             own = _norm(model, "head_dim")
             arrays |= {f"{norm}/{name}": spec for name, spec in own.items()}
@@ -69,7 +69,7 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
         return _experts(model)
     names = ("gate", "up") if is_gated(model) else ("up",)
     wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
-    if model.merged_gate:
+    if model.fused_gate_up:
         wide = {"gate_up": (None, "mlp")}
     arrays = {name: _array(model, "embed", *axes) for name, axes in wide.items()}
     arrays["down"] = _array(model, "mlp", "embed")

@@ -131,7 +131,7 @@ def _explanation(
     if reasons.keeps_whole(collective, moved):
         why += "; each device uses only its shard, so a reduce-scatter would send half as much"
     if moved.kind == "gradients" and reasons.in_microbatches(collective):
-        why += '; after every microbatch, because batch.reduce = "each"'
+        why += '; after every microbatch, because batch.gradient_reduction = "per_microbatch"'
     return why
 
 

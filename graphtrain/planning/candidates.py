@@ -63,7 +63,11 @@ class Candidate:
             return "none" if sizes["tensor"] == 1 else "on" if "sequence" in rules else "off"
         if family == "schedule":
             pipeline = self.program.pipeline
-            return "none" if sizes["stage"] == 1 else f"{pipeline.schedule} x {pipeline.virtual_stages}"
+            return (
+                "none"
+                if sizes["stage"] == 1
+                else f"{pipeline.schedule} x {pipeline.virtual_stages}"
+            )
         return self.program.model.remat if family == "remat" else str(sizes[family])
 
     @property
@@ -165,7 +169,7 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
 
 def _without_stages(program: Program) -> bool:
     """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
-    apart = program.batch.documents == "apart"
+    apart = not program.batch.cross_document_attention
     return apart or has_frozen_weights(program) or program.loss.has_chunks
 
 
@@ -198,11 +202,13 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
 def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
     """Yield variants in the number of microbatches and in remat."""
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
-    for microbatches in divisors(program.batch.global_batch_size // copies, program.batch.global_batch_size):
+    for microbatches in divisors(
+        program.batch.global_batch_size // copies, program.batch.global_batch_size
+    ):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue
         rows = program.batch.global_batch_size // microbatches
-        if program.loss.kind == "preference" and rows % 2:
+        if program.loss.kind == "dpo" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
             yield replace(

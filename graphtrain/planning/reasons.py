@@ -108,7 +108,9 @@ class Reasons:
     ) -> Reason | None:
         """Return the rule for a gradient: a sum over axes of tokens, scattered to its sharding."""
         summed = self._tokens(mesh_axis)
-        late = self.program.batch.gradient_reduction == "last" and self.in_microbatches(collective)
+        late = self.program.batch.gradient_reduction == "per_step" and self.in_microbatches(
+            collective
+        )
         if op == "all-gather":
             return None if collective.loops else self._updated(collective, moved, mesh_axis)
         if op not in ("all-reduce", "reduce-scatter") or (late and mesh_axis == "data"):

@@ -144,9 +144,9 @@ def _microbatches(program: Program) -> Iterator[Change]:
 
 def _optimizer(program: Program) -> Iterator[Change]:
     if program.optimizer.moment_dtype == "float32":
-        yield ("program.optimizer.moments=bfloat16",)
+        yield ("program.optimizer.moment_dtype=bfloat16",)
     if not program.optimizer.offload_to_host and Target.parse(program.target).platform != "cpu":
-        yield ("program.optimizer.offload=true",)
+        yield ("program.optimizer.offload_to_host=true",)
 
 
 def _mesh(program: Program) -> Iterator[Change]:

@@ -76,7 +76,8 @@ def search(program: Program, keep: int = 20) -> SearchResult:
                 best_of[member] = candidate
     if not considered:
         raise PlanError(
-            f"no strategy divides batch.sequences = {program.batch.global_batch_size} and the model over "
+            f"no strategy divides batch.global_batch_size = {program.batch.global_batch_size} and "
+            "the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
     fitting.sort(key=lambda one: one.rank)

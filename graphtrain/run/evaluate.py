@@ -63,7 +63,7 @@ def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program)
         DataError: the validation set cannot be used, or its loss mask is empty.
     """
     # A pair of rows is one example; both must have a target.
-    rows = 2 if program.loss.kind == "preference" else 1
+    rows = 2 if program.loss.kind == "dpo" else 1
     for batch in batches:
         counts = (batch["weights"] != 0).any(-1)
         if counts.reshape(-1, rows).all(-1).any():
@@ -74,7 +74,7 @@ def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program)
 def _empty_loss_mask_error() -> DataError:
     return DataError(
         "run.data.validation: no token of it counts in the loss, because no document has at least "
-        "two tokens, or no answer fits into program.batch.length; use other validation data"
+        "two tokens, or no answer fits into program.batch.seq_len; use other validation data"
     )
 
 
@@ -94,10 +94,10 @@ def validation_batches(
         batch_size=batch.global_batch_size // batch.microbatches,
         seq_len=batch.seq_len,
         vocab=vocab,
-        isolate_documents=batch.documents == "apart",
+        isolate_documents=not batch.cross_document_attention,
         packing=data.packing,
         overlong=data.overlong,
-        pairs=program.loss.kind == "preference",
+        pairs=program.loss.kind == "dpo",
     )
     return islice(batches, limit)
 

@@ -73,7 +73,7 @@ def generation_program(program: Program) -> Program:
     """Return the program that generates with the weights of `program`, on the same mesh.
 
     LoRA adapters are merged into the weights. Every data-parallel replica computes the same
-    sequence, whose length is at most program.batch.length.
+    sequence, whose length is at most program.batch.seq_len.
 
     Raises:
         GraphtrainError: the mesh has pipeline stages or context parallelism.
@@ -109,7 +109,7 @@ class Generator:
             config: Settings of the run whose weights are used.
             cache: Cache of compiled programs.
             observe: Called with the progress of the compilation.
-            step: Step of the checkpoint; None for the last, or for run.initial if there is none.
+            step: Step of the checkpoint; None for the last, or for run.init_from if there is none.
 
         Raises:
             GraphtrainError: a graph cannot be compiled, or there are no weights.
@@ -138,18 +138,18 @@ class Generator:
 
         Args:
             prompt: Token ids, at least one.
-            most: Maximum number of tokens; the sequence is also limited by program.batch.length.
+            most: Maximum number of tokens; the sequence is also limited by program.batch.seq_len.
             sampling: How each token is chosen.
             vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:
-            GraphtrainError: the prompt is empty, or not shorter than program.batch.length.
+            GraphtrainError: the prompt is empty, or not shorter than program.batch.seq_len.
         """
         longest = self._program.batch.seq_len
         if not 0 < len(prompt) < longest:
             raise GraphtrainError(
                 f"the prompt has {len(prompt)} tokens; it must have at least 1, and fewer than "
-                f"program.batch.length = {longest}"
+                f"program.batch.seq_len = {longest}"
             )
         random = np.random.default_rng(sampling.seed)
         with self._backend.forbid_tracing():
@@ -185,7 +185,7 @@ class Generator:
 
 
 def _checkpoint_step(config: Config, step: int | None) -> int | None:
-    """Return the step of the checkpoint to read, the last by default; None for run.initial.
+    """Return the step of the checkpoint to read, the last by default; None for run.init_from.
 
     Raises:
         TrainingError: there is neither, or the run would start from an adapter.
@@ -199,16 +199,17 @@ def _checkpoint_step(config: Config, step: int | None) -> int | None:
     if step is not None or config.run.init_from is None:
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
-    if config.run.initial_adapter is not None:
+    if config.run.init_adapter_from is not None:
         raise TrainingError(
-            f"no checkpoint in {directory}, and generate does not read run.initial_adapter; remove "
-            "it to generate with run.initial alone, or train first (graphtrain run)"
+            f"no checkpoint in {directory}, and generate does not read run.init_adapter_from; "
+            "remove "
+            "it to generate with run.init_from alone, or train first (graphtrain run)"
         )
     return None
 
 
 def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
-    """Return the weights of a checkpoint; if `step` is None, those of run.initial."""
+    """Return the weights of a checkpoint; if `step` is None, those of run.init_from."""
     fill = lowering.backend(Target.parse(program.target)).from_shards
     directory = Path(config.run.directory)
     if step is not None and config.program.adapter is None:

@@ -25,11 +25,11 @@ class InitialWeights:
 
     program: Program
     weights: WeightSource | HuggingFaceWeights
-    adapter: PeftAdapter | None  # initial LoRA adapter, from run.initial_adapter
+    adapter: PeftAdapter | None  # initial LoRA adapter, from run.init_adapter_from
 
     @classmethod
     def open(cls, config: Config, *, resuming: bool) -> InitialWeights | None:
-        """Open run.initial and run.initial_adapter.
+        """Open run.init_from and run.init_adapter_from.
 
         Args:
             config: Settings.

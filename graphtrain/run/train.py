@@ -211,10 +211,10 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             seq_len=program.batch.seq_len,
             seed=run.seed,
             vocab=program.model.vocab,
-            isolate_documents=program.batch.documents == "apart",
+            isolate_documents=not program.batch.cross_document_attention,
             packing=run.data.packing,
             overlong=run.data.overlong,
-            pairs=program.loss.kind == "preference",
+            pairs=program.loss.kind == "dpo",
         )
 
     loader = on_all_ranks(opened)

@@ -82,6 +82,6 @@ def check_documents_isolated(model: TorchModel) -> float:
         raise ImportedModelError(
             f"{type(module).__name__} mixes positions outside of attention, for example by a "
             "convolution, so documents of one row affect each other (logits differ by "
-            f'{off:.1e}): remove batch.documents = "apart" and the rules context'
+            f"{off:.1e}): remove batch.cross_document_attention = false and the rules context"
         )
     return off

@@ -21,7 +21,8 @@ def feature_needing_native_attention() -> str | None:
     """Return the active feature that only the native attention supports, or None."""
     if segment_ids() is not None:
         return (
-            'isolating the documents of a row (batch.documents = "apart", the rules context, or '
+            "isolating the documents of a row (batch.cross_document_attention = false, the rules "
+            "context, or "
             "graphtrain generate)"
         )
     if ring := mesh_axes_of("attended"):
@@ -51,7 +52,7 @@ def causal_attention(
         window: sliding window in tokens; None: unlimited.
         remat: activation checkpointing of the model.
         unroll: number of blocks per iteration of the scan over blocks.
-        how: attention implementation: "auto", "flash" or "scores".
+        how: attention implementation: "auto", "flash" or "dense".
 
     Returns:
         (batch, heads, seq, value_dim).

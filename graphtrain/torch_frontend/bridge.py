@@ -70,7 +70,7 @@ class TraceEnvironment(TorchaxEnvironment):
             vocab: rows of the token embedding.
             remat: activation checkpointing of the model.
             unroll: number of blocks per iteration of the scan over blocks.
-            how: attention implementation: "auto", "flash" or "scores".
+            how: attention implementation: "auto", "flash" or "dense".
         """
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
@@ -123,7 +123,7 @@ class TraceEnvironment(TorchaxEnvironment):
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
         """Disable attention kernels inside, where a trace needs only shapes."""
-        how, self._attention = self._attention, "scores"
+        how, self._attention = self._attention, "dense"
         try:
             yield
         finally:

@@ -340,9 +340,10 @@ class OpenedModel:
             )
         if in_shard_map():
             raise ShardingError(
-                'batch.reduce = "last" computes the loss of one replica\'s tokens at a time, but '
+                'batch.gradient_reduction = "per_step" computes the loss of one replica\'s tokens '
+                "at a time, but "
                 "output_router_logits balances experts over the tokens of all replicas; use "
-                'batch.reduce = "each"'
+                'batch.gradient_reduction = "per_microbatch"'
             )
 
     def cast_parameters(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -523,7 +524,7 @@ class OpenedModel:
                 if length > rows:
                     raise ImportedModelError(
                         f"sequences of {length} tokens are longer than {name}, which has {rows} "
-                        "rows; lower program.batch.length"
+                        "rows; lower program.batch.seq_len"
                     )
 
 

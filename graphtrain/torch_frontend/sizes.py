@@ -50,7 +50,7 @@ def native_equivalent(model: TorchModel) -> Model | None:
         mlp=sizes["mlp"] or 4 * sizes["embed"],
         vocab=model.vocab,
         activation="gelu" if config["model_type"] in _WITHOUT_GATE else "swiglu",
-        tied_head=bool(config.get("tie_word_embeddings")),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         moe=MixtureOfExperts(experts=experts, experts_per_token=per_token) if experts else None,
         dtype=model.dtype,
         remat=model.remat,
@@ -59,9 +59,9 @@ def native_equivalent(model: TorchModel) -> Model | None:
 
 
 def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
-    """Return the attention implementation; "scores" if the module computes its own."""
+    """Return the attention implementation; "dense" if the module computes its own."""
     own = kind in _OWN_ATTENTION or model.front_end == "strict"
-    return "scores" if own else model.attention
+    return "dense" if own else model.attention
 
 
 def _of_module(model: TorchModel) -> Model | None:
@@ -98,7 +98,7 @@ def _of_module(model: TorchModel) -> Model | None:
         mlp=mlp,
         vocab=model.vocab,
         activation="gelu",
-        tied_head=len(tables) == 1,
+        tie_word_embeddings=len(tables) == 1,
         dtype=model.dtype,
         remat=model.remat,
     )

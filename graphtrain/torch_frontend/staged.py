@@ -75,7 +75,7 @@ def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tre
     if stack.count != sum(stages.layers):
         raise ShardingError(
             f"{stack.name} has {stack.count} blocks, but the stages hold {sum(stages.layers)}; set "
-            "program.pipeline.layers to the number of blocks in each stage"
+            "program.pipeline.layers_per_stage to the number of blocks in each stage"
         )
 
     def store(path: str, one: Any) -> Any:

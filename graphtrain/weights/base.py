@@ -66,7 +66,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
         return
     differ = [
         f"{name} = {getattr(mine, name)!r} (instead of {getattr(theirs, name)!r})"
-        for name in ("rank", "alpha", "root_rank", "base")
+        for name in ("rank", "alpha", "use_rslora", "base")
         if getattr(mine, name) != getattr(theirs, name)
     ]
     if differ:
@@ -77,7 +77,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
 
 
 def open_base_weights(config: Config, directory: Path) -> WeightSource:
-    """Open a run's base weights, from run.initial if it is a directory, else as recorded.
+    """Open a run's base weights, from run.init_from if it is a directory, else as recorded.
 
     Raises:
         WeightsError: the base weights are missing or differ from the recorded ones.

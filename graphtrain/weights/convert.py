@@ -192,7 +192,9 @@ def _check_names(
         raise WeightsError(
             f"the weights do not contain {first_names(missing)}, required by config.json"
         )
-    head = ("lm_head\\.weight",) if model.tied_head else ()  # a second copy of the embedding
+    head = (
+        ("lm_head\\.weight",) if model.tie_word_embeddings else ()
+    )  # a second copy of the embedding
     empty = re.compile("|".join((*family.ignored_tensors, *head)))
     if left := sorted(name for name in there - wanted if not empty.fullmatch(name)):
         raise WeightsError(

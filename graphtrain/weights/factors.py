@@ -49,13 +49,13 @@ class AdapterTable:
         return cls(family, with_unpadded_vocab(model, config), adapter, targets, whole)
 
     @property
-    def tied_head(self) -> str | None:
+    def tie_word_embeddings(self) -> str | None:
         """Tensor name of an LM head tied to an embedding that is trained in full, else None.
 
         PEFT ties only heads with certain names to its copy of the embedding, so the exported folder
         contains a copy of its own for the head.
         """
-        if not (self.model.tied_head and EMBEDDING in self.modules_to_save):
+        if not (self.model.tie_word_embeddings and EMBEDDING in self.modules_to_save):
             return None
         rows = (row.name for row in self.family.mappings if row.paths == ("head",))
         return next(rows, "lm_head.weight")

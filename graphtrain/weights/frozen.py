@@ -17,14 +17,14 @@ from lowering.trees import Tree, flatten, unflatten
 
 
 def open_adapter(config: Config, weights: WeightSource) -> PeftAdapter | None:
-    """Open the adapter that run.initial_adapter names, or return None if it is not set.
+    """Open the adapter that run.init_adapter_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the adapter does not match [program.adapter].
     """
-    if config.run.initial_adapter is None:
+    if config.run.init_adapter_from is None:
         return None
-    return PeftAdapter(Path(config.run.initial_adapter), config.program, weights.side)
+    return PeftAdapter(Path(config.run.init_adapter_from), config.program, weights.side)
 
 
 def load_frozen_parameters(

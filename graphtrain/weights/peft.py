@@ -89,7 +89,7 @@ def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> Con
         ]
         for name, tensor in to_hugging_face(piece, cut, table.model):
             tensors[_PREFIX + name] = tensor
-            if piece.row.paths == (EMBEDDING,) and (head := table.tied_head):
+            if piece.row.paths == (EMBEDDING,) and (head := table.tie_word_embeddings):
                 tensors[_PREFIX + head] = tensor
     with create_directory(destination) as directory:
         from safetensors.numpy import save_file
@@ -144,7 +144,7 @@ class PeftAdapter:
 
     def _drop_head(self, embedding: np.ndarray) -> None:
         """Discard the copy of the embedding that PEFT saves for a tied LM head."""
-        head = self._table.tied_head
+        head = self._table.tie_word_embeddings
         copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
         if copy is not None and not np.array_equal(copy, embedding):
             raise WeightsError(
@@ -175,7 +175,7 @@ class PeftAdapter:
             if separate and any(own[other][1].any() for other in others - set(targets)):
                 raise WeightsError(
                     f"{self.directory}: {module} also adapts {', '.join(sorted(others))}; "
-                    "add them to program.adapter.targets"
+                    "add them to program.adapter.target_modules"
                 )
             if count != rank and any(own[other][1].any() for other in others):
                 raise WeightsError(
@@ -219,7 +219,7 @@ def _check_modules(table: AdapterTable) -> None:
             if name.rpartition(".")[0] in modules and left:
                 raise WeightsError(
                     f"PEFT saves complete modules, and {name.rpartition('.')[0]} also contains "
-                    f"{', '.join(sorted(left))}; train with them in program.adapter.whole"
+                    f"{', '.join(sorted(left))}; train with them in program.adapter.modules_to_save"
                 )
 
 
@@ -239,7 +239,7 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         turned |= rank_axis(piece, table.model) == (0 if inward else 1)
     several = {name: count for name, count in packed.items() if count > 1}
     names = [name for piece in table.fully_trained_weights() for name in piece.names]
-    names += [table.tied_head] if table.tied_head else []
+    names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
     saved = {_name_within_layer(name.rpartition(".")[0]) for name in names}
     return {
         "peft_type": "LORA",
@@ -247,12 +247,12 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.root_rank,
+        "use_rslora": adapter.use_rslora,
         "lora_dropout": adapter.dropout,
         "target_modules": list(targets),
         "rank_pattern": {name: adapter.rank * count for name, count in several.items()},
         "alpha_pattern": {
-            name: adapter.alpha * (count**0.5 if adapter.root_rank else count)
+            name: adapter.alpha * (count**0.5 if adapter.use_rslora else count)
             for name, count in several.items()
         },
         "modules_to_save": sorted(saved) or None,

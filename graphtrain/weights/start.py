@@ -29,7 +29,7 @@ ArrayLoader = Callable[["Tree", PartReader], "Tree"]  # loads the described arra
 
 
 def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | None:
-    """Open the weights that run.initial names, or return None if it is not set.
+    """Open the weights that run.init_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the weights are incomplete, or do not match program.model.
@@ -43,7 +43,8 @@ def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | 
     theirs, mine = weights.model, config.program.model
     if mine.vocab < theirs.vocab:
         raise WeightsError(
-            f"run.initial: {directory} has a vocabulary of {theirs.vocab}, but program.model.vocab "
+            f"run.init_from: {directory} has a vocabulary of {theirs.vocab}, but "
+            "program.model.vocab "
             f"= {mine.vocab} is smaller; set it to at least {theirs.vocab}"
         )
     theirs, mine = functional_settings(replace(theirs, vocab=mine.vocab)), functional_settings(mine)
@@ -54,7 +55,7 @@ def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | 
     ]
     if differ:
         raise WeightsError(
-            f"run.initial: {directory} contains another model than [program.model], which has "
+            f"run.init_from: {directory} contains another model than [program.model], which has "
             f'{", ".join(differ)}; to use its settings, set preset = "{directory}/model.toml"'
         )
     return weights

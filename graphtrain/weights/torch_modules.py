@@ -38,7 +38,7 @@ class HuggingFaceWeights:
     def __init__(self, directory: Path) -> None:
         """Open the folder; tensors are read later."""
         if not directory.is_dir():
-            raise WeightsError(f"run.initial: the folder {directory} does not exist")
+            raise WeightsError(f"run.init_from: the folder {directory} does not exist")
         self.side = directory  # folder of config.json and the tokenizer
         self._directory, self._folder = directory, open_weight_files(directory)
 
@@ -91,7 +91,7 @@ class HuggingFaceWeights:
         alike = [name for name in there if name.rpartition(".")[0].endswith(owner)]
         found = f"; it contains {alike[0]} of shape {self._folder.shape(alike[0])}" if alike else ""
         raise WeightsError(
-            f"run.initial: {self._directory} does not contain {dotted} of shape {shape}{found}"
+            f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{found}"
         )
 
 

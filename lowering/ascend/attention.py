@@ -15,7 +15,7 @@ import numpy as np
 from lowering.ascend.emitter import Emitter
 from lowering.ascend.mindir import TensorInfo
 from lowering.ascend.regions import Region
-from lowering.ascend.values import Shape, ArrayValue, constant_value
+from lowering.ascend.values import ArrayValue, Shape, constant_value
 
 _UNLIMITED_TOKENS = 2147483647  # tokens: no limit
 _BSND = 3  # the layout (batch, seq, heads, head_dim)
@@ -33,7 +33,9 @@ class FusedAttention:
         self.masks: dict[Any, ArrayValue] = {}  # of the current graph
         self.refusals: list[str] = []  # why regions were not replaced by fused operators
 
-    def write_region(self, region: Region, given: Sequence[ArrayValue]) -> tuple[ArrayValue, ...] | None:
+    def write_region(
+        self, region: Region, given: Sequence[ArrayValue]
+    ) -> tuple[ArrayValue, ...] | None:
         """Return the results of a region, or None if the operators do not support it."""
         backward = region.name == "attention_gradient"
         before, arrays = (given[:4], given[4:]) if backward else ((), given)
@@ -50,7 +52,12 @@ class FusedAttention:
         return self._forward(query, key, value, mask, settings)
 
     def _forward(
-        self, query: ArrayValue, key: ArrayValue, value: ArrayValue, mask: ArrayValue, settings: Sequence[Any]
+        self,
+        query: ArrayValue,
+        key: ArrayValue,
+        value: ArrayValue,
+        mask: ArrayValue,
+        settings: Sequence[Any],
     ) -> tuple[ArrayValue, ...]:
         """Return the attention output, and the maximum score and the sum of each softmax."""
         statistic = TensorInfo(_statistic(query.shape), "f32")
@@ -108,14 +115,20 @@ class FusedAttention:
         if "documents" in hidden:
             mode, mask = _GIVEN, self._by_document(hidden["documents"])
         else:
-            mode, mask = _CAUSAL if before == _UNLIMITED_TOKENS else _BAND, self._triangle(_TRIANGLE)
+            mode, mask = (
+                _CAUSAL if before == _UNLIMITED_TOKENS else _BAND,
+                self._triangle(_TRIANGLE),
+            )
         return mask, [before, 0, 0, _BSND, mode]
 
     def _triangle(self, length: int) -> ArrayValue:
         """Return the causal mask, true where a key is after the query: (query, key)."""
         if length not in self.masks:
             places = np.arange(length, dtype=np.int32)
-            keys, queries = constant_value(places[None], "s32"), constant_value(places[:, None], "s32")
+            keys, queries = (
+                constant_value(places[None], "s32"),
+                constant_value(places[:, None], "s32"),
+            )
             self.masks[length] = self._emit.compare("Greater", keys, queries)
         return self.masks[length]
 
@@ -137,7 +150,9 @@ class FusedAttention:
         return self.masks[name]
 
 
-def _unsupported_reason(arrays: Sequence[ArrayValue], before: Sequence[ArrayValue], window: ArrayValue | None) -> str | None:
+def _unsupported_reason(
+    arrays: Sequence[ArrayValue], before: Sequence[ArrayValue], window: ArrayValue | None
+) -> str | None:
     """Return why the operators do not support the arrays; None if they do."""
     query, key, value = arrays
     if {one.dtype for one in arrays} != {"bf16"}:

@@ -176,7 +176,9 @@ def _device(target: Target) -> str:
 def _ranks(target: Target) -> Ranks:
     """Return the ranks of this process, started on first use by all processes of a run."""
     missing = "" if here.has_mindspore() else f"{target} needs MindSpore, which is not installed"
-    cluster = launch.agree_on_cluster(target.devices, missing and f"{missing}; run {here.INSTALL_COMMAND}")
+    cluster = launch.agree_on_cluster(
+        target.devices, missing and f"{missing}; run {here.INSTALL_COMMAND}"
+    )
     if target.runs_on_cpu:
         return Ranks(cluster, _device(target))
     try:
@@ -191,9 +193,7 @@ def _ranks(target: Target) -> Ranks:
 
 def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on the ranks are copied to this process."""
-    return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, RankArray) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: leaf.to_host() if isinstance(leaf, RankArray) else leaf, tree)
 
 
 def memory_in_use() -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.mindir import TensorInfo
-from lowering.ascend.operations import hlo_type, reduce, wrap_to_hlo_type, shape_of, to_signed
+from lowering.ascend.operations import hlo_type, reduce, shape_of, to_signed, wrap_to_hlo_type
 from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import Message
 from lowering.hlo.replica_groups import Groups

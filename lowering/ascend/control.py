@@ -146,7 +146,9 @@ class Control:
         ]
 
     def _parts(self, together: str, tensors: Sequence[TensorInfo]) -> list[ArrayValue]:
-        return [self._emit.tuple_element(together, number, one) for number, one in enumerate(tensors)]
+        return [
+            self._emit.tuple_element(together, number, one) for number, one in enumerate(tensors)
+        ]
 
 
 def _tensor(value: ArrayValue) -> TensorInfo:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from lowering.ascend.personal import rank_groups, fill_in_rank
+from lowering.ascend.personal import fill_in_rank, rank_groups
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
 from lowering.per_device.layout import RankLayout
@@ -165,7 +165,10 @@ class RankProgram:
             self._ranks.call(
                 "put",
                 lambda rank: [
-                    [(n, _to_mindspore_dtype(shards[rank]), self._types[at]) for n, shards, at in sent]
+                    [
+                        (n, _to_mindspore_dtype(shards[rank]), self._types[at])
+                        for n, shards, at in sent
+                    ]
                 ],
             )
         return placed

@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lowering.ascend.mindir import TensorInfo, MindirWriter
+from lowering.ascend.mindir import MindirWriter, TensorInfo
 from lowering.ascend.schema import TYPE_IDS
-from lowering.ascend.values import Shape, SliceUpdates, ArrayValue, constant_value
+from lowering.ascend.values import ArrayValue, Shape, SliceUpdates, constant_value
 from lowering.errors import LoweringError
 
 NUMPY: dict[str, Any] = {
@@ -19,8 +19,12 @@ NUMPY: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f16": np.float16,
     "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16,
 }  # fmt: skip
-_MAX_FOLDED_ELEMENTS = 1 << 16  # elements; operations on known arrays up to this size are evaluated at once
-_MIN_BROADCAST_ELEMENTS = 64  # elements; a larger array of repeated elements is stored without repetition
+_MAX_FOLDED_ELEMENTS = (
+    1 << 16
+)  # elements; operations on known arrays up to this size are evaluated at once
+_MIN_BROADCAST_ELEMENTS = (
+    64  # elements; a larger array of repeated elements is stored without repetition
+)
 
 
 class Emitter:
@@ -92,7 +96,9 @@ class Emitter:
         """Apply an operator that returns several results; see `apply`."""
         names = self._names(inputs)
         together = self.writer.node(operator, names, tensors)
-        return tuple(self.tuple_element(together, number, one) for number, one in enumerate(tensors))
+        return tuple(
+            self.tuple_element(together, number, one) for number, one in enumerate(tensors)
+        )
 
     def tuple_element(self, together: str, number: int, tensor: TensorInfo) -> ArrayValue:
         """Return one element of a tuple of results."""
@@ -115,7 +121,9 @@ class Emitter:
         shape = np.broadcast_shapes(*(one.shape for one in data))
         if len(data) == 1:
             data = [_unrepeated(data[0])]
-        if math.prod(shape) > _MAX_FOLDED_ELEMENTS and (len(data) > 1 or data[0].size > _MAX_FOLDED_ELEMENTS):
+        if math.prod(shape) > _MAX_FOLDED_ELEMENTS and (
+            len(data) > 1 or data[0].size > _MAX_FOLDED_ELEMENTS
+        ):
             return None
         with np.errstate(all="ignore"):
             result = np.asarray(function(*data)).astype(NUMPY[dtype])
@@ -278,13 +286,19 @@ class Emitter:
     def gather_axis(self, value: ArrayValue, indices: ArrayValue, axis: int) -> ArrayValue:
         """Select elements along one axis; every index must be within bounds."""
         shape = value.shape[:axis] + indices.shape + value.shape[axis + 1 :]
-        if value.data is not None and indices.data is not None and math.prod(shape) <= _MAX_FOLDED_ELEMENTS:
+        if (
+            value.data is not None
+            and indices.data is not None
+            and math.prod(shape) <= _MAX_FOLDED_ELEMENTS
+        ):
             return constant_value(np.take(value.data, indices.data, axis), value.dtype)
         if value.dtype == "pred":  # MindSpore's Gather does not support booleans on a CPU
             return self.cast(self.gather_axis(self.cast(value, "s32"), indices, axis), "pred")
         return self.apply("Gather", [value, indices, axis, 0], shape, value.dtype)
 
-    def overwrite_block(self, value: ArrayValue, update: ArrayValue, starts: Sequence[int]) -> ArrayValue:
+    def overwrite_block(
+        self, value: ArrayValue, update: ArrayValue, starts: Sequence[int]
+    ) -> ArrayValue:
         """Return `value` with a block overwritten, which must lie within bounds."""
         starts = tuple(starts)
         partial = [a for a, size in enumerate(value.shape) if update.shape[a] != size]

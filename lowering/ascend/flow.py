@@ -13,7 +13,9 @@ from lowering.ascend.mindir import TensorInfo
 from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import TYPE_NAMES, TYPES, Message
 
-_MAX_UNROLLED_ITERATIONS = 100_000  # iterations of all loops together; a bound against endless loops
+_MAX_UNROLLED_ITERATIONS = (
+    100_000  # iterations of all loops together; a bound against endless loops
+)
 
 Run = Callable[[Message, Sequence[Any]], Any]  # translates a computation for arguments
 
@@ -36,12 +38,16 @@ class ControlFlow:
                     self._function(condition, is_tuple=True),
                     self._function(body, is_tuple=True),
                 )
-                return tuple(self._control.loop(_as_list(state), _loop_invariants(body), *functions))
+                return tuple(
+                    self._control.loop(_as_list(state), _loop_invariants(body), *functions)
+                )
             if not goes_on.data:
                 return state
             self._turns += 1
             if self._turns > _MAX_UNROLLED_ITERATIONS:
-                raise unsupported(f"a graph with more than {_MAX_UNROLLED_ITERATIONS:,} unrolled loop iterations")
+                raise unsupported(
+                    f"a graph with more than {_MAX_UNROLLED_ITERATIONS:,} unrolled loop iterations"
+                )
             state = self._run(body, [state])
 
     def branch(self, emit: Emitter, instruction: Message, operands: Sequence[Any]) -> Any:
@@ -64,7 +70,10 @@ class ControlFlow:
                 self._function(each, is_tuple=isinstance(given, tuple))
                 for each, given in zip(called, arguments, strict=True)
             ],
-            [TensorInfo(one.dimensions, emit.storage_type(TYPE_NAMES[one.element_type])) for one in shapes],
+            [
+                TensorInfo(one.dimensions, emit.storage_type(TYPE_NAMES[one.element_type]))
+                for one in shapes
+            ],
         )
         return tuple(found) if is_tuple else found[0]
 

@@ -24,7 +24,9 @@ _SCATTERS = {
 }
 
 
-def dynamic_slice(emit: Emitter, x: ArrayValue, starts: Sequence[ArrayValue], sizes: Sequence[int]) -> ArrayValue:
+def dynamic_slice(
+    emit: Emitter, x: ArrayValue, starts: Sequence[ArrayValue], sizes: Sequence[int]
+) -> ArrayValue:
     """Read a block; a block that would exceed the bounds is moved inside."""
     low, high = [0] * len(sizes), list(x.shape)
     moving = []
@@ -37,11 +39,15 @@ def dynamic_slice(emit: Emitter, x: ArrayValue, starts: Sequence[ArrayValue], si
     x = emit.slice(x, low, high)
     for axis in moving:
         first = _clamped(emit, starts[axis], x.shape[axis] - sizes[axis])
-        x = emit.gather_axis(x, emit.add(first, constant_value(np.arange(sizes[axis]), "s64")), axis)
+        x = emit.gather_axis(
+            x, emit.add(first, constant_value(np.arange(sizes[axis]), "s64")), axis
+        )
     return x
 
 
-def dynamic_update_slice(emit: Emitter, x: ArrayValue, update: ArrayValue, starts: Sequence[ArrayValue]) -> ArrayValue:
+def dynamic_update_slice(
+    emit: Emitter, x: ArrayValue, update: ArrayValue, starts: Sequence[ArrayValue]
+) -> ArrayValue:
     """Return x with a block overwritten; a block that would exceed the bounds is moved inside."""
     axes = range(len(x.shape))
     room = [x.shape[axis] - update.shape[axis] for axis in axes]
@@ -105,7 +111,12 @@ def gather(emit: Emitter, instruction: Message, x: ArrayValue, indices: ArrayVal
 
 
 def scatter(
-    emit: Emitter, instruction: Message, kind: str, x: ArrayValue, indices: ArrayValue, updates: ArrayValue
+    emit: Emitter,
+    instruction: Message,
+    kind: str,
+    x: ArrayValue,
+    indices: ArrayValue,
+    updates: ArrayValue,
 ) -> ArrayValue:
     """Combine updates with an array at indices; updates that exceed the bounds are skipped.
 
@@ -192,7 +203,9 @@ def _index_columns(
     return columns, batch_shape
 
 
-def _merge_indexed_axes(emit: Emitter, x: ArrayValue, indexed: list[int], rest: list[int]) -> ArrayValue:
+def _merge_indexed_axes(
+    emit: Emitter, x: ArrayValue, indexed: list[int], rest: list[int]
+) -> ArrayValue:
     """Move the indexed axes to the front and merge them into one."""
     count = int(np.prod([x.shape[axis] for axis in indexed], dtype=np.int64))
     return emit.reshape(
@@ -200,7 +213,9 @@ def _merge_indexed_axes(emit: Emitter, x: ArrayValue, indexed: list[int], rest: 
     )
 
 
-def _window_indices(emit: Emitter, first: ArrayValue, window: Sequence[int], number: int) -> ArrayValue:
+def _window_indices(
+    emit: Emitter, first: ArrayValue, window: Sequence[int], number: int
+) -> ArrayValue:
     """Add an axis for each window axis to first indices, which count up along axis `number`."""
     first = emit.reshape(first, (*first.shape, *(1 for _ in window)))
     if window[number] == 1:
@@ -210,7 +225,9 @@ def _window_indices(emit: Emitter, first: ArrayValue, window: Sequence[int], num
     return emit.add(first, constant_value(np.arange(window[number]).reshape(along), "s64"))
 
 
-def _linear_index(emit: Emitter, before: ArrayValue | None, place: ArrayValue, size: int) -> ArrayValue:
+def _linear_index(
+    emit: Emitter, before: ArrayValue | None, place: ArrayValue, size: int
+) -> ArrayValue:
     """Return the linear index over the previous axes and one more."""
     if before is None:
         return place

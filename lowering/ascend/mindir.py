@@ -228,7 +228,9 @@ class MindirWriter:
         """Return the nodes that read a variable, which must run before it is overwritten."""
         return self._users[reading]
 
-    def finish(self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None) -> bytes:
+    def finish(
+        self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None
+    ) -> bytes:
         """Return the file of a graph that returns a tuple, after the side effects of `after`."""
         self.return_new_tuple(outputs, tensors, after)
         return self.model.SerializeToString(deterministic=True)

@@ -271,7 +271,9 @@ def convert(emit: Emitter, instruction: Message, x: ArrayValue, source: str) -> 
     if (source == "u64" and dtype in FLOATS) or (dtype == "u64" and source in FLOATS):
         raise unsupported(f"conversion of {source} to {dtype}")
     if source in FLOATS and dtype not in FLOATS:
-        x = _clamp_to_integer_range(emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype)
+        x = _clamp_to_integer_range(
+            emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype
+        )
         return emit.cast(x, stored)
     if dtype[0] == "u" and _BITS[dtype] < 64 and source not in FLOATS:
         wide = emit.cast(x, "s64")
@@ -341,7 +343,9 @@ def _float_of_bits(emit: Emitter, bits: ArrayValue) -> ArrayValue:
     power = emit.cast(emit.subtract(emit.maximum(exponent, one), emit.integer(150, bits)), "f64")
     two = constant_value(np.array(2.0), "f64")
     size = emit.multiply(mantissa, emit.elementwise("Pow", np.power, [two, power]))
-    infinity, not_a_number = (constant_value(np.array(v, np.float64), "f64") for v in (np.inf, np.nan))
+    infinity, not_a_number = (
+        constant_value(np.array(v, np.float64), "f64") for v in (np.inf, np.nan)
+    )
     special = emit.select(emit.compare("Equal", fraction, zero), infinity, not_a_number)
     size = emit.select(is_special, special, size)
     minus = emit.compare("NotEqual", sign, zero)
@@ -382,7 +386,9 @@ def pad(emit: Emitter, instruction: Message, x: ArrayValue, filler: ArrayValue) 
     return x
 
 
-def _insert_interior_padding(emit: Emitter, x: ArrayValue, filler: ArrayValue, axis: int, between: int) -> ArrayValue:
+def _insert_interior_padding(
+    emit: Emitter, x: ArrayValue, filler: ArrayValue, axis: int, between: int
+) -> ArrayValue:
     """Insert fillers between elements, along a new axis after this one, which is then flattened."""
     if not between or x.shape[axis] < 2:
         return x
@@ -451,7 +457,9 @@ def reduce(emit: Emitter, kind: str, x: ArrayValue, axes: list[int], dtype: str)
     return wrap_to_hlo_type(emit, result, dtype)
 
 
-def combine_with_initial(emit: Emitter, kind: str, x: ArrayValue, initial: ArrayValue, dtype: str) -> ArrayValue:
+def combine_with_initial(
+    emit: Emitter, kind: str, x: ArrayValue, initial: ArrayValue, dtype: str
+) -> ArrayValue:
     """Combine a reduction with its initial value, unless that is the neutral element."""
     if initial.data is not None and _changes_nothing(kind, initial.data.flat[0], dtype):
         return x

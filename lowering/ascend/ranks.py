@@ -21,7 +21,9 @@ from typing import Any
 from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
 from lowering.errors import LoweringError
 
-_POLL_SECONDS = 1.0  # seconds between checks for ranks that died; child processes may keep connections open
+_POLL_SECONDS = (
+    1.0  # seconds between checks for ranks that died; child processes may keep connections open
+)
 
 
 class Ranks:

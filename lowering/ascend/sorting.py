@@ -8,7 +8,7 @@ import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
 from lowering.ascend.mindir import TensorInfo
-from lowering.ascend.operations import FLOATS, hlo_type, wrap_to_hlo_type, shape_of
+from lowering.ascend.operations import FLOATS, hlo_type, shape_of, wrap_to_hlo_type
 from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import Message
 
@@ -104,7 +104,9 @@ def _less_and_equal(emit: Emitter, a: ArrayValue, b: ArrayValue) -> tuple[ArrayV
         return less, equal
     no_a, no_b = (emit.compare("NotEqual", one, one) for one in (a, b))
     is_a = emit.elementwise("LogicalNot", np.logical_not, [no_a], "pred")
-    return emit.logical_or(less, emit.logical_and(is_a, no_b)), emit.logical_or(equal, emit.logical_and(no_a, no_b))
+    return emit.logical_or(less, emit.logical_and(is_a, no_b)), emit.logical_or(
+        equal, emit.logical_and(no_a, no_b)
+    )
 
 
 def _take_along_axis(emit: Emitter, x: ArrayValue, order: ArrayValue, axis: int) -> ArrayValue:

@@ -108,7 +108,10 @@ class _Translator:
         return values
 
     def finished(
-        self, arguments: Sequence[ArrayValue], results: Sequence[ArrayValue], in_place: dict[int, int]
+        self,
+        arguments: Sequence[ArrayValue],
+        results: Sequence[ArrayValue],
+        in_place: dict[int, int],
     ) -> MindirGraph:
         """End the graph: assign results to inputs that they overwrite, and return the others."""
         emit, writer = self.emit, self.emit.writer
@@ -189,7 +192,9 @@ class _Translator:
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit
-        if opcode in _UNSUPPORTED_FOR_U64 and "u64" in {self._types[i] for i in instruction.operand_ids}:
+        if opcode in _UNSUPPORTED_FOR_U64 and "u64" in {
+            self._types[i] for i in instruction.operand_ids
+        }:
             raise unsupported(f"{opcode} of u64")
         if opcode in _ELEMENTARY:
             return _ELEMENTARY[opcode](emit, instruction, *operands)
@@ -229,7 +234,9 @@ class _Translator:
         return sorting.sort(self.emit, instruction, self._function(instruction), operands)
 
     def _windows(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        return sorting.running_reduction(self.emit, instruction, self._combiner(instruction), operands[0])
+        return sorting.running_reduction(
+            self.emit, instruction, self._combiner(instruction), operands[0]
+        )
 
     def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if instruction.custom_call_target == "TopK":

@@ -13,7 +13,7 @@ from lowering.hlo import fused_collectives
 from lowering.hlo.flops import instruction_flops
 from lowering.hlo.provenance import Provenance
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
-from lowering.hlo.text import Computation, Instruction, HloModule, arrays, nbytes, parse
+from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 

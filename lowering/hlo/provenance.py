@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo.text import Computation, Instruction, HloModule
+from lowering.hlo.text import Computation, HloModule, Instruction
 from lowering.tracing.source_lines import model_line
 
 # Operations whose result is an operand, or part of one, with another location, dtype or layout.

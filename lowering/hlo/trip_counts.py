@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo.text import Computation, Instruction, HloModule
+from lowering.hlo.text import Computation, HloModule, Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SAME_VALUE = ("bitcast", "convert", "copy", "reshape", "copy-start", "copy-done")

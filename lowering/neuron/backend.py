@@ -78,7 +78,9 @@ def from_global_program(whole: Lowered, target: Target) -> Lowered:
     return _with_compiler_flags(per_device.from_global_program(whole, target), target)
 
 
-def _with_compiler_flags(program: DeviceLowering, target: Target, *, quickly: bool = False) -> Lowered:
+def _with_compiler_flags(
+    program: DeviceLowering, target: Target, *, quickly: bool = False
+) -> Lowered:
     found = compiler.find_compiler(target)
     version = found.version if found else compiler.NEWEST_VERSION
     options = {
@@ -110,7 +112,9 @@ def compile(lowered: Lowered) -> Artifact:
     if found is None:
         raise bundle.compiler_missing_error(hlo, flags, record, target)
     payload, seconds = compiler.compile_timed(found, hlo, flags, graph=lowered.name, target=target)
-    return Artifact(payload, bundle.completed_record(record, payload, seconds, flags, found.version))
+    return Artifact(
+        payload, bundle.completed_record(record, payload, seconds, flags, found.version)
+    )
 
 
 def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +155,4 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 def checkpoint_arrays(tree: Tree) -> Tree:
     """Return a tree that a checkpoint can write: arrays on Neuron cores are copied to the host."""
-    return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, CoreArray) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: leaf.to_host() if isinstance(leaf, CoreArray) else leaf, tree)

@@ -85,7 +85,12 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
         raise compiler_missing_error(hlo, flags, record, target)
     flags = compiler.flags(target, found.version, fast=runs_once)
     payload, seconds = compiler.compile_timed(found, hlo, flags, graph=graph, target=target)
-    return payload, completed_record(record, payload, seconds, flags, found.version), flags, found.version
+    return (
+        payload,
+        completed_record(record, payload, seconds, flags, found.version),
+        flags,
+        found.version,
+    )
 
 
 def completed_record(

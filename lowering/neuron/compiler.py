@@ -154,8 +154,8 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
-            [*kill_with_parent_prefix(), *words], cwd=directory, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
+            [*kill_with_parent_prefix(), *words], cwd=directory, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
         )  # fmt: skip
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
@@ -177,7 +177,8 @@ def _uses_library(target: Target) -> bool:
     asked = os.environ.get(COMPILER_VARIABLE, "neuronx-cc")
     if asked not in ("neuronx-cc", LIBNEURONXLA):
         raise LoweringError(
-            f"{COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {LIBNEURONXLA}; set it to one of them, or "
+            f"{COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {LIBNEURONXLA}; set it to one "
+            "of them, or "
             "unset it for neuronx-cc"
         )
     return asked == LIBNEURONXLA and not target.runs_on_cpu

@@ -60,7 +60,9 @@ class InstructionCount:
 
     def __add__(self, other: InstructionCount) -> InstructionCount:
         larger = max(self, other, key=lambda each: each.largest)
-        return replace(larger, unrolled=self.unrolled + other.unrolled, once=self.loops_once + other.loops_once)
+        return replace(
+            larger, unrolled=self.unrolled + other.unrolled, once=self.loops_once + other.loops_once
+        )
 
 
 def estimate(module: Message) -> InstructionCount:
@@ -105,7 +107,8 @@ def _count_dot(each: Message, known: Mapping[int, Message]) -> int:
     summed = math.prod(left[axis] for axis in numbers.lhs_contracting_dimensions)
     rows, columns = (math.prod(side) // (batch * summed) for side in (left, right))
     result = min(
-        _ceil_div(rows, _ROWS) * _ceil_div(columns, _COLUMNS), _ceil_div(rows, _COLUMNS) * _ceil_div(columns, _ROWS)
+        _ceil_div(rows, _ROWS) * _ceil_div(columns, _COLUMNS),
+        _ceil_div(rows, _COLUMNS) * _ceil_div(columns, _ROWS),
     )
     return batch * _ceil_div(summed, _ROWS) * result
 

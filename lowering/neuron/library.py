@@ -51,7 +51,8 @@ def _library(target: Target) -> Any:
     if library is None or not hasattr(library, "neuron_xla_compile"):
         what = "is not installed" if library is None else "is PyPI's placeholder package"
         raise LoweringError(
-            f"{target}: {compiler.COMPILER_VARIABLE} selects {compiler.LIBNEURONXLA}, which {what} on this "
+            f"{target}: {compiler.COMPILER_VARIABLE} selects {compiler.LIBNEURONXLA}, which "
+            f"{what} on this "
             "machine; install it from AWS's package index, see the AWS Neuron documentation, or "
             f"unset {compiler.COMPILER_VARIABLE}"
         )

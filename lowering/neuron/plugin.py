@@ -51,7 +51,9 @@ def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None
     with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as unused:
         # AWS's tool passes a file for the plugin to write the cache's path to. Here the path is
         # known, so the file is not read.
-        told = extraction_environment(root) | {"NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name}
+        told = extraction_environment(root) | {
+            "NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name
+        }
         try:
             status = subprocess.run(list(command), env=told).returncode
         except OSError as error:

@@ -119,14 +119,17 @@ def _size(size: int) -> Iterator[PreflightFinding]:
         yield PreflightFinding("EXTP004", 0, what, "scan over layers, and pass constants as inputs")
 
 
-def _instructions(module: PreflightModule, count: InstructionCount, limit: int) -> Iterator[PreflightFinding]:
+def _instructions(
+    module: PreflightModule, count: InstructionCount, limit: int
+) -> Iterator[PreflightFinding]:
     less = (
         "shard the model over more devices, use fewer sequences per step, or raise the limit: "
         f"NEURON_CC_FLAGS={_LIMIT_FLAG}=N"
     )
     if count.loops_once > limit:
         what = (
-            f"about {count.loops_once:,} instructions with no loop unrolled (estimate); the limit is "
+            f"about {count.loops_once:,} instructions with no loop unrolled (estimate); the limit "
+            "is "
             f"{limit:,}"
         )
         yield PreflightFinding("EVRF007", 0, what, less)

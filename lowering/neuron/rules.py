@@ -129,7 +129,9 @@ def _integer_arithmetic(each: Message, module: PreflightModule) -> Iterator[Pref
     code, types = codes.get(each.opcode, ("", ()))
     if name in types:
         what = f"{each.name} is a {each.opcode} of {name}, computed in fewer bits"
-        yield PreflightFinding(code, each.id, what, "convert to float32 if its values fit", "warning")
+        yield PreflightFinding(
+            code, each.id, what, "convert to float32 if its values fit", "warning"
+        )
 
 
 def _top_k(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
@@ -171,7 +173,9 @@ def _reduced_windows(each: Message, module: PreflightModule) -> Iterator[Preflig
         return
     if any(one.base_dilation > 1 for one in each.window.dimensions):
         what = f"{each.name} dilates its input"
-        yield PreflightFinding("EVRF017", each.id, what, "insert padding between the elements first")
+        yield PreflightFinding(
+            "EVRF017", each.id, what, "insert padding between the elements first"
+        )
     if any(one.window_dilation > 1 for one in each.window.dimensions):
         what = f"{each.name} has a dilated window"
         yield PreflightFinding("EVRF018", each.id, what, "use strided slices instead")

@@ -75,14 +75,16 @@ def lower(
         if spec.memory != "device":
             raise LoweringError(
                 f"{target}: {path} is stored in host memory, which programs of this target cannot "
-                "access; set program.optimizer.offload = false"
+                "access; set program.optimizer.offload_to_host = false"
             )
     on_cpu = Target("cpu", (target.devices,))
     whole = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
     return from_global_program(whole, target, rank_input=rank_input)
 
 
-def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = False) -> DeviceLowering:
+def from_global_program(
+    whole: Lowered, target: Target, *, rank_input: bool = False
+) -> DeviceLowering:
     """Partition a global program that was lowered for as many CPU devices as the target has.
 
     Raises:
@@ -90,7 +92,9 @@ def from_global_program(whole: Lowered, target: Target, *, rank_input: bool = Fa
     """
     with capture_compiler_log() as replicated:
         split = partition_spmd(whole.handle)
-    normalised = normalize_module(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
+    normalised = normalize_module(
+        split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input
+    )
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {

@@ -50,7 +50,9 @@ class NormalizedModule:
     sources: dict[int, str]  # instruction id to line of the model's code
 
 
-def normalize_module(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> NormalizedModule:
+def normalize_module(
+    binary: bytes, *, name: str, ranks: int, rank_input: bool = False
+) -> NormalizedModule:
     """Normalise the module of one device, as lowering.xla.spmd_module.partition returns it.
 
     Args:

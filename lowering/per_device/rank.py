@@ -44,7 +44,9 @@ class _Rewriter:
         self.rank_readers: set[int] = set()
         for computation in module.computations:  # callees come before their callers
             for each in computation.instructions:
-                if each.opcode in _RANK_OPCODES or self.rank_readers.intersection(each.called_computation_ids):
+                if each.opcode in _RANK_OPCODES or self.rank_readers.intersection(
+                    each.called_computation_ids
+                ):
                     self.rank_readers.add(computation.id)
 
     def add_parameter(self, computation: Message) -> int:

@@ -201,7 +201,8 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
     if not wanted <= kinds:
         raise LoweringError(
             f"{target}: arrays in host memory cannot be compiled for a GPU that is not attached to "
-            "this machine (JAX lists no host memory for it); set program.optimizer.offload = false"
+            "this machine (JAX lists no host memory for it); set "
+            "program.optimizer.offload_to_host = false"
         )
 
 

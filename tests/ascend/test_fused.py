@@ -45,7 +45,9 @@ def sides(model) -> Counter:
 
 
 def test_a_step_has_one_operator_for_each_pass_and_keeps_no_scores():
-    model = dataclasses.replace(MODEL, layers=4, window=5, full_every=2, remat="full")
+    model = dataclasses.replace(
+        MODEL, layers=4, sliding_window=5, global_attention_every=2, remat="full"
+    )
     artifact = compiled(program(**CUBE | {"model": model, "batch": BATCH}), "train", "ascend910b:8")
     graph = mindir.read(artifact.payload)
     found = fused(graph)
@@ -70,7 +72,7 @@ def test_documents_are_apart_by_a_mask_that_all_layers_share():
         target="cpu:1",
         mesh=Mesh(),
         model=dataclasses.replace(MODEL, remat="attention"),
-        batch=dataclasses.replace(BATCH, documents="apart"),
+        batch=dataclasses.replace(BATCH, cross_document_attention=False),
     )
     graph = mindir.read(compiled(of, "train", "ascend910b:1").payload)
     found = fused(graph)

@@ -17,7 +17,7 @@ from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
 from graphtrain.graphs.build import build_graph
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
-from lowering.ascend.personal import rank_groups, fill_in_rank
+from lowering.ascend.personal import fill_in_rank, rank_groups
 from lowering.ascend.schema import TENSOR_TYPES
 from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
@@ -29,7 +29,7 @@ from sharding_rules.rules import Rules
 
 BFLOAT16 = dataclasses.replace(LLAMA, dtype="bfloat16")
 ROOMY = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.0)
-MIXTURE = dataclasses.replace(LLAMA, mixture=ROOMY)
+MIXTURE = dataclasses.replace(LLAMA, moe=ROOMY)
 RATE = np.float32(1e-3)
 
 
@@ -58,7 +58,9 @@ def operators(model):
 
 def test_collectives_are_those_of_hccl_with_the_groups_of_the_rank(cube):
     about = cube.record["ascend"]
-    model = mindir.read(fill_in_rank(cube.payload, about["groups"], about["exchanges"], 5, "Ascend"))
+    model = mindir.read(
+        fill_in_rank(cube.payload, about["groups"], about["exchanges"], 5, "Ascend")
+    )
     count = Counter(one.op_type for one in operators(model))
     assert count["AllReduce"] and count["AllGather"]
     groups = dict(rank_groups(about["groups"], 5, "Ascend"))

@@ -46,7 +46,7 @@ def measured(seconds: float, consumed: float, data: Any, **options: Any) -> dict
     from graphtrain.data.batches.loader import Loader
 
     began = time.perf_counter()
-    loader = Loader(data, seed=0, overlong="cut", **options)
+    loader = Loader(data, seed=0, overlong="truncate", **options)
     next(loader)
     opened = time.perf_counter() - began
     size, batches, targets = options["sequences"] * options["length"], 0, 0.0

@@ -52,7 +52,7 @@ class Row(NamedTuple):
             norm="layer",
             activation="gelu",
             bias="all",
-            tied_head=True,
+            tie_word_embeddings=True,
         )
         batch = Batch(global_batch_size=self.sequences, seq_len=LENGTH)
         target = f"a100:{self.devices}"

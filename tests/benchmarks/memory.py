@@ -37,7 +37,8 @@ ONE_FORWARD = PipelineSettings(schedule="1f1b")
 CIRCULAR = PipelineSettings(schedule="circular", virtual_stages=2)
 GPT = {
     "layers": 24, "embed": 2048, "heads": 16, "mlp": 8192, "vocab": 51200, "positions": "learned",
-    "max_length": 2048, "norm": "layer", "activation": "gelu", "bias": "all", "tied_head": True,
+    "max_position_embeddings": 2048,
+    "norm": "layer", "activation": "gelu", "bias": "all", "tie_word_embeddings": True,
 }  # fmt: skip
 THIRTEEN = {"layers": 40, "embed": 5120, "heads": 40, "mlp": 13824, "vocab": 32000}
 # name, target, mesh, rules, model, batch, and a pipeline's schedule
@@ -124,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
-    parser.add_argument("--attention", choices=["auto", "scores"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "dense"], default="auto")
     parser.add_argument(
         "--chunk", default="auto", help="program.loss.chunk: auto, whole or a number"
     )

@@ -49,8 +49,8 @@ fsdp = {devices}
 [program.model]
 {model}
 [program.batch]
-sequences = {SEQUENCES}
-length = {LENGTH}
+global_batch_size = {SEQUENCES}
+seq_len = {LENGTH}
 [run]
 directory = "run"
 steps = 1

@@ -102,8 +102,8 @@ dtype = "{dtype}"
 remat = "none"
 unroll = {MODEL["layers"]}
 [program.batch]
-sequences = {SEQUENCES}
-length = {LENGTH}
+global_batch_size = {SEQUENCES}
+seq_len = {LENGTH}
 [run]
 directory = "none"
 steps = 1

@@ -35,22 +35,22 @@ GPT2 = Model(
     norm="layer",
     activation="gelu_tanh",
     bias="all",
-    tied_head=True,
+    tie_word_embeddings=True,
     dtype="float32",
 )
 GEMMA = dataclasses.replace(  # a window narrower than a chunk of the ring, and one layer without
     LLAMA,
     activation="geglu_tanh",
-    tied_head=True,
+    tie_word_embeddings=True,
     post_norm=True,
-    query_key_norm=True,
-    scale_offset=True,
+    qk_norm=True,
+    rms_norm_offset=True,
     scaled_embedding=True,
-    window=3,
-    full_every=2,
-    window_rope_base=1000.0,
-    score_cap=2.0,
-    logit_cap=5.0,
+    sliding_window=3,
+    global_attention_every=2,
+    sliding_window_rope_theta=1000.0,
+    attn_logit_softcap=2.0,
+    final_logit_softcap=5.0,
 )
 CUBE = {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=2, tensor=2)}
 

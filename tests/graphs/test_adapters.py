@@ -19,7 +19,7 @@ from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
-EXPERTS = dataclasses.replace(LLAMA, mixture=MixtureOfExperts(experts=4, shared_expert_mlp=48))
+EXPERTS = dataclasses.replace(LLAMA, moe=MixtureOfExperts(experts=4, shared_expert_mlp=48))
 
 
 class Base:
@@ -79,7 +79,9 @@ def take_steps(of):
 
 def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
     adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("head",), dropout=0.2, base_dtype="nf4")
-    of = program(adapter=adapter, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2), **FOUR)
+    of = program(
+        adapter=adapter, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2), **FOUR
+    )
     _, want = take_steps(alone(of))
     train, got = take_steps(of)
     same(got, want, 1e-5)
@@ -99,7 +101,9 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
             {
                 "target": "cpu:4",
                 "mesh": Mesh(data=2, tensor=2),
-                "batch": Batch(global_batch_size=8, seq_len=16, microbatches=2, gradient_reduction="last"),
+                "batch": Batch(
+                    global_batch_size=8, seq_len=16, microbatches=2, gradient_reduction="per_step"
+                ),
             },
         ),
     ],
@@ -117,14 +121,20 @@ def test_gradients_are_those_of_one_device(base, settings):
 
 def test_a_pattern_that_names_nothing_is_refused():
     for adapter, words in (
-        (Adapter(rank=4, alpha=8.0, target_modules=("router",)), r"targets: 'router' matches no eligible"),
-        (Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)), r"whole: 'haed' matches no eligible.*head"),
+        (
+            Adapter(rank=4, alpha=8.0, target_modules=("router",)),
+            r"targets: 'router' matches no eligible",
+        ),
+        (
+            Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)),
+            r"whole: 'haed' matches no eligible.*head",
+        ),
     ):
         with pytest.raises(ShardingError, match=words):
             loaded(program(model=EXPERTS, adapter=adapter), "init")
 
 
-PREFERENCE = Loss(kind="preference", beta=0.3, label_smoothing=0.1)
+PREFERENCE = Loss(kind="dpo", beta=0.3, label_smoothing=0.1)
 
 
 def pairs(of):
@@ -217,7 +227,7 @@ def test_preferences_equal_pytorch():
 def test_the_reference_of_an_adapter_is_its_base():
     """With a product of zero the policy is the reference: no margin, and the loss of a coin."""
     adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("final_norm/*",), base_dtype="int8")
-    of = program(loss=Loss(kind="preference"), adapter=adapter, **FOUR)
+    of = program(loss=Loss(kind="dpo"), adapter=adapter, **FOUR)
     evaluate, base = loaded(of, "evaluate"), Base(LLAMA).arrays
     described = flatten(evaluate.inputs("parameters"))
     begun = {path: base.get(path, np.zeros(one.shape)) for path, one in described.items()}

@@ -29,7 +29,11 @@ GOOD = {
     "data, reduced last": (
         ("data",),
         {"data": 8},
-        {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=2, gradient_reduction="last")},
+        {
+            "batch": Batch(
+                global_batch_size=16, seq_len=64, microbatches=2, gradient_reduction="per_step"
+            )
+        },
     ),
     "zero1": (("zero1",), {"data": 8}, {}),
     "zero2": (("zero2",), {"data": 8}, ACCUMULATED),

@@ -20,7 +20,7 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 
 LENGTH, CHUNK, VOCAB = 16, 4, 64
-LAST = Batch(global_batch_size=8, seq_len=LENGTH, gradient_reduction="last")
+LAST = Batch(global_batch_size=8, seq_len=LENGTH, gradient_reduction="per_step")
 SPLIT = {
     "data and fsdp": {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=4)},
     "a ring": {"target": "cpu:8", "mesh": Mesh(data=4, context=2)},
@@ -137,4 +137,4 @@ def test_what_chunks_do_not_go_with_is_refused(settings, words):
 
 def test_preferences_have_no_chunks():
     with pytest.raises(ValueError, match="chunk is only for kind"):
-        dataclasses.replace(CHUNKS, z_loss=0.0, kind="preference")
+        dataclasses.replace(CHUNKS, z_loss=0.0, kind="dpo")

@@ -70,7 +70,7 @@ def test_a_ring_inside_a_loop_by_hand_over_data():
     sizes = Batch(global_batch_size=8, seq_len=16, microbatches=2)
     alone = program(batch=sizes)
     split = program(
-        batch=dataclasses.replace(sizes, reduce="last"),
+        batch=dataclasses.replace(sizes, gradient_reduction="per_step"),
         target="cpu:8",
         mesh=Mesh(data=2, context=2, tensor=2),
         rules=RING,

@@ -42,7 +42,9 @@ def test_a_step_has_the_kernels_once_and_no_scores(target):
     compiler, kernel = TARGETS[target]
     if not installed(compiler):
         pytest.skip(f"needs {compiler}")
-    of = Program(target=target, mesh=CUBE, model=NARROW, batch=Batch(global_batch_size=16, seq_len=512))
+    of = Program(
+        target=target, mesh=CUBE, model=NARROW, batch=Batch(global_batch_size=16, seq_len=512)
+    )
     text = _compiled(of)
     # One forward, although the backward pass computes other things again, and two backward.
     assert text.count(f'custom_call_target="{kernel}"') == 3
@@ -80,7 +82,7 @@ def _compiled(of: Program) -> str:
 
 def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatch):
     model = dataclasses.replace(LLAMA, head_dim=16, remat="dots")
-    sizes = Batch(global_batch_size=8, seq_len=128, documents="apart")
+    sizes = Batch(global_batch_size=8, seq_len=128, cross_document_attention=False)
     of = program(target="cpu:8", mesh=CUBE, model=model, batch=sizes)
     want = _gradients(of)
     monkeypatch.setattr(flash, "gpu_kernel", partial(flash.gpu_kernel, interpret=True))

@@ -28,7 +28,7 @@ WAYS = {
 
 
 def mixed(mixture, **settings):
-    return program(model=dataclasses.replace(LLAMA, mixture=mixture), **settings)
+    return program(model=dataclasses.replace(LLAMA, moe=mixture), **settings)
 
 
 @pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
@@ -66,13 +66,13 @@ def test_logits_equal_those_of_mixtral():
     transformers = pytest.importorskip("transformers")
     model = Model(
         layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none",
-        initial_deviation=0.2, moe=MixtureOfExperts(experts=4, experts_per_token=2),
+        init_std=0.2, moe=MixtureOfExperts(experts=4, experts_per_token=2),
     )  # fmt: skip
     ours = jax.device_get(initialize(model, jax.random.key(0)))
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        rms_norm_eps=model.norm_epsilon, rope_theta=model.rope_base, sliding_window=None,
+        rms_norm_eps=model.norm_epsilon, rope_theta=model.rope_theta, sliding_window=None,
         tie_word_embeddings=False, attn_implementation="eager",
     )  # fmt: skip
     theirs = transformers.MixtralForCausalLM(config).float().eval()
@@ -114,9 +114,9 @@ def _as_mixtral(ours):
 def test_with_room_for_all_a_capacity_drops_none():
     tokens = jnp.array(np.random.default_rng(1).integers(0, 64, (2, 16)))
     wide = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=4.0)
-    parameters = initialize(dataclasses.replace(LLAMA, mixture=DROPLESS), jax.random.key(0))
+    parameters = initialize(dataclasses.replace(LLAMA, moe=DROPLESS), jax.random.key(0))
     results = [
-        forward(dataclasses.replace(LLAMA, mixture=mixture), parameters, tokens)[0]
+        forward(dataclasses.replace(LLAMA, moe=mixture), parameters, tokens)[0]
         for mixture in (DROPLESS, wide)
     ]
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-5)

@@ -34,7 +34,11 @@ STAGES = {
     "mesh": Mesh(data=2, stage=2, tensor=2),
     "batch": Batch(global_batch_size=8, seq_len=16, microbatches=2),
 }
-RING = {"target": "cpu:8", "mesh": Mesh(data=4, context=2), "batch": Batch(global_batch_size=4, seq_len=16)}
+RING = {
+    "target": "cpu:8",
+    "mesh": Mesh(data=4, context=2),
+    "batch": Batch(global_batch_size=4, seq_len=16),
+}
 RECOMPUTED = CUBE | {"model": dataclasses.replace(LLAMA, dtype="bfloat16", remat="dots")}
 
 
@@ -116,7 +120,9 @@ def test_the_rank_is_an_input_and_nothing_else_asks_for_it(module):
 
 def test_lines_of_the_model_are_kept_beside_the_module(raw):
     sources = normalize_module(raw, name="train", ranks=8).sources
-    dots = [each for each in instructions(read_module(normalize_module(raw, name="train", ranks=8).hlo))]
+    dots = [
+        each for each in instructions(read_module(normalize_module(raw, name="train", ranks=8).hlo))
+    ]
     lines = {sources[each.id] for each in dots if each.opcode == "dot" and each.id in sources}
     assert any(line.startswith("graphtrain/models/") for line in lines)
 
@@ -237,7 +243,9 @@ def test_the_simulator_refuses_what_the_compiler_would_with_its_code(tmp_path, c
 
 
 def test_the_simulator_refuses_what_no_device_can_hold(tmp_path, capfd):
-    hlo = normalize_module(module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1).hlo
+    hlo = normalize_module(
+        module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1
+    ).hlo
     assert simulate(tmp_path, hlo) == 70
     log = capfd.readouterr().err
     assert "[NCC_EOOM001] the inputs alone need 17.2 GB per device; a device has 17.2 GB" in log

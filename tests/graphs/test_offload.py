@@ -21,7 +21,9 @@ def test_what_is_computed_again_does_not_change_the_gradients(remat):
 def test_moments_in_the_hosts_memory_train_alike():
     results = []
     for offload in (False, True):
-        of = program(target="cpu:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload_to_host=offload))
+        of = program(
+            target="cpu:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload_to_host=offload)
+        )
         train = loaded(of, "train")
         state = loaded(of, "init")(np.uint32(0))["state"]
         for _ in range(2):

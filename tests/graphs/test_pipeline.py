@@ -54,7 +54,11 @@ CASES = {
         Mesh(stage=4),
         DEFAULT,
     ),
-    "circular, uneven": (PipelineSettings(virtual_stages=2, layers_per_stage=(1, 3, 2, 2)), CUBE, DEFAULT),
+    "circular, uneven": (
+        PipelineSettings(virtual_stages=2, layers_per_stage=(1, 3, 2, 2)),
+        CUBE,
+        DEFAULT,
+    ),
     "1f1b, uneven": (PipelineSettings(schedule="1f1b", layers_per_stage=(5, 3)), CUBE, DEFAULT),
 }
 

@@ -245,7 +245,7 @@ def lowered(graph, **settings):
 @pytest.mark.slow
 def test_a_whole_step_is_a_third_of_what_was_published():
     model = Model(
-        layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, vocab=49152, tied_head=True,
+        layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, vocab=49152, tie_word_embeddings=True,
         remat="none",
     )  # fmt: skip
     batch = Batch(global_batch_size=8, seq_len=2048)
@@ -253,13 +253,13 @@ def test_a_whole_step_is_a_third_of_what_was_published():
     assert 3 < 37_536_776 / estimate(read_module(step.handle.hlo)).unrolled < 4
 
 
-MIXTURE = dataclasses.replace(LLAMA, mixture=MixtureOfExperts(experts=4, experts_per_token=2))
+MIXTURE = dataclasses.replace(LLAMA, moe=MixtureOfExperts(experts=4, experts_per_token=2))
 OURS = {
     "recomputed": dataclasses.replace(LLAMA, remat="dots", dtype="bfloat16"),
     "like GPT-2": dataclasses.replace(GPT2, dropout=0.1),
     "mixture": MIXTURE,
     "mixture with a capacity": dataclasses.replace(
-        MIXTURE, mixture=MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.25)
+        MIXTURE, moe=MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.25)
     ),
 }
 

@@ -22,7 +22,7 @@ from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
 from lowering.trees import flatten, unflatten
 
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
-APART = Batch(global_batch_size=8, seq_len=16, documents="apart")
+APART = Batch(global_batch_size=8, seq_len=16, cross_document_attention=False)
 
 
 CUBE = Mesh(data=2, context=2, tensor=2)

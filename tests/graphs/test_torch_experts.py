@@ -47,7 +47,7 @@ def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_pa
 
 def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
     model = mixture(tmp_path)
-    last = Batch(global_batch_size=8, seq_len=8, gradient_reduction="last")
+    last = Batch(global_batch_size=8, seq_len=8, gradient_reduction="per_step")
     of = program(target="cpu:8", mesh=Mesh(data=8), rules=("data",), model=model, batch=last)
     with pytest.raises(
         ShardingError,

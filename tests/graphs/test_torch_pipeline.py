@@ -32,7 +32,11 @@ ONE_ONE = PipelineSettings(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
 BATCH = Batch(global_batch_size=16, seq_len=8, microbatches=4)
 CASES = {
-    "llama, gpipe, uneven": ("llama", PipelineSettings(schedule="gpipe", layers_per_stage=(1, 3)), CUBE),
+    "llama, gpipe, uneven": (
+        "llama",
+        PipelineSettings(schedule="gpipe", layers_per_stage=(1, 3)),
+        CUBE,
+    ),
     "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=4, stage=2)),
     "gpt2, circular, uneven": (
         "gpt2",
@@ -85,7 +89,11 @@ def of_module(pipeline, mesh, **overrides):
     ("pipeline", "mesh", "drop"),
     [
         (PipelineSettings(schedule="1f1b", layers_per_stage=(1, 3)), Mesh(data=4, stage=2), 0.0),
-        (PipelineSettings(virtual_stages=2, layers_per_stage=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
+        (
+            PipelineSettings(virtual_stages=2, layers_per_stage=(1, 1, 1, 1)),
+            Mesh(fsdp=4, stage=2),
+            0.3,
+        ),
     ],
 )
 def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeline, mesh, drop):
@@ -120,8 +128,10 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
     with pytest.raises(ShardingError, match="traced block by block, because block 1 computes"):
         build_graph(of, "train")
     with pytest.raises(ShardingError, match=r"has 4 blocks, but the stages hold 5"):
-        build_graph(of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train")
-    with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
+        build_graph(
+            of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train"
+        )
+    with pytest.raises(ValueError, match=r"pipeline.layers_per_stage = \[6, 6\]"):
         of_module(PipelineSettings(), Mesh(data=4, stage=2))
 
 
@@ -136,11 +146,13 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
     ],
 )
 def test_gradients_reduced_last_are_those_of_one_device(kind, rules, mesh, folder):
-    last = dataclasses.replace(BATCH, sequences=32, reduce="last")
+    last = dataclasses.replace(BATCH, global_batch_size=32, gradient_reduction="per_step")
     of = dataclasses.replace(
         in_stages(folder, kind, PipelineSettings(), mesh), rules=rules, batch=last
     )
-    alone_each = dataclasses.replace(one_device(of), batch=dataclasses.replace(last, reduce="each"))
+    alone_each = dataclasses.replace(
+        one_device(of), batch=dataclasses.replace(last, gradient_reduction="per_microbatch")
+    )
     assert_close(loss_and_gradients(of), loss_and_gradients(alone_each))
 
 
@@ -190,7 +202,9 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
 def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     wide = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": 4098}  # not a multiple of 4
     model = imported(folder, "gpt2", overrides=wide)
-    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(global_batch_size=16, seq_len=32))
+    of = program(
+        target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(global_batch_size=16, seq_len=32)
+    )
     found = search(of, keep=50)
     assert all(one.program.model.overrides == wide for one in found.ranked)
     assert {one.mesh.axes["stage"] for one in found.ranked} > {2}

@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_those_of_one_device(way, reduce, model):
 
 
 def test_a_single_microbatch_can_be_reduced_last():
-    sizes = Batch(global_batch_size=8, seq_len=16, gradient_reduction="last")
+    sizes = Batch(global_batch_size=8, seq_len=16, gradient_reduction="per_step")
     split = program(target="cpu:8", mesh=Mesh(data=8), rules=("zero1",), batch=sizes)
     assert_close(loss_and_gradients(split), loss_and_gradients(program()))
 

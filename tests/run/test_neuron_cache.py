@@ -76,12 +76,12 @@ import hashlib, json, os, pathlib, sys
 import jax
 from lowering.xla import backend as xla
 from lowering.neuron import compiler, plugin
-from lowering.per_device.normalise import normalise
+from lowering.per_device.normalise import normalize_module
 from lowering.neuron.persistent_cache import flags
 from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
-    hlo = normalise(partition_spmd(self).hlo, name="step", ranks=4).hlo
+    hlo = normalize_module(partition_spmd(self).hlo, name="step", ranks=4).hlo
     written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)
     name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.key_of_list(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])

@@ -40,7 +40,10 @@ def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Conf
     import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     settings = dataclasses.replace(ConvertedFolder(path / "ours").model, dtype="float32", vocab=264)
     program = Program(
-        target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(global_batch_size=4, seq_len=96)
+        target="cpu:8",
+        mesh=Mesh(**mesh),
+        model=settings,
+        batch=Batch(global_batch_size=4, seq_len=96),
     )
     run = Run(
         directory=str(path / "run"), steps=1, data=Data(train="data"), init_from=str(path / "ours")
@@ -119,8 +122,8 @@ def test_a_prompt_of_other_bytes_than_text_is_refused():
 def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, tmp_path):
     config = config_of(tmp_path, LLAMA, data=8)
     adapted = dataclasses.replace(config.program, adapter=Adapter(rank=2, alpha=2.0))
-    run = dataclasses.replace(config.run, initial_adapter="adapter")
-    with pytest.raises(GraphtrainError, match=r"does not read run\.initial_adapter"):
+    run = dataclasses.replace(config.run, init_adapter_from="adapter")
+    with pytest.raises(GraphtrainError, match=r"does not read run\.init_adapter_from"):
         Generator(Config(program=adapted, run=run), cache, lambda label, stage: None, None)
 
 

@@ -62,7 +62,9 @@ def program(mesh: Mesh, devices: int, **settings) -> Program:
 PROGRAMS = {
     "one": program(Mesh(), 1),
     "split": program(Mesh(fsdp=2, tensor=2, expert=2), 8),
-    "uneven": program(Mesh(stage=2, tensor=2), 4, pipeline=PipelineSettings(layers_per_stage=(2, 3))),
+    "uneven": program(
+        Mesh(stage=2, tensor=2), 4, pipeline=PipelineSettings(layers_per_stage=(2, 3))
+    ),
     "rounds": program(Mesh(stage=2, data=2), 4, pipeline=PipelineSettings(virtual_stages=2)),
     "zero": program(Mesh(data=4, tensor=2), 8, rules=("tensor", "zero1")),
 }

@@ -50,7 +50,7 @@ class Attention(nnx.Module):
             self.value_bias = init.zeros(model, "kv_heads", "head_dim")
         if model.bias in ("attention", "all"):
             self.output_bias = init.zeros(model, "embed")
-        if model.query_key_norm:
+        if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model, "head_dim"), Norm(model, "head_dim")
 
     @jax.named_scope("attention")
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
                 without it, the model's window applies.
         """
         query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
-        if self.model.query_key_norm:
+        if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
             places, turns = positions(x.shape[1]), frequencies(self.model, full)
@@ -109,7 +109,7 @@ def attend(
         remat: With "attention" the backward pass recomputes the scores.
         unroll: Number of layers unrolled in each iteration of the scan over layers.
         how: Attention implementation: "flash" requires the target's kernel, "auto" uses it where
-            there is one, "scores" never does.
+            there is one, "dense" never does.
 
     Raises:
         LoweringError: the kernel is required and there is none; the message has the reason.

@@ -52,10 +52,10 @@ def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " h
     def of(base: float) -> Float[Array, " half"]:
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
-    everywhere = _scaled(of(model.rope_base), model.rope_scaling)
-    if model.window_rope_base is None:
+    everywhere = _scaled(of(model.rope_theta), model.rope_scaling)
+    if model.sliding_window_rope_theta is None:
         return everywhere
-    near = of(model.window_rope_base)
+    near = of(model.sliding_window_rope_theta)
     return near if full is None else jnp.where(full, everywhere, near)
 
 
@@ -65,7 +65,11 @@ def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     slow = turns / scaling.factor
     if scaling.kind == "linear":
         return slow
-    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position_embeddings
+    assert (
+        scaling.low_freq_factor
+        and scaling.high_freq_factor
+        and scaling.original_max_position_embeddings
+    )
     # By rotations within the original length: few are divided by the factor, many are unchanged,
     # and those between are interpolated.
     count = scaling.original_max_position_embeddings * turns / (2 * math.pi)

@@ -51,7 +51,8 @@ def to_ring_order(batch: Tree) -> Tree:
         return batch
     if "documents" in batch:
         raise ShardingError(
-            'batch.documents = "apart" is not supported with ring attention (the rules context); '
+            "batch.cross_document_attention = false is not supported with ring attention (the "
+            "rules context); "
             "use rules that keep the keys of a sequence on one device"
         )
     return jax.tree.map(_order, batch)

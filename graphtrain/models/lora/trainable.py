@@ -1,7 +1,7 @@
 """Trainable and frozen arrays of a program; imports no JAX.
 
-Without an adapter all arrays are trained. With LoRA, the arrays named by `adapter.whole` are
-trained in full, and every adapted weight has two trainable factors: `lora_a` from the weight's
+Without an adapter all arrays are trained. With LoRA, the arrays named by `adapter.modules_to_save`
+are trained in full, and every adapted weight has two trainable factors: `lora_a` from the weight's
 input to the rank, and `lora_b` from the rank to its output. All other arrays are frozen; frozen
 matrices of the layers may be stored quantized, as codes and scales.
 """
@@ -28,7 +28,7 @@ Arrays = dict[str, ArraySpec]
 
 def has_frozen_weights(program: Program) -> bool:
     """Return whether the program has frozen weights, as an input that no step changes."""
-    return program.adapter is not None or program.loss.kind == "preference"
+    return program.adapter is not None or program.loss.kind == "dpo"
 
 
 def trained_arrays(program: Program) -> Arrays:
@@ -60,9 +60,7 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
     # DPO's reference model also needs the initial values of arrays that are trained in full.
-    trained = (
-        () if program.loss.kind == "preference" else fully_trained_paths(program.model, adapter)
-    )
+    trained = () if program.loss.kind == "dpo" else fully_trained_paths(program.model, adapter)
     frozen: Arrays = {}
     for path, spec in arrays.items():
         if path not in trained:
@@ -164,7 +162,7 @@ def _stored_form(
     if size % pair:
         raise ShardingError(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
-            'which is odd; set program.adapter.base = "int8"'
+            'which is odd; set program.adapter.base_dtype = "int8"'
         )
     shards = mesh.size(tuple(name for name in rules.table_for("frozen", path).get(axis or "", ())))
 

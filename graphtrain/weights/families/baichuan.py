@@ -28,14 +28,14 @@ class _Generation:
     def read(self, config: Config) -> dict[str, Any]:
         return {
             "positions": "rope" if config.get("max_position_embeddings") else "alibi",
-            "normalised_head": "z_loss_weight" in config,
+            "unit_norm_head": "z_loss_weight" in config,
         }
 
     def write(self, model: Model) -> dict[str, Any]:
         told: dict[str, Any] = {"model_max_length": 4096}
         if model.positions == "rope":
             told["max_position_embeddings"] = 4096
-        return told | ({"z_loss_weight": 0} if model.normalised_head else {})
+        return told | ({"z_loss_weight": 0} if model.unit_norm_head else {})
 
 
 BAICHUAN = Family(

@@ -42,7 +42,7 @@ BLOOM = Family(
         _Sizes(),
         RenamedSetting("vocab", "vocab_size"),
         RenamedSetting("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        RenamedSetting("tied_head", "tie_word_embeddings", True),
+        RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
         FixedEntry("apply_residual_connection_post_layernorm", False),
     ),
     (

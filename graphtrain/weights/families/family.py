@@ -182,7 +182,7 @@ def array_shape(path: str, model: Model) -> tuple[int, ...]:
 
 def functional_settings(model: Model) -> Model:
     """Return the model with only the settings that affect its output; others are defaults."""
-    every, mixture = model.full_every, model.moe
+    every, mixture = model.global_attention_every, model.moe
     if mixture is not None:
         mixture = MixtureOfExperts(
             experts=mixture.experts,
@@ -191,12 +191,12 @@ def functional_settings(model: Model) -> Model:
             shared_expert_mlp=mixture.shared_expert_mlp,
         )
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
-    how = ("dtype", "remat", "dropout", "initial_deviation")
+    how = ("dtype", "remat", "dropout", "init_std")
     return replace(
         model,
         mixture=mixture,
-        full_every=every if every and every <= model.layers else None,
-        score_divisor=model.score_divisor or model.head_dim,
+        global_attention_every=every if every and every <= model.layers else None,
+        query_pre_attn_scalar=model.query_pre_attn_scalar or model.head_dim,
         **{name: default[name] for name in how},
     )
 

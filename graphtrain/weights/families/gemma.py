@@ -38,13 +38,13 @@ _SETTINGS = (
     RenamedSetting("head_dim", "head_dim", 256),
     RenamedSetting("mlp", "intermediate_size", 9216),
     RenamedSetting("norm_epsilon", "rms_norm_eps", 1e-6),
-    RenamedSetting("score_divisor", "query_pre_attn_scalar", 256),
-    RenamedSetting("tied_head", "tie_word_embeddings", True),
+    RenamedSetting("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+    RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
     EnumSetting("activation", "hidden_activation", {_TANH: "geglu_tanh"}, _TANH),
     EnumSetting("bias", "attention_bias", {False: "none", True: "attention"}, False),
     FixedEntry("use_bidirectional_attention", False),
 )
-_ALWAYS = {"scale_offset": True, "post_norm": True, "scaled_embedding": True}
+_ALWAYS = {"rms_norm_offset": True, "post_norm": True, "scaled_embedding": True}
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class _TwoRopes:
             base = config.get("rope_theta", 1e6)
             near_base = config.get("rope_local_base_freq", 1e4)
         return {
-            "rope_base": base,
+            "rope_theta": base,
             "rope_scaling": read_rope_scaling(full),
-            "window_rope_base": near_base,
+            "sliding_window_rope_theta": near_base,
         }
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling = write_rope_scaling(model.rope_scaling)
-        near = model.window_rope_base or model.rope_base
+        near = model.sliding_window_rope_theta or model.rope_theta
         return {
-            "rope_theta": model.rope_base,
+            "rope_theta": model.rope_theta,
             "rope_local_base_freq": near,
             "rope_scaling": scaling,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_theta": model.rope_base,
+                    "rope_theta": model.rope_theta,
                     **(scaling or {"rope_type": "default"}),
                 },
                 "sliding_attention": {"rope_theta": near, "rope_type": "default"},
@@ -88,8 +88,8 @@ GEMMA2 = Family(
     (
         *_SETTINGS,
         RenamedSetting("vocab", "vocab_size", 256_000),
-        RenamedSetting("score_cap", "attn_logit_softcapping", None),
-        RenamedSetting("logit_cap", "final_logit_softcapping", None),
+        RenamedSetting("attn_logit_softcap", "attn_logit_softcapping", None),
+        RenamedSetting("final_logit_softcap", "final_logit_softcapping", None),
         Rope(),
         AlternatingSlidingWindow(4096, every=2),
     ),
@@ -102,11 +102,11 @@ GEMMA3 = Family(
     (
         *_SETTINGS,
         RenamedSetting("vocab", "vocab_size", 262_208),
-        RenamedSetting("score_cap", "attn_logit_softcapping", None),
-        RenamedSetting("logit_cap", "final_logit_softcapping", None),
+        RenamedSetting("attn_logit_softcap", "attn_logit_softcapping", None),
+        RenamedSetting("final_logit_softcap", "final_logit_softcapping", None),
         _TwoRopes(),
         AlternatingSlidingWindow(4096, every=6),
     ),
     _ROWS,
-    fixed_settings=_ALWAYS | {"query_key_norm": True},
+    fixed_settings=_ALWAYS | {"qk_norm": True},
 )

@@ -49,7 +49,7 @@ GPT2 = Family(
             {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
             "gelu_new",
         ),
-        RenamedSetting("tied_head", "tie_word_embeddings", True),
+        RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
         FixedEntry("scale_attn_weights", True),
         FixedEntry("scale_attn_by_inverse_layer_idx", False),
         FixedEntry("add_cross_attention", False),

@@ -24,7 +24,7 @@ GROUPED_QUERY_SETTINGS = (
     RenamedSetting("kv_heads", "num_key_value_heads", None),
     RenamedSetting("head_dim", "head_dim", None),
 )
-TIED_HEAD_SETTING = (RenamedSetting("tied_head", "tie_word_embeddings", False),)
+TIED_HEAD_SETTING = (RenamedSetting("tie_word_embeddings", "tie_word_embeddings", False),)
 
 QUERY_PATTERN = "(heads head_dim) embed -> embed heads head_dim"
 KEY_PATTERN = "(kv_heads head_dim) embed -> embed kv_heads head_dim"

@@ -43,13 +43,16 @@ class Experts:
         shared = config[self.shared] if self.shared else None
         return {
             "mixture": MixtureOfExperts(
-                experts=count, experts_per_token=per_token, normalize_topk=normalise, shared_expert_mlp=shared
+                experts=count,
+                experts_per_token=per_token,
+                normalize_topk=normalise,
+                shared_expert_mlp=shared,
             )
         }
 
     def write(self, model: Model) -> dict[str, Any]:
         if model.moe is None:
-            raise WeightsError("the model has no experts: program.model.mixture is not set")
+            raise WeightsError("the model has no experts: program.model.moe is not set")
         told: dict[str, Any] = dict.fromkeys(self.count, model.moe.experts)
         told["num_experts_per_tok"] = model.moe.experts_per_token
         if self.shared:
@@ -148,5 +151,5 @@ QWEN3_MOE = Family(
         *_EVERY_LAYER,
     ),
     _ROWS,
-    fixed_settings={"query_key_norm": True},
+    fixed_settings={"qk_norm": True},
 )

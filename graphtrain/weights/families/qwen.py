@@ -34,5 +34,5 @@ QWEN3 = Family(
         EnumSetting("bias", "attention_bias", {False: "none", True: "attention"}, False),
     ),
     ROWS,
-    fixed_settings={"query_key_norm": True},
+    fixed_settings={"qk_norm": True},
 )

@@ -89,15 +89,15 @@ class Rope:
         told = config.get("rope_parameters") or {}
         base = told.get("rope_theta") or config.get("rope_theta") or self.base
         scaling = read_rope_scaling(told or config.get("rope_scaling") or {})
-        return {"rope_base": base, "rope_scaling": scaling}
+        return {"rope_theta": base, "rope_scaling": scaling}
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling = write_rope_scaling(model.rope_scaling)
         whole = scaling or {"rope_type": "default"}
         return {
-            "rope_theta": model.rope_base,
+            "rope_theta": model.rope_theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_theta": model.rope_base, **whole},
+            "rope_parameters": {"rope_theta": model.rope_theta, **whole},
         }
 
 
@@ -115,7 +115,7 @@ def read_rope_scaling(told: Config) -> RopeScaling | None:
         case "dynamic":
             warnings.warn(
                 "config.json: dynamic RoPE scaling applies only beyond max_position_embeddings and "
-                "is not supported; keep batch.length at or below max_position_embeddings",
+                "is not supported; keep batch.seq_len at or below max_position_embeddings",
                 stacklevel=2,
             )
             return None
@@ -171,11 +171,11 @@ class AlternatingSlidingWindow:
         types = config.get("layer_types")
         if types is None:
             every = config.get("sliding_window_pattern", self.every)
-            return {"window": window, "full_every": every}
-        return {"window": window, "full_every": full_attention_interval(types)}
+            return {"window": window, "global_attention_every": every}
+        return {"window": window, "global_attention_every": full_attention_interval(types)}
 
     def write(self, model: Model) -> dict[str, Any]:
-        every = model.full_every or model.layers + 1
+        every = model.global_attention_every or model.layers + 1
         return {
             "sliding_window": model.sliding_window,
             "sliding_window_pattern": every,
@@ -218,13 +218,16 @@ class QwenSlidingWindow:
             types += ["sliding_attention"] * (layers - len(types))
         if "sliding_attention" not in types:
             return {}
-        return {"window": config["sliding_window"], "full_every": full_attention_interval(types)}
+        return {
+            "window": config["sliding_window"],
+            "global_attention_every": full_attention_interval(types),
+        }
 
     def write(self, model: Model) -> dict[str, Any]:
-        if model.full_every is not None:
+        if model.global_attention_every is not None:
             raise WeightsError(
                 "Qwen models cannot alternate full and sliding-window attention; "
-                "program.model.full_every must not be set"
+                "program.model.global_attention_every must not be set"
             )
         windowed = model.sliding_window is not None
         kind = "sliding_attention" if windowed else "full_attention"

@@ -70,8 +70,8 @@ def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
             head_dim=arguments.get("kv_channels"),
             kv_heads=_groups(arguments),
             vocab=vocab,
-            tied_head=not arguments.get("untie_embeddings_and_output_weights", False),
-            query_key_norm=bool(arguments.get("qk_layernorm", False)),
+            tie_word_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
+            qk_norm=bool(arguments.get("qk_layernorm", False)),
             sliding_window=_window(arguments),
             **_mlp(arguments),
             **_norm(arguments),
@@ -132,7 +132,7 @@ def _norm(arguments: Arguments) -> dict[str, Any]:
     return {
         "norm": _translate(arguments, "normalization", "LayerNorm", _NORMS),
         "norm_epsilon": float(epsilon),
-        "scale_offset": bool(arguments.get("apply_layernorm_1p", False)),
+        "rms_norm_offset": bool(arguments.get("apply_layernorm_1p", False)),
     }
 
 
@@ -147,7 +147,7 @@ def _positions(arguments: Arguments) -> dict[str, Any]:
     if kind == "alibi":
         return {"positions": kind}
     base = float(arguments.get("rotary_base") or 10_000)
-    return {"positions": kind, "rope_base": base, "rope_scaling": _scaling(arguments)}
+    return {"positions": kind, "rope_theta": base, "rope_scaling": _scaling(arguments)}
 
 
 def _scaling(arguments: Arguments) -> RopeScaling | None:

@@ -133,7 +133,7 @@ def _models(
     rows = folder.shape(_TOKENS)[0]
     if named is not None:
         model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(named)))
-        model = replace(model, merged_gate=False)
+        model = replace(model, fused_gate_up=False)
         vocab = vocab or min(model.vocab, rows)  # presets contain the unpadded size
     elif arguments:
         model = model_from_arguments(arguments, rows)
@@ -155,7 +155,7 @@ def _check_names(wanted: set[str], folder: WeightFiles, model: Model) -> None:
             f"the checkpoint lacks {first_names(missing)}, which a model with its settings "
             f"requires; unexpected arrays in it: {first_names(sorted(there - wanted)) or 'none'}"
         )
-    left = there - wanted - ({"output_layer.weight"} if model.tied_head else set())
+    left = there - wanted - ({"output_layer.weight"} if model.tie_word_embeddings else set())
     if left:
         raise WeightsError(
             f"the checkpoint contains {first_names(sorted(left))}, which a model with its settings "

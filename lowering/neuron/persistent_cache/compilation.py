@@ -19,14 +19,23 @@ from typing import IO, Literal
 
 from lowering.errors import LoweringError
 from lowering.machine import host
-from lowering.neuron.compiler import Compiler, arguments, environment, without_wrapper_flags, kill_with_parent_prefix
+from lowering.neuron.compiler import (
+    Compiler,
+    arguments,
+    environment,
+    kill_with_parent_prefix,
+    without_wrapper_flags,
+)
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
 from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
 from lowering.neuron.persistent_cache.failures import CompileFailure, classify
 
 _MEMORY_PER_COMPILER = 64 << 30  # bytes of host memory for one compiler, as AWS's tool estimates
 _HEARTBEAT = 60  # seconds between touches of a lock
-_POLL_SECONDS, _LOCK_POLL_SECONDS = 0.05, 1.0  # seconds between polls of compilers, and of another process's lock
+_POLL_SECONDS, _LOCK_POLL_SECONDS = (
+    0.05,
+    1.0,
+)  # seconds between polls of compilers, and of another process's lock
 _SCRATCH = "graphtrain-neuron-cache-"
 
 # Runs the compiler in its own process group, which is killed however this process ends.
@@ -109,7 +118,9 @@ class _CompilerPool:
         self._root, self._compiler, self._settings = root, compiler, settings
         self._observe, self._scratch = observe, scratch
         self._jobs = settings.jobs or default_jobs()
-        self._queue: deque[tuple[NeuronCacheEntry, int, float]] = deque()  # entry, attempt, earliest start
+        self._queue: deque[tuple[NeuronCacheEntry, int, float]] = (
+            deque()
+        )  # entry, attempt, earliest start
         self._running: list[_Running] = []
         self._outcomes: list[EntryOutcome] = []
         self._waited_for: set[Path] = set()
@@ -153,7 +164,9 @@ class _CompilerPool:
                 self._observe(entry.directory.name, f"compiling, attempt {attempt}")
                 return
         except (LoweringError, OSError, EOFError, zlib.error) as error:
-            known = EntryOutcome(program, "failed", 0, 0.0, CompileFailure("not started", str(error)))
+            known = EntryOutcome(
+                program, "failed", 0, 0.0, CompileFailure("not started", str(error))
+            )
         except BaseException:
             held.release()
             raise
@@ -199,8 +212,8 @@ class _CompilerPool:
         words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
-            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"], cwd=scratch, env=environment(),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"], cwd=scratch,
+            env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         now = time.monotonic()
         return _Running(entry, attempt, process, held, scratch, log, now, now)
@@ -256,7 +269,9 @@ class _CompilerPool:
         if each.timed_out:
             return CompileFailure("timed out", f"not compiled within {self._settings.timeout:g} s")
         if status == 0:
-            return CompileFailure("crashed", f"neuronx-cc exited with 0, but wrote no {entries.NEFF}")
+            return CompileFailure(
+                "crashed", f"neuronx-cc exited with 0, but wrote no {entries.NEFF}"
+            )
         each.log.seek(0)
         return classify(status, each.log.read().decode(errors="replace"))
 

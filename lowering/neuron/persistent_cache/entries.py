@@ -10,7 +10,7 @@ from typing import Literal
 from lowering.errors import LoweringError
 from lowering.neuron import neff
 from lowering.neuron.persistent_cache import failures, flags, locks
-from lowering.neuron.persistent_cache.locks import LockChecker, Lock
+from lowering.neuron.persistent_cache.locks import Lock, LockChecker
 
 # Names of the program's file, those of the newest tools first; the first that exists is used.
 PROGRAMS = ("model.hlo_module.pb", "model.hlo_module.pb.gz", "model.hlo.pb")

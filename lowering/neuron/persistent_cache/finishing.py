@@ -11,9 +11,9 @@ from lowering.machine.target import Target
 from lowering.neuron import compiler
 from lowering.neuron.persistent_cache import entries, locks
 from lowering.neuron.persistent_cache.compilation import (
-    Observer,
-    EntryOutcome,
     CompileOptions,
+    EntryOutcome,
+    Observer,
     compile_entries,
 )
 from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
@@ -28,7 +28,9 @@ class FinishReport:
     seconds: float
 
 
-def finish(root: Path, settings: CompileOptions, observe: Observer, *, simulator: bool) -> FinishReport:
+def finish(
+    root: Path, settings: CompileOptions, observe: Observer, *, simulator: bool
+) -> FinishReport:
     """Compile every unfinished entry of a cache that belongs to this machine's compiler.
 
     Args:
@@ -51,10 +53,13 @@ def finish(root: Path, settings: CompileOptions, observe: Observer, *, simulator
         if here.directory not in {entry.compiler for entry in found}:
             raise LoweringError(
                 f"the compiler of this machine is {here.directory}, but the unfinished entries of "
-                f"{root} need another one: {_format_counts(unfinished)}; install one of these versions"
+                f"{root} need another one: {_format_counts(unfinished)}; install one of these "
+                "versions"
             )
         mine = [entry for entry in unfinished if entry.compiler == here.directory]
-        if others := _format_counts([entry for entry in unfinished if entry.compiler != here.directory]):
+        if others := _format_counts(
+            [entry for entry in unfinished if entry.compiler != here.directory]
+        ):
             observe(here.directory, f"skipped unfinished entries of other compilers: {others}")
         outcomes = compile_entries(mine, root, here, settings, observe)
     left = [lock for entry in found if entry.state == "done" for lock in entry.locks]

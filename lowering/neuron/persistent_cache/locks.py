@@ -21,7 +21,9 @@ from lowering.errors import LoweringError
 SUFFIX = ".lock"
 TEMPORARY = ".graphtrain-"  # prefix of every file that a killed graphtrain process may leave
 _MUTEX_FILE = "graphtrain.lock"  # in the root: one process at a time creates or removes locks
-_HEARTBEAT_TIMEOUT = 600  # seconds without a touch after which an owner on another host counts as dead
+_HEARTBEAT_TIMEOUT = (
+    600  # seconds without a touch after which an owner on another host counts as dead
+)
 
 
 @dataclass(frozen=True)

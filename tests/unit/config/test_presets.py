@@ -19,8 +19,8 @@ preset = "llama2-7b"
 layers = 2
 
 [program.batch]
-sequences = 4
-length = 128
+global_batch_size = 4
+seq_len = 128
 
 [run]
 directory = "runs/small"

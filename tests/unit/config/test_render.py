@@ -10,13 +10,13 @@ from graphtrain.config import (
     Batch,
     Config,
     Data,
+    LearningRate,
     Loss,
     Mesh,
     Model,
     Optimizer,
     Program,
     Run,
-    LearningRate,
     load_config,
     render,
 )
@@ -44,8 +44,8 @@ def configs(draw):
         vocab=draw(count),
         positions="learned",
         max_position_embeddings=2**63 - 1,
-        rope_base=draw(above_zero),
-        tied_head=draw(st.booleans()),
+        rope_theta=draw(above_zero),
+        tie_word_embeddings=draw(st.booleans()),
     )
     batch = Batch(global_batch_size=heads * groups, seq_len=draw(count), microbatches=groups)
     program = Program(

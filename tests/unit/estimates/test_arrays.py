@@ -22,13 +22,13 @@ MODELS = {
         "norm": "layer",
         "activation": "gelu",
         "bias": "all",
-        "tied_head": True,
+        "tie_word_embeddings": True,
     },
     "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
-    "merged gate": {"merged_gate": True, "bias": "all"},
+    "merged gate": {"fused_gate_up": True, "bias": "all"},
     "gated with all biases": {"bias": "all", "norm": "layer"},
     "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
-    "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
+    "gemma": {"qk_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
     "mixtral": {"mixture": MixtureOfExperts(experts=4)},
     "qwen2 mixture": {"mixture": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
@@ -43,7 +43,9 @@ def test_arrays_are_those_of_the_model(name):
     assert sum(spec.nbytes // 4 for spec in arrays.values()) == parameter_count(model)
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(moment_dtype="bfloat16", offload_to_host=True)])
+@pytest.mark.parametrize(
+    "optimizer", [Optimizer(), Optimizer(moment_dtype="bfloat16", offload_to_host=True)]
+)
 def test_so_are_weights_and_moments_of_a_state(optimizer):
     model = Model(**SIZES)
     program = Program(model=model, batch=Batch(global_batch_size=4, seq_len=8), optimizer=optimizer)

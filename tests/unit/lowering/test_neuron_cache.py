@@ -301,7 +301,9 @@ def test_a_full_disk_changes_nothing_in_an_entry(entry, tmp_path, monkeypatch):
 def test_the_report_has_the_fields_of_aws_tool():
     outcomes = (
         EntryOutcome(Path("/c/a/model.hlo_module.pb"), "compiled", 1, 2.0),
-        EntryOutcome(Path("/c/b/model.hlo_module.pb"), "failed", 2, 3.0, CompileFailure("killed", "why")),
+        EntryOutcome(
+            Path("/c/b/model.hlo_module.pb"), "failed", 2, 3.0, CompileFailure("killed", "why")
+        ),
         EntryOutcome(Path("/c/d/model.hlo_module.pb"), "locked", 0, 0.0),
     )
     written = report.as_json(FinishReport(outcomes, 100.0, 5.0))

@@ -44,7 +44,9 @@ def test_a_graph_that_runs_once_is_compiled_quickly():
 
 @pytest.mark.parametrize("code", ["EOOM001", "EOOM002", "EVRF009", "EXSP001"])
 def test_too_little_memory_is_one_error(code):
-    error = compile_error(70, f"noise\n[ERROR] [NCC_{code}] needs 21 GB\n", graph="train", target=TRN1)
+    error = compile_error(
+        70, f"noise\n[ERROR] [NCC_{code}] needs 21 GB\n", graph="train", target=TRN1
+    )
     assert isinstance(error, OutOfMemory)
     assert "train does not fit in the memory of trn1:32: NCC_" + code in str(error)
 

@@ -11,7 +11,7 @@ def test_no_pipeline_and_no_half_of_a_pair_is_a_candidate():
         target="h100:4",
         model=MODEL,
         batch=Batch(global_batch_size=8, seq_len=32),
-        loss=Loss(kind="preference"),
+        loss=Loss(kind="dpo"),
         adapter=Adapter(rank=4, alpha=8.0, base_dtype="nf4"),
     )
     found = list(candidates(program))

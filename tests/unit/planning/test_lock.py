@@ -31,7 +31,7 @@ def test_a_new_toolchain_is_named_beside_what_it_may_have_changed(vary):
     locked = lock_text(estimate(vary([]))).replace(
         "# made with jax ", "# made with jax 0.0.1, old "
     )
-    told = lock_diff(locked, estimate(vary(["program.batch.sequences=32"])))
+    told = lock_diff(locked, estimate(vary(["program.batch.global_batch_size=32"])))
     assert any(line.startswith("-# made with jax 0.0.1") for line in told)
 
 

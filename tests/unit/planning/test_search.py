@@ -34,13 +34,21 @@ def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
 
 
 def test_a_head_that_stages_cannot_split_leaves_the_other_schedules(vary):
-    settings = ["program.target=h100:24", "program.batch.sequences=24", "program.model.layers=6"]
+    settings = [
+        "program.target=h100:24",
+        "program.batch.global_batch_size=24",
+        "program.model.layers=6",
+    ]
     threes = [one for one in candidates(vary(settings)) if one.mesh.axes["stage"] == 3]
     assert {one.program.pipeline.schedule for one in threes} == {"circular"}
 
 
 def test_long_sequences_may_be_split(vary):
-    long = ["program.batch.length=8192", "program.batch.sequences=4", "program.target=h100:8"]
+    long = [
+        "program.batch.seq_len=8192",
+        "program.batch.global_batch_size=4",
+        "program.target=h100:8",
+    ]
     assert {one.choice("context") for one in candidates(vary(long))} == {"1", "2", "4", "8"}
 
 
@@ -71,11 +79,11 @@ def test_own_rules_and_ulysses_stay(vary, tmp_path):
 def test_a_batch_that_no_mesh_divides_is_an_error(vary):
     odd = [
         "program.target=h100:2048",
-        "program.batch.sequences=7",
+        "program.batch.global_batch_size=7",
         "program.model.heads=7",
         "program.model.embed=700",
     ]
-    with pytest.raises(PlanError, match=r"no strategy divides batch.sequences = 7"):
+    with pytest.raises(PlanError, match=r"no strategy divides batch.global_batch_size = 7"):
         search(vary(odd))
 
 
@@ -85,7 +93,7 @@ def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
 
 def test_a_mixture_is_refused(vary):
     program = vary([])
-    mixed = replace(program, model=replace(program.model, mixture=MixtureOfExperts(experts=4)))
+    mixed = replace(program, model=replace(program.model, moe=MixtureOfExperts(experts=4)))
     with pytest.raises(PlanError, match="dense models"):
         search(mixed)
 

@@ -39,8 +39,11 @@ def test_rows_hold_layers_in_order_with_zeros_where_a_chunk_is_short():
     [
         ((3, 4), r"4 stages = 4 chunks require at least 4 layers, but model.layers = 3"),
         ((3, 2, 2), r"2 stages x 2 rounds = 4 chunks"),
-        ((4, 2, 1, (4,)), r"pipeline.layers has 1 numbers, but 2 stages require 2"),
-        ((4, 2, 1, (2, 3)), r"the sum of pipeline.layers is 5; it must be model.layers = 4"),
+        ((4, 2, 1, (4,)), r"pipeline.layers_per_stage has 1 numbers, but 2 stages require 2"),
+        (
+            (4, 2, 1, (2, 3)),
+            r"the sum of pipeline.layers_per_stage is 5; it must be model.layers = 4",
+        ),
     ],
 )
 def test_layers_that_stages_cannot_take_are_refused(arguments, words):

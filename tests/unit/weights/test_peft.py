@@ -90,7 +90,9 @@ def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> t
 def program_of(path: Path, **settings) -> Program:
     model = replace(ConvertedFolder(path / "ours").model, dtype="float32", remat="none")
     adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
-    return Program(mesh=Mesh(), model=model, batch=Batch(global_batch_size=2, seq_len=12), adapter=adapter)
+    return Program(
+        mesh=Mesh(), model=model, batch=Batch(global_batch_size=2, seq_len=12), adapter=adapter
+    )
 
 
 def frozen_of(path: Path, program: Program):
@@ -110,7 +112,7 @@ def frozen_of(path: Path, program: Program):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_peft(case, tmp_path):
     tuned = with_adapter(base(case, tmp_path), case, tmp_path).double()
-    program = program_of(tmp_path, targets=TARGETS[case])
+    program = program_of(tmp_path, target_modules=TARGETS[case])
     side = tmp_path / "ours/hugging_face"
     adapter = PeftAdapter(tmp_path / "adapter", program, side)
     frozen = frozen_of(tmp_path, program)
@@ -157,13 +159,15 @@ def assert_gradients(program, side, got, tuned):
 
 
 @pytest.mark.parametrize(
-    ("case", "root_rank"), [("llama", False), ("gpt2", True), ("bloom", False)]
+    ("case", "use_rslora"), [("llama", False), ("gpt2", True), ("bloom", False)]
 )
-def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp_path):
+def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tmp_path):
     base(case, tmp_path)
-    tied = ConvertedFolder(tmp_path / "ours").model.tied_head
+    tied = ConvertedFolder(tmp_path / "ours").model.tie_word_embeddings
     whole = ("embedding/tokens",) if tied else ("head", "final_norm/*")
-    program = program_of(tmp_path, root_rank=root_rank, targets=TARGETS[case], whole=whole)
+    program = program_of(
+        tmp_path, use_rslora=use_rslora, target_modules=TARGETS[case], modules_to_save=whole
+    )
     random = np.random.default_rng(1)
     ours = {
         path: random.normal(0, 0.2, spec.shape).astype(np.float32)
@@ -209,7 +213,7 @@ def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):
 
 def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(tmp_path):
     with_adapter(base("llama", tmp_path), "llama", tmp_path, modules_to_save=["lm_head"])
-    program = program_of(tmp_path, targets=TARGETS["llama"], whole=("head",))
+    program = program_of(tmp_path, target_modules=TARGETS["llama"], modules_to_save=("head",))
     adapter, side = tmp_path / "adapter", tmp_path / "ours/hugging_face"
     PeftAdapter(adapter, program, side)
     weights = adapter / "adapter_model.safetensors"
@@ -231,7 +235,7 @@ def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(tmp_path):
 
 def test_what_graphtrain_has_not_is_refused_by_name(tmp_path):
     with_adapter(base("llama", tmp_path), "llama", tmp_path, use_dora=True)
-    program = program_of(tmp_path, targets=TARGETS["llama"])
+    program = program_of(tmp_path, target_modules=TARGETS["llama"])
     with pytest.raises(WeightsError, match="use_dora = True"):
         PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
 

@@ -94,8 +94,8 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
 
 
 def test_another_model_is_refused_with_what_differs(converted):
-    with pytest.raises(WeightsError, match=r"rope_base = 5\.0 \(instead of 10000\.0\)"):
-        open_initial_weights(config(converted, rope_base=5.0))
+    with pytest.raises(WeightsError, match=r"rope_theta = 5\.0 \(instead of 10000\.0\)"):
+        open_initial_weights(config(converted, rope_theta=5.0))
     with pytest.raises(WeightsError, match=r"vocabulary of 65, but program\.model\.vocab = 64"):
         open_initial_weights(config(converted, vocab=64))
     assert open_initial_weights(config(converted, remat="full", dropout=0.1)) is not None
@@ -127,7 +127,7 @@ def adapted(directory: Path, **settings) -> Config:
 
 
 def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(converted):
-    begun = adapted(converted, whole=("layers/mlp/down",))
+    begun = adapted(converted, modules_to_save=("layers/mlp/down",))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     described = unflatten(
         {
