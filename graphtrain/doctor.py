@@ -13,16 +13,16 @@ from lowering.machine.toolchain import Toolchain
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """Result of one check."""
 
     subject: str
     state: str
-    good: bool
+    ok: bool
     remedy: str = ""  # command that fixes it; empty if there is nothing to fix
 
 
-def examine(cache: Path) -> list[Finding]:
+def run_checks(cache: Path) -> list[MachineFinding]:
     """Check the interpreter, the packages, the targets, the memory and the cache directory.
 
     Changes nothing.
@@ -30,27 +30,27 @@ def examine(cache: Path) -> list[Finding]:
     return [_python(), *_packages(), *_targets(), _memory(), _store(cache)]
 
 
-def _python() -> Finding:
-    return Finding("python", platform.python_version(), True)
+def _python() -> MachineFinding:
+    return MachineFinding("python", platform.python_version(), True)
 
 
-def _packages() -> list[Finding]:
-    versions = Toolchain.here("cpu").versions
+def _packages() -> list[MachineFinding]:
+    versions = Toolchain.current("cpu").versions
     jax, jaxlib = versions.get("jax", ""), versions.get("jaxlib", "")
     pair = jax.split(".")[:2] == jaxlib.split(".")[:2]
     remedy = "" if pair else f"pip install jaxlib=={jax}"
-    found = [Finding("jax and jaxlib", f"{jax} and {jaxlib}", pair, remedy)]
+    found = [MachineFinding("jax and jaxlib", f"{jax} and {jaxlib}", pair, remedy)]
     for name in ("flax", "optax", "orbax-checkpoint", "grain", "sentencepiece"):
         try:
-            found.append(Finding(name, metadata.version(name), True))
+            found.append(MachineFinding(name, metadata.version(name), True))
         except metadata.PackageNotFoundError:
-            found.append(Finding(name, "not installed", False, "pip install graphtrain"))
+            found.append(MachineFinding(name, "not installed", False, "pip install graphtrain"))
     return found
 
 
-def _targets() -> list[Finding]:
+def _targets() -> list[MachineFinding]:
     processor = host.processor()
-    cpu = Finding(
+    cpu = MachineFinding(
         "target cpu",
         f"compiles and runs: {processor['name']}, {processor['architecture']}",
         True,
@@ -64,47 +64,49 @@ def _targets() -> list[Finding]:
     ]
 
 
-def _accelerator(name: str, module: str, extra: str) -> Finding:
+def _accelerator(name: str, module: str, extra: str) -> MachineFinding:
     if importlib.util.find_spec(module) is not None:
-        return Finding(f"target {name}", "compiles; runs on a machine that has the devices", True)
-    return Finding(
+        return MachineFinding(
+            f"target {name}", "compiles; runs on a machine that has the devices", True
+        )
+    return MachineFinding(
         f"target {name}", f"estimates only; to compile, pip install 'graphtrain[{extra}]'", True
     )
 
 
-def _ascend() -> Finding:
+def _ascend() -> MachineFinding:
     if not here.has_mindspore():
-        state = f"to run, {here.INSTALL}"
+        state = f"to run, {here.INSTALL_COMMAND}"
     else:
         state = (
             "runs"
             if here.has_cann()
             else "runs on a machine with CANN; ascend-cpu runs on this machine"
         )
-    return Finding("target ascend", f"compiles; {state}", True)
+    return MachineFinding("target ascend", f"compiles; {state}", True)
 
 
-def _neuron() -> Finding:
+def _neuron() -> MachineFinding:
     compiler = shutil.which("neuronx-cc")
     state = (
         f"compiles: {compiler}"
         if compiler
         else "writes bundles, because neuronx-cc is not installed"
     )
-    return Finding("target neuron", f"{state}; neuron-sim compiles and runs", True)
+    return MachineFinding("target neuron", f"{state}; neuron-sim compiles and runs", True)
 
 
-def _memory() -> Finding:
-    return Finding("memory", f"{host.memory_bytes() / 1e9:.1f} GB", True)
+def _memory() -> MachineFinding:
+    return MachineFinding("memory", f"{host.memory_bytes() / 1e9:.1f} GB", True)
 
 
-def _store(cache: Path) -> Finding:
+def _store(cache: Path) -> MachineFinding:
     place = cache if cache.exists() else cache.absolute().parent
     if not place.exists():
-        return Finding("cache", f"{place} does not exist", False, f"mkdir -p {place}")
+        return MachineFinding("cache", f"{place} does not exist", False, f"mkdir -p {place}")
     free = shutil.disk_usage(place).free
     enough = free > 1e9
-    return Finding(
+    return MachineFinding(
         "cache",
         f"{cache}, {free / 1e9:.1f} GB free",
         enough,

@@ -52,7 +52,7 @@ class ImportedModelError(GraphtrainError):
     """A PyTorch model cannot be built or traced, or its trace is not equivalent."""
 
 
-class NeedsStrict(ImportedModelError):
+class StrictFrontEndRequired(ImportedModelError):
     """A trace would be silently wrong; the strict front end is needed.
 
     Args:

@@ -38,7 +38,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def tails(path: str) -> Iterator[str]:
+def path_suffixes(path: str) -> Iterator[str]:
     """Yield the part of a path after each slash, longest first.
 
     For the path of an optimizer moment, one of them is the path of its parameter.

@@ -30,7 +30,7 @@ class Stages:
     layers: tuple[int, ...]  # number of layers of each chunk
 
     @property
-    def depth(self) -> int:
+    def rows_per_chunk(self) -> int:
         """Number of rows of every chunk, including padding."""
         return max(self.layers)
 
@@ -40,12 +40,12 @@ class Stages:
         rows: list[int | None] = []
         first = 0
         for layers in self.layers:
-            rows += [*range(first, first + layers), *[None] * (self.depth - layers)]
+            rows += [*range(first, first + layers), *[None] * (self.rows_per_chunk - layers)]
             first += layers
         return tuple(rows)
 
     @property
-    def waste(self) -> float:
+    def padding_fraction(self) -> float:
         """Fraction of all rows, and of a stage's work, that is padding."""
         return 1 - sum(self.layers) / len(self.rows)
 
@@ -77,11 +77,12 @@ def divide_layers(
     if given is not None:
         if len(given) != chunks:
             raise ShardingError(
-                f"pipeline.layers has {len(given)} numbers, but {where} require {chunks}"
+                f"pipeline.layers_per_stage has {len(given)} numbers, but {where} require {chunks}"
             )
         if sum(given) != layers:
             raise ShardingError(
-                f"the sum of pipeline.layers is {sum(given)}; it must be model.layers = {layers}"
+                f"the sum of pipeline.layers_per_stage is {sum(given)}; it must be model.layers = "
+                f"{layers}"
             )
         return Stages(stages, rounds, tuple(given))
     depth = -(-layers // chunks)
@@ -107,17 +108,17 @@ def check_microbatches(microbatches: int, stages: int) -> None:
         )
 
 
-class Work(NamedTuple):
+class TickWork(NamedTuple):
     """Work of one stage at one tick."""
 
     stage: int
     tick: int
     kind: Literal["forward", "backward"]
     microbatch: int
-    round: int
+    virtual_stage: int
 
 
-def ticks(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
+def tick_count(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
     """Return the number of ticks of a step.
 
     A tick of 1f1b contains a forward and a backward pass, a tick of other schedules one of them.
@@ -127,13 +128,13 @@ def ticks(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> in
     return 2 * (microbatches * rounds + stages - 1)
 
 
-def bubble(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> float:
+def bubble_fraction(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> float:
     """Return the fraction of a step in which a stage is idle (pipeline bubble)."""
     idle = 2 * (stages - 1)
-    return idle / ticks(schedule, stages, rounds, microbatches)
+    return idle / tick_count(schedule, stages, rounds, microbatches)
 
 
-def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> list[Work]:
+def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> list[TickWork]:
     """Return the work of every stage at every tick of a training step, in order of ticks.
 
     In the circular schedule, groups of as many microbatches as stages pass all rounds one after the
@@ -146,25 +147,25 @@ def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) ->
         microbatches: Number of microbatches in a step, a multiple of stages.
     """
     if schedule == "1f1b":
-        work = list(_one_forward_one_backward(stages, microbatches))
+        work = list(_one_f_one_b(stages, microbatches))
     else:
         forward = list(_forward(stages, rounds, microbatches))
-        last = ticks(schedule, stages, rounds, microbatches) - 1
+        last = tick_count(schedule, stages, rounds, microbatches) - 1
         work = forward + [one._replace(tick=last - one.tick, kind="backward") for one in forward]
     return sorted(work, key=lambda one: (one.tick, one.stage, one.kind == "backward"))
 
 
-def _forward(stages: int, rounds: int, microbatches: int) -> Iterator[Work]:
+def _forward(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
     for stage in range(stages):
         for slot in range(rounds * microbatches):
             group, within = divmod(slot, stages * rounds)
             microbatch = group * stages + within % stages
-            yield Work(stage, slot + stage, "forward", microbatch, within // stages)
+            yield TickWork(stage, slot + stage, "forward", microbatch, within // stages)
 
 
-def _one_forward_one_backward(stages: int, microbatches: int) -> Iterator[Work]:
+def _one_f_one_b(stages: int, microbatches: int) -> Iterator[TickWork]:
     for stage in range(stages):
         for microbatch in range(microbatches):
-            yield Work(stage, microbatch + stage, "forward", microbatch, 0)
+            yield TickWork(stage, microbatch + stage, "forward", microbatch, 0)
             back = 2 * (stages - 1) - stage
-            yield Work(stage, microbatch + back, "backward", microbatch, 0)
+            yield TickWork(stage, microbatch + back, "backward", microbatch, 0)

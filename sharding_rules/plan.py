@@ -8,11 +8,11 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-_NEAREST = 12  # maximum number of divisors in an error message
+_MAX_DIVISORS = 12  # maximum number of divisors in an error message
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArrayLayout:
     """Sharding of one array: the mesh axes that split each dimension."""
 
     spec: ArraySpec
@@ -24,7 +24,7 @@ class Plan:
     """Layout of every array on the mesh, by path."""
 
     mesh: MeshShape
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, ArrayLayout]
 
     def shard_shape(self, path: str) -> tuple[int, ...]:
         """Return the shape of one device's shard."""
@@ -34,7 +34,7 @@ class Plan:
             for size, names in zip(layout.spec.shape, layout.split, strict=True)
         )
 
-    def bytes_of(self, path: str) -> int:
+    def shard_bytes(self, path: str) -> int:
         """Return the bytes of one device's shard."""
         layout = self.layouts[path]
         shards = self.mesh.size(tuple(name for names in layout.split for name in names))
@@ -48,7 +48,7 @@ class Plan:
             memory: count only arrays in this memory: the device's, or that of its host.
         """
         return sum(
-            self.bytes_of(path)
+            self.shard_bytes(path)
             for path, layout in self.layouts.items()
             if layout.spec.memory == memory and (role is None or layout.spec.role == role)
         )
@@ -60,16 +60,16 @@ def make_plan(arrays: Mapping[str, ArraySpec], rules: Rules, mesh: MeshShape) ->
     Raises:
         ShardingError: mesh axes do not divide a dimension, or one would split two dimensions.
     """
-    return Plan(mesh, {path: layout(path, spec, rules, mesh) for path, spec in arrays.items()})
+    return Plan(mesh, {path: make_layout(path, spec, rules, mesh) for path, spec in arrays.items()})
 
 
-def layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Layout:
+def make_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> ArrayLayout:
     """Return the layout of one array. Mesh axes that are absent or of size 1 are ignored.
 
     Raises:
         ShardingError: mesh axes do not divide a dimension, or one would split two dimensions.
     """
-    table = rules.of(spec.role, path)
+    table = rules.table_for(spec.role, path)
     split: list[tuple[str, ...]] = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
         wanted = table.get(axis, ()) if axis else ()
@@ -83,7 +83,7 @@ def layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Layout:
         if size % mesh.size(names):
             raise ShardingError(_does_not_divide(path, axis, size, names, mesh))
         split.append(names)
-    return Layout(spec, tuple(split))
+    return ArrayLayout(spec, tuple(split))
 
 
 def _does_not_divide(
@@ -93,7 +93,7 @@ def _does_not_divide(
     below = size // shards * shards
     sizes = f"{below} or {below + shards}" if below else f"{shards}"
     smaller = [n for n in range(1, min(size, shards) + 1) if size % n == 0]
-    divisors = ", ".join(map(str, smaller[-_NEAREST:]))
+    divisors = ", ".join(map(str, smaller[-_MAX_DIVISORS:]))
     return (
         f"{path}: axis {axis!r} has size {size}, which {' x '.join(names)} = {shards} does not "
         f"divide; sizes that divide: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"

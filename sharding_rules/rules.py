@@ -67,7 +67,7 @@ class Rules:
                 arrays[pattern] = {**arrays.get(pattern, {}), **override}
         return cls(arrays=arrays, **tables)
 
-    def of(self, role: Role, path: str = "") -> Table:
+    def table_for(self, role: Role, path: str = "") -> Table:
         """Return the table for an array with this role and path."""
         table = self._by_role[role]
         for pattern, override in self.arrays.items():
@@ -81,12 +81,12 @@ class Rules:
         return {
             "parameter": self.parameters,
             "frozen": self.parameters,
-            "gradient": _together(self.parameters, self.gradients),
-            "optimizer": _together(self.parameters, self.optimizer),
+            "gradient": _union(self.parameters, self.gradients),
+            "optimizer": _union(self.parameters, self.optimizer),
             "activation": self.activations,
         }
 
-    def without(self, mesh_axes: Iterable[str]) -> "Rules":
+    def without_mesh_axes(self, mesh_axes: Iterable[str]) -> "Rules":
         """Return the rules without some mesh axes."""
         dropped = set(mesh_axes)
 
@@ -149,7 +149,7 @@ def _merge(into: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
         into[axis] = _in_mesh_order({*into.get(axis, ()), *added})
 
 
-def _together(table: Table, further: Table) -> Table:
+def _union(table: Table, further: Table) -> Table:
     """Merge two tables; an array axis in both is split by the mesh axes of both."""
     axes = {*table, *further}
     return {axis: _in_mesh_order({*table.get(axis, ()), *further.get(axis, ())}) for axis in axes}

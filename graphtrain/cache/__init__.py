@@ -4,21 +4,21 @@ May import `graphtrain.errors`, `graphtrain.files` and `lowering.artifact`, and 
 a warm start waits for it.
 """
 
-from graphtrain.cache.collect import Collected
-from graphtrain.cache.entries import Entry
+from graphtrain.cache.collect import CollectionResult
+from graphtrain.cache.entries import CacheEntry
 from graphtrain.cache.explain import Explanation, Neighbour
 from graphtrain.cache.programs import CacheWarning
 from graphtrain.cache.store import Cache, default_root
-from graphtrain.cache.verify import Problem, Report
+from graphtrain.cache.verify import Problem, VerificationReport
 
 __all__ = [
     "Cache",
+    "CacheEntry",
     "CacheWarning",
-    "Collected",
-    "Entry",
+    "CollectionResult",
     "Explanation",
     "Neighbour",
     "Problem",
-    "Report",
+    "VerificationReport",
     "default_root",
 ]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from graphtrain.cache.failures import directory_name, store_files
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.layout import Layout
+from graphtrain.cache.layout import StorePaths
 from graphtrain.errors import CacheError
 
 KEYS_FILE = "keys.json"
 
 
 def store(
-    layout: Layout, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
+    layout: StorePaths, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]
 ) -> Path:
     """Write a bundle, replacing an older one of the same program; return its directory."""
     keys = {"program": key.to_json(), "request": request.to_json()}

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from graphtrain.cache.entries import Entry, list_entries
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.leases import PACE, hold_all_free
-from graphtrain.cache.programs import Damaged, Unusable, is_present, read_record, reading
-from graphtrain.cache.requests import digests
-from graphtrain.cache.summaries import interpret, read_summaries
-from graphtrain.cache.writing import discard, is_stale, removing
+from graphtrain.cache.entries import CacheEntry, list_entries
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.leases import DEFAULT_TIMING, try_hold_all
+from graphtrain.cache.programs import DamagedEntry, UnusableEntry, exists, read_errors, read_record
+from graphtrain.cache.requests import list_digests
+from graphtrain.cache.summaries import parse_part, read_summaries
+from graphtrain.cache.writing import is_stale, remove_directory, remove_errors
 from lowering.machine.toolchain import version
 
 _DAY = 86_400  # seconds
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectionResult:
     """Result of one garbage collection."""
 
-    removed: tuple[Entry, ...]
-    locked: tuple[Entry, ...]  # due for removal, but another process holds their lease
-    kept_bytes: int  # total size of the remaining programs
+    removed: tuple[CacheEntry, ...]
+    leased: tuple[CacheEntry, ...]  # due for removal, but another process holds their lease
+    remaining_bytes: int  # total size of the remaining programs
     leftovers: (
         int  # number of dangling requests, temporary files, quarantined entries and old failures
     )
@@ -39,13 +39,13 @@ class Collected:
 
 
 def collect(
-    layout: Layout,
+    layout: StorePaths,
     *,
     max_bytes: int | None,
     max_age_days: float | None,
     other_toolchains: bool,
     keep: Collection[str],
-) -> Collected:
+) -> CollectionResult:
     """Remove programs, least recently used first, until the limits are met; then leftovers.
 
     Raises:
@@ -55,24 +55,24 @@ def collect(
     entries = list_entries(layout)
     oldest_use = 0.0 if max_age_days is None else now - max_age_days * _DAY
     removed, locked = [], []
-    foreign = _foreign(layout, entries) if other_toolchains else frozenset()
-    for entry in _excess(entries, max_bytes, oldest_use, foreign, frozenset(keep)):
+    foreign = _other_toolchains(layout, entries) if other_toolchains else frozenset()
+    for entry in _select_for_removal(entries, max_bytes, oldest_use, foreign, frozenset(keep)):
         (removed if _remove(layout, entry) else locked).append(entry)
     leftovers = _remove_dangling(layout) + _remove_temporary(layout, now)
-    leftovers += _remove_children(layout.quarantine, made_before=now)
+    leftovers += _remove_children(layout.quarantine, created_before=now)
     if max_age_days is not None:
-        leftovers += _remove_children(layout.failures, made_before=oldest_use)
+        leftovers += _remove_children(layout.failures, created_before=oldest_use)
     kept_bytes = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in removed)
-    return Collected(tuple(removed), tuple(locked), kept_bytes, leftovers)
+    return CollectionResult(tuple(removed), tuple(locked), kept_bytes, leftovers)
 
 
-def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
+def _other_toolchains(layout: StorePaths, entries: Sequence[CacheEntry]) -> frozenset[str]:
     """Return the programs compiled with package versions other than the installed ones.
 
     Records are large, so they are read only for programs that no request with the installed
     versions resolves to.
     """
-    is_here = cache(_is_here)  # thousands of requests share a few toolchain texts
+    is_here = cache(_is_installed)  # thousands of requests share a few toolchain texts
     asked_for = {
         request.program
         for request in read_summaries(layout)
@@ -82,30 +82,30 @@ def _foreign(layout: Layout, entries: Sequence[Entry]) -> frozenset[str]:
     return frozenset(program for program in others if not is_here(_toolchain(layout, program)))
 
 
-def _toolchain(layout: Layout, digest: str) -> bytes:
+def _toolchain(layout: StorePaths, digest: str) -> bytes:
     try:
         key = read_record(layout.program(digest), digest)["key"]
-    except Unusable:
+    except UnusableEntry:
         return b""  # unknown toolchain: do not remove
     return json.dumps(key.get("toolchain")).encode()
 
 
-def _is_here(toolchain: bytes) -> bool:
+def _is_installed(toolchain: bytes) -> bool:
     """Return whether these package versions are installed; True if the part lists none."""
     try:
-        versions = interpret(toolchain)["versions"]
+        versions = parse_part(toolchain)["versions"]
         return all(version(package) == made for package, made in versions.items())
     except (KeyError, TypeError, AttributeError):
         return True
 
 
-def _excess(
-    entries: Sequence[Entry],
+def _select_for_removal(
+    entries: Sequence[CacheEntry],
     max_bytes: int | None,
     oldest_use: float,
     foreign: frozenset[str],
     keep: frozenset[str],
-) -> list[Entry]:
+) -> list[CacheEntry]:
     """Return the entries to remove; `entries` are sorted by last use, newest first.
 
     Entries that are too old or from another toolchain are selected first, so that they count
@@ -125,52 +125,50 @@ def _excess(
     return chosen
 
 
-def _remove(layout: Layout, entry: Entry) -> bool:
+def _remove(layout: StorePaths, entry: CacheEntry) -> bool:
     path = layout.program(entry.program)
-    with hold_all_free(layout, (entry.program, *entry.requests), PACE) as free:
+    with try_hold_all(layout, (entry.program, *entry.requests), DEFAULT_TIMING) as free:
         if free:
-            with removing(path):
-                discard(layout, path)
+            with remove_errors(path):
+                remove_directory(layout, path)
     return free
 
 
-def _remove_dangling(layout: Layout) -> int:
-    stored = frozenset(digests(layout.programs))
+def _remove_dangling(layout: StorePaths) -> int:
+    stored = frozenset(list_digests(layout.programs))
     absent = [request for request in read_summaries(layout) if request.program not in stored]
     return _unlink(
         layout.request(request.digest)
         for request in absent
-        if not is_present(
-            layout.program(request.program)
-        )  # another process may have stored it since
+        if not exists(layout.program(request.program))  # another process may have stored it since
     )
 
 
-def _remove_temporary(layout: Layout, now: float) -> int:
+def _remove_temporary(layout: StorePaths, now: float) -> int:
     return _unlink(_children(layout.temporary), lambda path: is_stale(path, now=now))
 
 
-def _remove_children(directory: Path, made_before: float) -> int:
-    return _unlink(_children(directory), lambda path: path.lstat().st_mtime < made_before)
+def _remove_children(directory: Path, created_before: float) -> int:
+    return _unlink(_children(directory), lambda path: path.lstat().st_mtime < created_before)
 
 
 def _children(directory: Path) -> list[Path]:
     try:
-        with reading(directory):
+        with read_errors(directory):
             return list(directory.iterdir())
-    except Damaged:
+    except DamagedEntry:
         return []  # the directory was never created
 
 
-def _unlink(paths: Iterable[Path], wanted: Callable[[Path], bool] = lambda _: True) -> int:
+def _unlink(paths: Iterable[Path], predicate: Callable[[Path], bool] = lambda _: True) -> int:
     """Remove the files and directories for which `wanted` is true; return their number."""
     count = 0
     for path in paths:
         with (
-            removing(path),
+            remove_errors(path),
             suppress(FileNotFoundError),
         ):  # its owner or another gc removed it first
-            if wanted(path):
+            if predicate(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 count += 1
     return count

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.programs import PAYLOAD, RECORD, Unusable, listing, read_record
-from graphtrain.cache.requests import digests, target_name
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.programs import PAYLOAD, RECORD, UnusableEntry, list_errors, read_record
+from graphtrain.cache.requests import list_digests, target_name
 from graphtrain.cache.summaries import read_summaries
 from graphtrain.errors import CacheError
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One stored program."""
 
     program: str  # digest
@@ -26,7 +26,7 @@ class Entry:
     last_used: float  # seconds since 1970
 
 
-class _Asked(NamedTuple):
+class _RequestFields(NamedTuple):
     """Fields of a request for a listing; its key parts are omitted, since parsing them is slow."""
 
     created: str
@@ -35,25 +35,25 @@ class _Asked(NamedTuple):
     target: str
 
 
-def list_entries(layout: Layout) -> list[Entry]:
+def list_entries(layout: StorePaths) -> list[CacheEntry]:
     """Return all stored programs, most recently used first."""
-    requests: dict[str, list[_Asked]] = defaultdict(list)
+    requests: dict[str, list[_RequestFields]] = defaultdict(list)
     for request in read_summaries(layout):
-        asked = _Asked(request.created, request.digest, request.graph, request.target)
+        asked = _RequestFields(request.created, request.digest, request.graph, request.target)
         requests[request.program].append(asked)
     entries = _entries(layout, requests)
     return sorted(entries, key=lambda entry: (-entry.last_used, entry.program))
 
 
-def resolve(layout: Layout, prefix: str) -> str:
+def resolve(layout: StorePaths, prefix: str) -> str:
     """Return the program whose digest, or whose request's digest, starts with `prefix`.
 
     Raises:
         CacheError: no digest or several start with it.
     """
-    found = {digest for digest in digests(layout.programs) if digest.startswith(prefix)}
+    found = {digest for digest in list_digests(layout.programs) if digest.startswith(prefix)}
     if not found:
-        named = [name for name in digests(layout.requests, ".json") if name.startswith(prefix)]
+        named = [name for name in list_digests(layout.requests, ".json") if name.startswith(prefix)]
         found = {request.program for request in read_summaries(layout, named)}
     if len(found) == 1:
         return found.pop()
@@ -67,7 +67,7 @@ def resolve(layout: Layout, prefix: str) -> str:
     )
 
 
-def describe(layout: Layout, digest: str) -> dict[str, Any]:
+def describe(layout: StorePaths, digest: str) -> dict[str, Any]:
     """Return the record of a program, with its digest and requests added.
 
     Raises:
@@ -75,30 +75,32 @@ def describe(layout: Layout, digest: str) -> dict[str, Any]:
     """
     try:
         body = read_record(layout.program(digest), digest)
-    except Unusable as error:
+    except UnusableEntry as error:
         raise CacheError(f"{layout.program(digest)} cannot be used: {error}") from error
     answered = [request for request in read_summaries(layout) if request.program == digest]
     named = [{"digest": r.digest, "graph": r.graph, "created": r.created} for r in answered]
     return {"program": digest, "requests": named, **body}
 
 
-def _entries(layout: Layout, requests: dict[str, list[_Asked]]) -> Iterator[Entry]:
+def _entries(layout: StorePaths, requests: dict[str, list[_RequestFields]]) -> Iterator[CacheEntry]:
     programs = str(layout.programs)
-    for digest in digests(layout.programs):
+    for digest in list_digests(layout.programs):
         # A string, because creating a Path costs as much as the two stat calls.
         directory = f"{programs}/{digest}"
         try:
-            with listing(layout.programs):
+            with list_errors(layout.programs):
                 payload = os.stat(f"{directory}/{PAYLOAD}")
                 nbytes = payload.st_size + os.stat(f"{directory}/{RECORD}").st_size
-            graph, target, created = _facts(layout, digest, requests.get(digest, []))
-        except Unusable:
+            graph, target, created = _listing_fields(layout, digest, requests.get(digest, []))
+        except UnusableEntry:
             continue  # removed meanwhile, or damaged, which `verify` reports
         names = tuple(request.digest for request in requests.get(digest, []))
-        yield Entry(digest, names, graph, target, nbytes, created, payload.st_mtime)
+        yield CacheEntry(digest, names, graph, target, nbytes, created, payload.st_mtime)
 
 
-def _facts(layout: Layout, digest: str, requests: list[_Asked]) -> tuple[str, str, str]:
+def _listing_fields(
+    layout: StorePaths, digest: str, requests: list[_RequestFields]
+) -> tuple[str, str, str]:
     """Return graph, target and creation time; from a request if possible: records are large."""
     if requests:
         first = min(requests)

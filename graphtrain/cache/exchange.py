@@ -24,40 +24,40 @@ from functools import partial
 from typing import TypeVar
 
 from graphtrain.cache.layout import LAYOUT, is_digest
-from graphtrain.cache.remote import Remote
+from graphtrain.cache.remote import ObjectStore
 from graphtrain.cache.store import Cache
-from graphtrain.cache.trust import Keys, Refused, default_directory
+from graphtrain.cache.trust import KeyStore, UntrustedError, default_directory
 from graphtrain.errors import CacheError
 
-_AT_ONCE = 8  # concurrent transfers
+_CONCURRENT_TRANSFERS = 8  # concurrent transfers
 T = TypeVar("T")
-Observer = Callable[
+ProgressCallback = Callable[
     [int, int], None
 ]  # called with the numbers of finished and of all programs and requests
 
 
 @dataclass
-class Exchanged:
+class TransferResult:
     """Result of a push or pull."""
 
     programs: list[str] = field(default_factory=list)  # digests
     requests: list[str] = field(default_factory=list)  # digests
-    refused: list[str] = field(
+    rejected: list[str] = field(
         default_factory=list
     )  # reasons of the programs and requests that were not transferred
-    absent: list[str] = field(default_factory=list)  # requests missing from the remote cache
+    missing: list[str] = field(default_factory=list)  # requests missing from the remote cache
     nbytes: int = 0  # transferred bytes of records and payloads
 
 
 @dataclass(frozen=True)
-class Listed:
+class RemoteListing:
     """Digests in a remote cache; one listing can serve a push and a pull that follow each other."""
 
     requests: frozenset[str]
     programs: frozenset[str]
 
     @classmethod
-    def of(cls, remote: Remote) -> Listed:
+    def of(cls, remote: ObjectStore) -> RemoteListing:
         """List a remote cache.
 
         Raises:
@@ -69,12 +69,12 @@ class Listed:
 
 def push(
     cache: Cache,
-    remote: Remote,
-    keys: Keys,
-    chosen: Iterable[str] | None = None,
-    observe: Observer = lambda done, whole: None,
-    listed: Listed | None = None,
-) -> Exchanged:
+    remote: ObjectStore,
+    keys: KeyStore,
+    requests: Iterable[str] | None = None,
+    observe: ProgressCallback = lambda done, whole: None,
+    listing: RemoteListing | None = None,
+) -> TransferResult:
     """Upload programs and requests that the remote cache lacks; skip damaged ones as refused.
 
     Args:
@@ -88,26 +88,26 @@ def push(
     Raises:
         CacheError: there is no signing key, or the remote cache is not writable.
     """
-    keys.own()
-    answers = cache.answers(chosen)
-    there = listed or Listed.of(remote)
-    done = Exchanged()
+    keys.own_public_key()
+    answers = cache.stored_programs(requests)
+    there = listing or RemoteListing.of(remote)
+    done = TransferResult()
     programs = sorted({*answers.values()} - there.programs)
     requests = sorted({*answers} - there.requests)
-    steps = _Steps(len(programs) + len(requests), observe)
+    steps = _Transfers(len(programs) + len(requests), observe)
 
     def send_program(digest: str) -> None:
-        files = _readable(done, cache.files, digest)
+        files = _read_or_reject(done, cache.program_files, digest)
         if files:
             _send_program(remote, keys, digest, *files)
             done.programs.append(digest)
             done.nbytes += sum(map(len, files))
 
     def send_request(digest: str) -> None:
-        text = _readable(done, cache.request_file, digest)
+        text = _read_or_reject(done, cache.request_file, digest)
         if text and (answers[digest] in there.programs or answers[digest] in sent):
-            remote.put(_signature(text), keys.sign(_of_request(digest, text)))
-            remote.put(_request(digest), text)
+            remote.put(_signature_name(text), keys.sign(_request_statement(digest, text)))
+            remote.put(_request_name(digest), text)
             done.requests.append(digest)
 
     steps.run(send_program, programs)
@@ -118,12 +118,12 @@ def push(
 
 def pull(
     cache: Cache,
-    remote: Remote,
-    keys: Keys,
-    chosen: Iterable[str] | None = None,
-    observe: Observer = lambda done, whole: None,
-    listed: Listed | None = None,
-) -> Exchanged:
+    remote: ObjectStore,
+    keys: KeyStore,
+    requests: Iterable[str] | None = None,
+    observe: ProgressCallback = lambda done, whole: None,
+    listed: RemoteListing | None = None,
+) -> TransferResult:
     """Download programs and requests that the local cache lacks.
 
     Anything not signed by a trusted key is refused and never parsed.
@@ -139,44 +139,48 @@ def pull(
     Raises:
         CacheError: the remote cache cannot be read, or the local cache is not writable.
     """
-    chosen = chosen if chosen is None else set(chosen)
-    if chosen is None:
+    requests = requests if requests is None else set(requests)
+    if requests is None:
         wanted = listed.requests if listed else _digests(remote, "requests")
     else:
-        wanted = chosen
-    missing = sorted(wanted - set(cache.answers(chosen)))
-    done = Exchanged()
+        wanted = requests
+    missing = sorted(wanted - set(cache.stored_programs(requests)))
+    done = TransferResult()
     texts: dict[str, bytes] = {}
     programs: dict[str, str] = {}  # program digest by request digest
 
     def ask(digest: str) -> None:
-        with _refusals(done):
-            text = remote.get(_request(digest))
+        with _record_rejections(done):
+            text = remote.get(_request_name(digest))
             if text is None:
-                done.absent.append(digest)
+                done.missing.append(digest)
                 return
             what = f"{remote.url}: request {digest}"
-            keys.check(_envelope(remote, text, what), _of_request(digest, text), what)
-            programs[digest], texts[digest] = cache.program_in(text, digest), text
+            keys.verify(_envelope(remote, text, what), _request_statement(digest, text), what)
+            programs[digest], texts[digest] = cache.program_of_request_file(text, digest), text
 
     def fetch(digest: str) -> None:
-        with _refusals(done):
+        with _record_rejections(done):
             _fetch_program(cache, remote, keys, digest, done)
 
     def keep(digest: str) -> None:
-        if cache.holds(programs[digest]):  # otherwise the program was refused
-            cache.adopt_request(digest, texts[digest])
+        if cache.contains_program(programs[digest]):  # otherwise the program was refused
+            cache.import_request(digest, texts[digest])
             done.requests.append(digest)
 
-    _Steps(len(missing), lambda *_: None).run(ask, missing)
-    absent = sorted({program for program in programs.values() if not cache.holds(program)})
-    _Steps(len(absent), observe).run(fetch, absent)
+    _Transfers(len(missing), lambda *_: None).run(ask, missing)
+    absent = sorted(
+        {program for program in programs.values() if not cache.contains_program(program)}
+    )
+    _Transfers(len(absent), observe).run(fetch, absent)
     for digest in sorted(texts):
         keep(digest)
     return done
 
 
-def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None]) -> None:
+def pull_from_shared_cache(
+    cache: Cache, requests: Iterable[str], log: Callable[[str], None]
+) -> None:
     """Download missing programs from the remote cache $GRAPHTRAIN_SHARED_CACHE, if it is set.
 
     Args:
@@ -188,80 +192,84 @@ def pull_shared(cache: Cache, requests: Iterable[str], say: Callable[[str], None
         CacheError: the remote cache cannot be read.
     """
     url = os.environ.get("GRAPHTRAIN_SHARED_CACHE")
-    missing = sorted(set(requests) - set(cache.answers(requests))) if url else []
+    missing = sorted(set(requests) - set(cache.stored_programs(requests))) if url else []
     if not url or not missing:
         return
-    done = pull(cache, Remote(url, make=False), Keys(default_directory()), missing)
-    for reason in done.refused:
-        say(f"refused: {reason}")
+    done = pull(cache, ObjectStore(url, create=False), KeyStore(default_directory()), missing)
+    for reason in done.rejected:
+        log(f"refused: {reason}")
     if done.requests:
-        say(f"fetched {len(done.requests)} programs from {url}")
+        log(f"fetched {len(done.requests)} programs from {url}")
 
 
-def _send_program(remote: Remote, keys: Keys, digest: str, record: bytes, payload: bytes) -> None:
-    remote.put(_payload(record), payload)
-    remote.put(_signature(record), keys.sign(_of_program(digest, record, payload)))
-    remote.put(_record(digest), record)
+def _send_program(
+    remote: ObjectStore, keys: KeyStore, digest: str, record: bytes, payload: bytes
+) -> None:
+    remote.put(_payload_name(record), payload)
+    remote.put(_signature_name(record), keys.sign(_program_statement(digest, record, payload)))
+    remote.put(_record_name(digest), record)
 
 
-def _fetch_program(cache: Cache, remote: Remote, keys: Keys, digest: str, done: Exchanged) -> None:
+def _fetch_program(
+    cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, done: TransferResult
+) -> None:
     what = f"{remote.url}: program {digest}"
-    record = remote.get(_record(digest))
-    payload = None if record is None else remote.get(_payload(record))
+    record = remote.get(_record_name(digest))
+    payload = None if record is None else remote.get(_payload_name(record))
     if record is None or payload is None:
-        raise Refused(f"{what}: its record or payload is missing; push it again")
-    keys.check(_envelope(remote, record, what), _of_program(digest, record, payload), what)
-    cache.adopt(digest, record, payload)
+        raise UntrustedError(f"{what}: its record or payload is missing; push it again")
+    keys.verify(_envelope(remote, record, what), _program_statement(digest, record, payload), what)
+    cache.import_program(digest, record, payload)
     done.programs.append(digest)
     done.nbytes += len(record) + len(payload)
 
 
 @contextmanager
-def _refusals(done: Exchanged) -> Iterator[None]:
+def _record_rejections(done: TransferResult) -> Iterator[None]:
     """Record a refusal, so that the other transfers continue."""
     try:
         yield
-    except Refused as error:
-        done.refused.append(str(error))
+    except UntrustedError as error:
+        done.rejected.append(str(error))
 
 
-def _readable(done: Exchanged, read: Callable[[str], T], digest: str) -> T | None:
+def _read_or_reject(done: TransferResult, read: Callable[[str], T], digest: str) -> T | None:
     """Read a local entry to upload; record a refusal and return None if it is damaged."""
     try:
         return read(digest)
     except CacheError as error:
-        done.refused.append(str(error))
+        done.rejected.append(str(error))
         return None
 
 
-def _envelope(remote: Remote, signed: bytes, what: str) -> bytes:
-    envelope = remote.get(_signature(signed))
+def _envelope(remote: ObjectStore, signed: bytes, what: str) -> bytes:
+    envelope = remote.get(_signature_name(signed))
     if envelope is None:
-        raise Refused(f"{what}: it has no signature")
+        raise UntrustedError(f"{what}: it has no signature")
     return envelope
 
 
-def _request(digest: str) -> str:
+def _request_name(digest: str) -> str:
     return f"{LAYOUT}/requests/{digest}.json"
 
 
-def _record(digest: str) -> str:
+def _record_name(digest: str) -> str:
     return f"{LAYOUT}/programs/{digest}.json"
 
 
-def _payload(record: bytes) -> str:
+def _payload_name(record: bytes) -> str:
     return f"{LAYOUT}/payloads/{_sha256(record)}"
 
 
-def _signature(signed: bytes) -> str:
+def _signature_name(signed: bytes) -> str:
     return f"{LAYOUT}/signatures/{_sha256(signed)}"
 
 
-def _of_program(digest: str, record: bytes, payload: bytes) -> dict[str, str]:
+def _program_statement(digest: str, record: bytes, payload: bytes) -> dict[str, str]:
     return {"program": digest, "record": _sha256(record), "payload": _sha256(payload)}
 
 
-def _of_request(digest: str, text: bytes) -> dict[str, str]:
+def _request_statement(digest: str, text: bytes) -> dict[str, str]:
     return {"request": digest, "file": _sha256(text)}
 
 
@@ -269,21 +277,21 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _digests(remote: Remote, kind: str) -> frozenset[str]:
+def _digests(remote: ObjectStore, kind: str) -> frozenset[str]:
     """Return the digests that the remote cache lists under a prefix; ignore other names."""
     prefix = f"{LAYOUT}/{kind}/"
     names = (name.removeprefix(prefix) for name in remote.names(prefix) if name.endswith(".json"))
     return frozenset(filter(is_digest, (name.removesuffix(".json") for name in names)))
 
 
-class _Steps:
+class _Transfers:
     """Concurrent transfers with a progress count; the first error cancels those not started."""
 
-    def __init__(self, whole: int, observe: Observer) -> None:
+    def __init__(self, whole: int, observe: ProgressCallback) -> None:
         self._whole, self._observe, self._done = whole, observe, 0
 
     def run(self, action: Callable[[str], None], digests: list[str]) -> None:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_CONCURRENT_TRANSFERS) as pool:
             waiting = [pool.submit(action, digest) for digest in digests]
             try:
                 for one in as_completed(waiting):

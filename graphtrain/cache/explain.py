@@ -10,14 +10,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from graphtrain.cache import programs, requests
-from graphtrain.cache.key import ABSENT, CacheKey, Difference, compare
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.programs import Unusable, is_present
-from graphtrain.cache.requests import Request, target_name
-from graphtrain.cache.summaries import interpret, read_summaries
+from graphtrain.cache.key import ABSENT, CacheKey, Difference, iterate_differences
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.programs import UnusableEntry, exists
+from graphtrain.cache.requests import StoredRequest, target_name
+from graphtrain.cache.summaries import parse_part, read_summaries
 
-_SHOWN = 3  # number of neighbours in an explanation
-_LONGEST = 60  # characters; longer values are reported only as changed
+_MAX_NEIGHBOURS = 3  # number of neighbours in an explanation
+_MAX_VALUE_LENGTH = 60  # characters; longer values are reported only as changed
 _TARGET_NAME = (("target",), ("target", "machine"), ("target", "topology"))
 _HASH = re.compile(r"[0-9a-f]{16,}")
 
@@ -38,7 +38,7 @@ class Neighbour:
             {"path": d.path}
             | {
                 side: value
-                for side, value in (("mine", d.mine), ("theirs", d.theirs))
+                for side, value in (("mine", d.current), ("theirs", d.stored))
                 if value is not ABSENT
             }
             for d in self.differences
@@ -81,7 +81,7 @@ class _Distance(NamedTuple):
     request: str  # digest
 
 
-def explain(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, Explanation]:
+def explain(layout: StorePaths, asked: Mapping[str, CacheKey]) -> dict[str, Explanation]:
     """Look requests up, and compare each missing one with all stored requests of its graph.
 
     Args:
@@ -91,63 +91,63 @@ def explain(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, Explanat
     Raises:
         CacheError: the cache cannot be read.
     """
-    answers = {graph: _answer(layout, request) for graph, request in asked.items()}
+    answers = {graph: _resolve(layout, request) for graph, request in asked.items()}
     unknown = {graph: asked[graph] for graph, answer in answers.items() if answer == (None, "")}
     distances = _distances(layout, unknown) if unknown else {}
     return {
-        graph: _unknown(layout, graph, request, distances[graph])
+        graph: _explain_missing(layout, graph, request, distances[graph])
         if graph in unknown
-        else _known(graph, request, *answers[graph])
+        else _explain_stored(graph, request, *answers[graph])
         for graph, request in asked.items()
     }
 
 
-def _known(graph: str, request: CacheKey, program: str | None, reason: str) -> Explanation:
+def _explain_stored(graph: str, request: CacheKey, program: str | None, reason: str) -> Explanation:
     said = f"is stored: {program}" if program else f"was {reason}"
-    return Explanation(graph, request.digest, program, f"the {_named(graph)} {said}")
+    return Explanation(graph, request.digest, program, f"the {_graph_phrase(graph)} {said}")
 
 
-def _unknown(
-    layout: Layout, graph: str, request: CacheKey, distances: list[_Distance]
+def _explain_missing(
+    layout: StorePaths, graph: str, request: CacheKey, distances: list[_Distance]
 ) -> Explanation:
-    digests = [distance.request for distance in distances[:_SHOWN]]
+    digests = [distance.request for distance in distances[:_MAX_NEIGHBOURS]]
     nearest = tuple(_neighbours(layout, request.to_json(), digests))
-    reason = f"the cache at {layout.root} contains no {_named(graph)}"
+    reason = f"the cache at {layout.root} contains no {_graph_phrase(graph)}"
     if nearest:
         reason = (
-            f"the cache at {layout.root} contains no {_named(graph)} with these settings; "
+            f"the cache at {layout.root} contains no {_graph_phrase(graph)} with these settings; "
             f"differences from the nearest of {len(distances)} stored ones:"
         )
     return Explanation(graph, request.digest, None, reason, nearest)
 
 
-def _named(graph: str) -> str:
+def _graph_phrase(graph: str) -> str:
     return f"{graph or 'unnamed'} graph"
 
 
-def _answer(layout: Layout, request: CacheKey) -> tuple[str | None, str]:
+def _resolve(layout: StorePaths, request: CacheKey) -> tuple[str | None, str]:
     """Return the program's digest, or None and the reason; an absent request has no reason."""
     path = layout.request(request.digest)
-    if not is_present(path):
+    if not exists(path):
         return None, ""
     try:
         digest = requests.read(path).program
-    except Unusable as error:
+    except UnusableEntry as error:
         return None, f"requested before, but the stored request cannot be read: {error}"
     directory = layout.program(digest)
-    if not is_present(directory):
+    if not exists(directory):
         return None, f"compiled before, but its program {digest} is no longer stored"
     try:
         programs.check(directory, digest, contents=False)
-    except Unusable as error:
+    except UnusableEntry as error:
         return None, f"compiled before, but its program {digest} cannot be used: {error}"
     return digest, ""
 
 
-def _distances(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
+def _distances(layout: StorePaths, asked: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
     """Return the distances to all stored requests of each graph, fewest differences first."""
     found: dict[str, list[_Distance]] = {graph: [] for graph in asked}
-    count = {graph: _counter(request.to_json()) for graph, request in asked.items()}
+    count = {graph: _difference_counter(request.to_json()) for graph, request in asked.items()}
     for stored in read_summaries(layout):
         if stored.graph in found and stored.digest != asked[stored.graph].digest:
             differences = count[stored.graph](stored.parts)
@@ -160,16 +160,16 @@ def _distances(layout: Layout, asked: Mapping[str, CacheKey]) -> dict[str, list[
     return found
 
 
-def _counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
+def _difference_counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
     """Return a function that counts differences from `mine`, with results cached per part."""
 
     @cache
     def in_names(names: tuple[str, ...]) -> int:
-        return sum(1 for _ in compare(dict.fromkeys(mine), dict.fromkeys(names)))
+        return sum(1 for _ in iterate_differences(dict.fromkeys(mine), dict.fromkeys(names)))
 
     @cache
     def in_part(name: str, text: bytes) -> int:
-        return sum(1 for _ in compare(mine[name], interpret(text)))
+        return sum(1 for _ in iterate_differences(mine[name], parse_part(text)))
 
     def count(parts: Mapping[str, bytes]) -> int:
         common = ((name, text) for name, text in parts.items() if name in mine)
@@ -179,15 +179,15 @@ def _counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
 
 
 def _neighbours(
-    layout: Layout, mine: Mapping[str, Any], digests: Iterable[str]
+    layout: StorePaths, mine: Mapping[str, Any], digests: Iterable[str]
 ) -> Iterator[Neighbour]:
     for digest in digests:
-        with suppress(Unusable):  # removed or damaged since the distances were computed
+        with suppress(UnusableEntry):  # removed or damaged since the distances were computed
             yield _neighbour(mine, requests.read(layout.request(digest)))
 
 
-def _neighbour(mine: Mapping[str, Any], stored: Request) -> Neighbour:
-    differences = tuple(compare(mine, stored.parts))
+def _neighbour(mine: Mapping[str, Any], stored: StoredRequest) -> Neighbour:
+    differences = tuple(iterate_differences(mine, stored.parts))
     return Neighbour(
         stored.digest,
         stored.program,
@@ -218,16 +218,16 @@ def _line(difference: Difference) -> str:
     subject = " ".join(leaf if part == "program" and leaf else [part, *leaf])
     if part == "toolchain" and leaf:
         subject = f"toolchain: {' '.join(leaf[1:] or leaf)}"
-    old, new = _shown(difference.theirs), _shown(difference.mine)
+    old, new = _shown(difference.stored), _shown(difference.current)
     if _is_unreadable(old) or _is_unreadable(new):
         return f"{subject} {_event(difference)}"
     return f"{subject}{' ' if part == 'toolchain' else ': '}{old} → {new}"
 
 
 def _event(difference: Difference) -> str:
-    if difference.theirs is ABSENT:
+    if difference.stored is ABSENT:
         return "added"
-    return "removed" if difference.mine is ABSENT else "changed"
+    return "removed" if difference.current is ABSENT else "changed"
 
 
 def _shown(value: object) -> str:
@@ -238,4 +238,4 @@ def _shown(value: object) -> str:
 
 
 def _is_unreadable(text: str) -> bool:
-    return len(text) > _LONGEST or _HASH.fullmatch(text) is not None
+    return len(text) > _MAX_VALUE_LENGTH or _HASH.fullmatch(text) is not None

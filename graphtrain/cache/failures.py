@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphtrain.cache.layout import Layout, checked
-from graphtrain.cache.writing import temporary_directory, write_file, writing
+from graphtrain.cache.layout import StorePaths, validate_digest
+from graphtrain.cache.writing import temporary_directory, write_errors, write_file
 
 _REASON = "failure.json"
 
 
 @dataclass(frozen=True)
-class Failure:
+class StoredFailure:
     """Stored failure of one graph's compilation."""
 
     error: str
-    kind: str  # class name of the error
+    error_type: str  # class name of the error
     directory: Path
 
 
 def store_failure(
-    layout: Layout, digest: str, name: str, text: str, log: str, reason: Mapping[str, str]
+    layout: StorePaths, digest: str, name: str, text: str, log: str, reason: Mapping[str, str]
 ) -> Path:
     """Store the program text and compiler log of a failed compilation; return their directory.
 
@@ -49,24 +49,24 @@ def store_failure(
     return store_files(layout, path, files)
 
 
-def read_failure(layout: Layout, digest: str, name: str) -> Failure | None:
+def read_failure(layout: StorePaths, digest: str, name: str) -> StoredFailure | None:
     """Return the stored deterministic failure of a request, or None."""
     directory = layout.failures / directory_name(name, digest)
     try:
         reason = json.loads((directory / _REASON).read_bytes())
-        return Failure(str(reason["error"]), str(reason["kind"]), directory)
+        return StoredFailure(str(reason["error"]), str(reason["kind"]), directory)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def directory_name(name: str, digest: str) -> str:
     """Return a readable and unique directory name: the graph name and the digest."""
-    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{checked(digest)}"
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{validate_digest(digest)}"
 
 
-def store_files(layout: Layout, path: Path, files: Mapping[str, bytes]) -> Path:
+def store_files(layout: StorePaths, path: Path, files: Mapping[str, bytes]) -> Path:
     """Replace a directory with one that contains these files; return its path."""
-    with writing(path, sum(map(len, files.values()))):
+    with write_errors(path, sum(map(len, files.values()))):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_directory(layout) as temporary:
             for file_name, data in files.items():

@@ -28,8 +28,8 @@ class Difference:
     """Leaf in which two keys differ."""
 
     path: tuple[str, ...]  # begins with the part: ("toolchain", "versions", "jax")
-    mine: JSON | Absent
-    theirs: JSON | Absent
+    current: JSON | Absent
+    stored: JSON | Absent
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class CacheKey:
             TypeError: a value is not JSON, for example NaN, a path or a set; the message contains
                 its position.
         """
-        return cls(tuple((name, _text(plain(value, name))) for name, value in parts.items()))
+        return cls(
+            tuple((name, _text(to_json_types(value, name))) for name, value in parts.items())
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -65,7 +67,7 @@ class CacheKey:
 
     def differences(self, other: "CacheKey") -> list[Difference]:
         """Return every leaf that differs from `other`; empty only if the keys are equal."""
-        return list(compare(self.to_json(), other.to_json()))
+        return list(iterate_differences(self.to_json(), other.to_json()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the parts as JSON types, in order; `from_json` restores an equal key."""
@@ -81,7 +83,7 @@ class CacheKey:
         return cls.of(**parts)
 
 
-def plain(value: object, where: str) -> JSON:
+def to_json_types(value: object, where: str) -> JSON:
     """Convert a value to JSON types: dataclasses by field, tuples as lists, mappings in order.
 
     Args:
@@ -96,13 +98,15 @@ def plain(value: object, where: str) -> JSON:
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {_name(key, where): plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {
+            _name(key, where): to_json_types(item, f"{where}.{key}") for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [to_json_types(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise TypeError(f"{where}: {value!r} is not JSON; use str, int, finite float, bool, list, dict")
 
 
-def compare(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+def iterate_differences(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
     """Yield the leaves in which two values of JSON types differ.
 
     Lists are leaves, unless they have equal lengths and contain mappings.
@@ -115,7 +119,7 @@ def compare(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> Iterator[Diff
         yield from _compare_mappings(mine, theirs, path)
     elif _both_hold_mappings(mine, theirs):
         for index, (item, other) in enumerate(zip(mine, theirs, strict=True)):
-            yield from compare(item, other, (*path, str(index)))
+            yield from iterate_differences(item, other, (*path, str(index)))
     else:
         yield Difference(path, mine, theirs)
 
@@ -123,7 +127,7 @@ def compare(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> Iterator[Diff
 def _compare_mappings(mine: dict, theirs: dict, path: tuple[str, ...]) -> Iterator[Difference]:
     for name in mine | theirs:
         if name in mine and name in theirs:
-            yield from compare(mine[name], theirs[name], (*path, name))
+            yield from iterate_differences(mine[name], theirs[name], (*path, name))
         else:
             yield Difference((*path, name), mine.get(name, ABSENT), theirs.get(name, ABSENT))
     my_order = [name for name in mine if name in theirs]

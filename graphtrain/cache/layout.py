@@ -15,55 +15,55 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorePaths:
     """Paths of a cache directory; every digest is validated before it becomes part of a path."""
 
     root: Path  # cache directory, without the layout version
 
     @cached_property
-    def base(self) -> Path:
+    def versioned_root(self) -> Path:
         return self.root / LAYOUT
 
     @cached_property
     def programs(self) -> Path:
-        return self.base / "programs"
+        return self.versioned_root / "programs"
 
     @cached_property
     def requests(self) -> Path:
-        return self.base / "requests"
+        return self.versioned_root / "requests"
 
     @cached_property
     def leases(self) -> Path:
-        return self.base / "leases"
+        return self.versioned_root / "leases"
 
     @cached_property
     def quarantine(self) -> Path:
-        return self.base / "quarantine"
+        return self.versioned_root / "quarantine"
 
     @cached_property
     def failures(self) -> Path:
-        return self.base / "failures"
+        return self.versioned_root / "failures"
 
     @cached_property
     def bundles(self) -> Path:
-        return self.base / "bundles"
+        return self.versioned_root / "bundles"
 
     @cached_property
     def pins(self) -> Path:
-        return self.base / "pins"
+        return self.versioned_root / "pins"
 
     @cached_property
     def temporary(self) -> Path:
-        return self.base / "tmp"
+        return self.versioned_root / "tmp"
 
     def program(self, digest: str) -> Path:
-        return self.programs / checked(digest)
+        return self.programs / validate_digest(digest)
 
     def request(self, digest: str) -> Path:
-        return self.requests / f"{checked(digest)}.json"
+        return self.requests / f"{validate_digest(digest)}.json"
 
     def lease(self, digest: str) -> Path:
-        return self.leases / checked(digest)
+        return self.leases / validate_digest(digest)
 
 
 def digest_of(key: CacheKey | str) -> str:
@@ -72,7 +72,7 @@ def digest_of(key: CacheKey | str) -> str:
     Raises:
         CacheError: the string is not a digest.
     """
-    return key.digest if isinstance(key, CacheKey) else checked(key)
+    return key.digest if isinstance(key, CacheKey) else validate_digest(key)
 
 
 def is_digest(text: object) -> bool:
@@ -80,7 +80,7 @@ def is_digest(text: object) -> bool:
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
-def checked(digest: str) -> str:
+def validate_digest(digest: str) -> str:
     """Return `digest` after validating it, so that it cannot form a path outside the cache.
 
     Raises:

@@ -22,30 +22,33 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from graphtrain.cache.layout import Layout
+from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.programs import timestamp
-from graphtrain.cache.writing import writing
+from graphtrain.cache.writing import write_errors
 
 _FREE = ".free"
-_SHORTEST, _LONGEST = 0.005, 0.5  # seconds between polls of a lease that another process owns
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = (
+    0.005,
+    0.5,
+)  # seconds between polls of a lease that another process owns
 
 
 @dataclass(frozen=True)
-class Pace:
+class LeaseTiming:
     """Heartbeat interval of lease owners, and the silence after which a lease expires."""
 
-    beat: float = 5.0  # seconds between heartbeats
-    expiry: float = 45.0  # seconds without a heartbeat
+    heartbeat_seconds: float = 5.0  # seconds between heartbeats
+    expiry_seconds: float = 45.0  # seconds without a heartbeat
     host: str | None = None  # unique id of this host; None: ask the kernel
 
 
-PACE = Pace()
+DEFAULT_TIMING = LeaseTiming()
 
 
 class Lease:
     """Lease of one digest, from the point of view of one claimant."""
 
-    def __init__(self, directory: Path, pace: Pace) -> None:
+    def __init__(self, directory: Path, pace: LeaseTiming) -> None:
         self._directory = directory
         self._pace = pace
         self._number: int | None = None  # of this claimant's claim, while it owns the lease
@@ -61,9 +64,9 @@ class Lease:
         """
         if self._number is not None:
             return True
-        with writing(self._directory, 0):
+        with write_errors(self._directory, 0):
             highest, is_free = _highest(self._directory)
-            if not is_free and not self._is_over(highest):
+            if not is_free and not self._is_expired(highest):
                 return False
             return self._claim(highest + 1)
 
@@ -91,7 +94,7 @@ class Lease:
         about = {
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "boot": self._pace.host or _boot(),
+            "boot": self._pace.host or _host_id(),
             "since": timestamp(),
         }
         try:
@@ -105,10 +108,12 @@ class Lease:
         self._number = number
         _remove_below(self._directory, number)
         self._done = threading.Event()
-        threading.Thread(target=_beat, args=(path, self._done, self._pace), daemon=True).start()
+        threading.Thread(
+            target=_send_heartbeats, args=(path, self._done, self._pace), daemon=True
+        ).start()
         return True
 
-    def _is_over(self, number: int) -> bool:
+    def _is_expired(self, number: int) -> bool:
         path = self._directory / str(number)
         try:
             # Open the file: NFS fetches a fresh modification time only when a file is opened.
@@ -121,12 +126,12 @@ class Lease:
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
-        return now - self._since > self._pace.expiry
+        return now - self._since > self._pace.expiry_seconds
 
 
 @contextmanager
-def hold(
-    layout: Layout, digest: str, on_wait: Callable[[str], None] | None, pace: Pace
+def hold_lease(
+    layout: StorePaths, digest: str, on_wait: Callable[[str], None] | None, pace: LeaseTiming
 ) -> Iterator[None]:
     """Hold the lease of a digest during the block, after waiting for it without a limit.
 
@@ -139,13 +144,13 @@ def hold(
     Raises:
         CacheError: the lease cannot be created.
     """
-    lease, pause = Lease(layout.lease(digest), pace), _SHORTEST
+    lease, pause = Lease(layout.lease(digest), pace), _MIN_POLL_SECONDS
     while not lease.try_acquire():
-        if on_wait is not None and pause > _SHORTEST:
+        if on_wait is not None and pause > _MIN_POLL_SECONDS:
             on_wait(lease.owner())
             on_wait = None
         time.sleep(pause)
-        pause = min(_LONGEST, 2 * pause)
+        pause = min(_MAX_POLL_SECONDS, 2 * pause)
     try:
         yield
     finally:
@@ -153,7 +158,7 @@ def hold(
 
 
 @contextmanager
-def hold_all_free(layout: Layout, digests: Iterable[str], pace: Pace) -> Iterator[bool]:
+def try_hold_all(layout: StorePaths, digests: Iterable[str], pace: LeaseTiming) -> Iterator[bool]:
     """Hold the leases of all digests and yield True; yield False if another process owns one."""
     with ExitStack() as held:
         for digest in digests:
@@ -193,9 +198,9 @@ def _remove_below(directory: Path, number: int) -> None:
                 (directory / name).unlink()
 
 
-def _beat(path: Path, done: threading.Event, pace: Pace) -> None:
+def _send_heartbeats(path: Path, done: threading.Event, pace: LeaseTiming) -> None:
     """Send heartbeats, by updating the file's modification time, until `done` is set."""
-    while not done.wait(pace.beat):
+    while not done.wait(pace.heartbeat_seconds):
         with suppress(
             OSError
         ):  # taken over, or the server is unreachable; at worst the lease expires
@@ -225,7 +230,7 @@ def _read(path: Path) -> dict[str, object]:
 def _is_dead(owner: dict[str, object], host: str | None) -> bool:
     """Return whether the owner was a process of this host and container that has ended."""
     pid = owner.get("pid")
-    if owner.get("boot") != (host or _boot()) or not isinstance(pid, int):
+    if owner.get("boot") != (host or _host_id()) or not isinstance(pid, int):
         return False
     try:
         os.kill(pid, 0)
@@ -245,7 +250,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 @cache
-def _boot() -> str:
+def _host_id() -> str:
     """Return an id of this host, boot and container.
 
     Process ids are comparable only within one boot of a kernel and one PID namespace.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graphtrain.cache.key import CacheKey, plain
+from graphtrain.cache.key import CacheKey, to_json_types
 from graphtrain.cache.layout import SCHEMA
 from graphtrain.errors import CacheError
 from lowering.artifact import Artifact
@@ -22,15 +22,15 @@ class CacheWarning(UserWarning):
     """A cache entry could not be used; its program must be compiled again."""
 
 
-class Unusable(Exception):
+class UnusableEntry(Exception):
     """A cache entry cannot be used; the message is the reason."""
 
 
-class Damaged(Unusable):
+class DamagedEntry(UnusableEntry):
     """The entry on disk is missing or differs from what was written."""
 
 
-class OtherVersion(Unusable):
+class OtherSchemaVersion(UnusableEntry):
     """The entry has the schema of another version of graphtrain."""
 
 
@@ -48,7 +48,7 @@ def encode(key: CacheKey, artifact: Artifact) -> bytes:
             "sha256": hashlib.sha256(artifact.payload).hexdigest(),
             "bytes": len(artifact.payload),
         },
-        "record": plain(artifact.record, "record"),
+        "record": to_json_types(artifact.record, "record"),
     }
     return json.dumps(body | {"sha256": _body_digest(body)}, indent=1).encode()
 
@@ -62,9 +62,9 @@ def read_record(directory: Path, digest: str) -> dict[str, Any]:
     """
     body = parse(read_bytes(directory / RECORD), RECORD)
     if body.pop("sha256", None) != _body_digest(body):
-        raise Damaged(f"{RECORD} does not match its checksum")
+        raise DamagedEntry(f"{RECORD} does not match its checksum")
     if CacheKey.from_json(body["key"]).digest != digest:
-        raise Damaged(f"{RECORD} belongs to another program")
+        raise DamagedEntry(f"{RECORD} belongs to another program")
     return body
 
 
@@ -95,7 +95,7 @@ def check(directory: Path, digest: str, *, contents: bool) -> None:
         CacheError: record or payload cannot be read.
     """
     body = read_record(directory, digest)
-    with reading(directory / PAYLOAD), open(directory / PAYLOAD, "rb") as file:
+    with read_errors(directory / PAYLOAD), open(directory / PAYLOAD, "rb") as file:
         _check_size(body, os.fstat(file.fileno()).st_size)
         if contents:
             _check_contents(body, hashlib.file_digest(file, "sha256").hexdigest())
@@ -114,12 +114,12 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except ValueError as error:
-        raise Damaged(f"{name} is not JSON") from error
+        raise DamagedEntry(f"{name} is not JSON") from error
     if not isinstance(body, dict):
-        raise Damaged(f"{name} is not a JSON object")
+        raise DamagedEntry(f"{name} is not a JSON object")
     schema = body.get("schema")
     if schema != SCHEMA:
-        raise OtherVersion(f"{name} has schema {schema}; this graphtrain reads {SCHEMA}")
+        raise OtherSchemaVersion(f"{name} has schema {schema}; this graphtrain reads {SCHEMA}")
     return body
 
 
@@ -130,22 +130,22 @@ def read_bytes(path: Path) -> bytes:
         Damaged: there is no such file.
         CacheError: the file cannot be read.
     """
-    with reading(path):
+    with read_errors(path):
         return path.read_bytes()
 
 
-def is_present(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Return whether a file or directory of the cache exists.
 
     Raises:
         CacheError: its existence cannot be determined.
     """
-    with reading(path):
+    with read_errors(path):
         return path.exists()
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def read_errors(path: Path) -> Iterator[None]:
     """Convert an OSError of the block into an error about reading `path`.
 
     Raises:
@@ -155,14 +155,14 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise Damaged(f"{path.name} is missing") from error
+        raise DamagedEntry(f"{path.name} is missing") from error
     except OSError as error:
         # not damaged: quarantine would not help, and another user may be able to read it
         raise CacheError(f"cannot read {path}: {error.strerror}") from error
 
 
 @contextmanager
-def listing(directory: Path) -> Iterator[None]:
+def list_errors(directory: Path) -> Iterator[None]:
     """Convert an OSError of the block into an error about listing `directory`.
 
     Over NFS, a file that another host has removed raises ESTALE instead of ENOENT.
@@ -172,11 +172,11 @@ def listing(directory: Path) -> Iterator[None]:
         CacheError: the directory cannot be read.
     """
     try:
-        with reading(directory):
+        with read_errors(directory):
             yield
     except CacheError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
-            raise Damaged("was removed") from error
+            raise DamagedEntry("was removed") from error
         raise
 
 
@@ -188,12 +188,12 @@ def timestamp() -> str:
 def _check_size(body: dict[str, Any], size: int) -> None:
     want = body["payload"]["bytes"]
     if size != want:
-        raise Damaged(f"{PAYLOAD} has {size} bytes instead of {want}")
+        raise DamagedEntry(f"{PAYLOAD} has {size} bytes instead of {want}")
 
 
 def _check_contents(body: dict[str, Any], digest: str) -> None:
     if digest != body["payload"]["sha256"]:
-        raise Damaged(f"{PAYLOAD} does not match its checksum (sha256)")
+        raise DamagedEntry(f"{PAYLOAD} does not match its checksum (sha256)")
 
 
 def _body_digest(body: dict[str, Any]) -> str:

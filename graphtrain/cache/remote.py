@@ -11,16 +11,21 @@ from typing import Any
 
 from graphtrain.errors import CacheError
 
-PATIENCE = 120.0  # seconds; below the five minutes for which a signed request is valid
-_TRIES, _PAUSE = 20, 0.1  # retries of interrupted responses, and seconds between them
-_LONGEST = 600  # characters of an error message; S3 sends XML, web servers entire pages
+RETRY_SECONDS = 120.0  # seconds; below the five minutes for which a signed request is valid
+_MAX_RETRIES, _RETRY_DELAY_SECONDS = (
+    20,
+    0.1,
+)  # retries of interrupted responses, and seconds between them
+_MAX_ERROR_LENGTH = 600  # characters of an error message; S3 sends XML, web servers entire pages
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
-class Remote:
+class ObjectStore:
     """Object store; each object is written atomically."""
 
-    def __init__(self, url: str, patience: float = PATIENCE, *, make: bool = True) -> None:
+    def __init__(
+        self, url: str, retry_seconds: float = RETRY_SECONDS, *, create: bool = True
+    ) -> None:
         """Open a store; credentials and endpoints come from its usual environment variables.
 
         Args:
@@ -33,8 +38,8 @@ class Remote:
         """
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
-        self._patience = patience if "://" in url else 0.0  # retrying a local disk is useless
-        self._store = _open(url, patience, make)
+        self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless
+        self._store = _open(url, retry_seconds, create)
 
     def names(self, prefix: str) -> Iterator[str]:
         """Yield the names of all objects under a directory such as "v1/requests/".
@@ -46,16 +51,16 @@ class Remote:
             raise CacheError(
                 f"cannot list {self.url}: HTTP has no listing; name the configurations"
             )
-        last, patience = None, _Patience(self._patience)
+        last, patience = None, _RetryLimit(self._patience)
         while True:
             try:
                 for name in self._list(prefix, after=last):
                     last = name
-                    patience.renew()
+                    patience.reset()
                     yield name
                 return
-            except _Broken as error:
-                patience.wait(error)
+            except _TransientError as error:
+                patience.wait_or_raise(error)
 
     def get(self, name: str) -> bytes | None:
         """Return an object's contents, or None if it does not exist.
@@ -63,12 +68,12 @@ class Remote:
         Raises:
             CacheError: the object cannot be read.
         """
-        patience = _Patience(self._patience)
+        patience = _RetryLimit(self._patience)
         while True:
             try:
                 return self._get(name)
-            except _Broken as error:
-                patience.wait(error)
+            except _TransientError as error:
+                patience.wait_or_raise(error)
 
     def put(self, name: str, data: bytes) -> None:
         """Create or replace an object.
@@ -78,20 +83,20 @@ class Remote:
         """
         import obstore
 
-        with _errors(self.url, "write", name):
+        with _store_errors(self.url, "write", name):
             obstore.put(self._store, name, data)
 
     def _list(self, prefix: str, after: str | None) -> Iterator[str]:
         import obstore
 
-        with _errors(self.url, "list", prefix):
+        with _store_errors(self.url, "list", prefix):
             for page in obstore.list(self._store, prefix=prefix.rstrip("/"), offset=after):
                 yield from (one["path"] for one in page)
 
     def _get(self, name: str) -> bytes | None:
         import obstore
 
-        with _errors(self.url, "read", name):
+        with _store_errors(self.url, "read", name):
             try:
                 return bytes(obstore.get(self._store, name).bytes())
             except FileNotFoundError:
@@ -103,7 +108,7 @@ def _open(url: str, patience: float, make: bool) -> Any:
         from obstore.store import LocalStore, from_url
     except ModuleNotFoundError:
         raise CacheError(f"{url} needs obstore; run: pip install 'graphtrain[share]'") from None
-    with _errors(url, "open", ""):
+    with _store_errors(url, "open", ""):
         if "://" not in url:
             path = Path(url).expanduser().absolute()
             if make:
@@ -133,7 +138,7 @@ def _retries(patience: float) -> Any:
     }
 
 
-class _Patience:
+class _RetryLimit:
     """Retry limit for responses that break off; obstore retries only before a response begins.
 
     The error of an interrupted listing equals that of a refused one, so the number of retries is
@@ -144,23 +149,23 @@ class _Patience:
         self._until = time.monotonic() + seconds
         self._tries = 0
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Reset the number of retries after progress."""
         self._tries = 0
 
-    def wait(self, error: Exception) -> None:
+    def wait_or_raise(self, error: Exception) -> None:
         """Wait before the next attempt, or raise the error if the limit is reached."""
         self._tries += 1
-        if self._tries > _TRIES or time.monotonic() > self._until:
+        if self._tries > _MAX_RETRIES or time.monotonic() > self._until:
             raise error
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_DELAY_SECONDS)
 
 
-class _Broken(CacheError):
+class _TransientError(CacheError):
     """A failure of the store that may be transient."""
 
 
-class _errors:
+class _store_errors:
     """Context manager that converts errors of obstore into CacheError."""
 
     def __init__(self, url: str, verb: str, name: str) -> None:
@@ -172,8 +177,8 @@ class _errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, CacheError) or not isinstance(error, Exception):
             return
-        said = " ".join(str(error).partition("\n\nDebug source")[0].split())[:_LONGEST]
+        said = " ".join(str(error).partition("\n\nDebug source")[0].split())[:_MAX_ERROR_LENGTH]
         broken = (
             type(error).__name__ == "GenericError"
         )  # by name, because obstore may not be installed
-        raise (_Broken if broken else CacheError)(f"{self._what}: {said}") from error
+        raise (_TransientError if broken else CacheError)(f"{self._what}: {said}") from error

@@ -9,13 +9,13 @@ from typing import Any
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import SCHEMA, is_digest
-from graphtrain.cache.programs import Damaged, parse, read_bytes, reading, timestamp
+from graphtrain.cache.programs import DamagedEntry, parse, read_bytes, read_errors, timestamp
 
-END = b"}}"  # last line of a request file
+LAST_LINE = b"}}"  # last line of a request file
 
 
 @dataclass(frozen=True)
-class Request:
+class StoredRequest:
     """Contents of one file in requests/."""
 
     digest: str  # file name; equals the digest of `parts` unless the file is damaged
@@ -40,12 +40,12 @@ def encode(request: CacheKey, program: str, graph: str) -> bytes:
     by their bytes. The last line is END.
     """
     head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
-    first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(END.decode())
+    first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(LAST_LINE.decode())
     parts = ",\n".join(f"{json.dumps(name)}:{text}" for name, text in request.parts)
-    return f"{first}\n{parts}\n".encode() + END
+    return f"{first}\n{parts}\n".encode() + LAST_LINE
 
 
-def lines_of(text: bytes) -> tuple[bytes, dict[str, bytes]]:
+def split_parts(text: bytes) -> tuple[bytes, dict[str, bytes]]:
     """Split a request file into its head, as JSON of a request without parts, and its parts.
 
     Returns:
@@ -55,13 +55,13 @@ def lines_of(text: bytes) -> tuple[bytes, dict[str, bytes]]:
         Damaged: the file is truncated.
     """
     first, *lines = text.split(b"\n")
-    if not lines or lines.pop() != END:
-        raise Damaged("request is truncated")
+    if not lines or lines.pop() != LAST_LINE:
+        raise DamagedEntry("request is truncated")
     named = (line.removesuffix(b",").partition(b'":') for line in lines if line)
-    return first + END, {name[1:].decode(errors="replace"): value for name, _, value in named}
+    return first + LAST_LINE, {name[1:].decode(errors="replace"): value for name, _, value in named}
 
 
-def read(path: Path) -> Request:
+def read(path: Path) -> StoredRequest:
     """Read a request file.
 
     Raises:
@@ -71,7 +71,7 @@ def read(path: Path) -> Request:
     return decode(read_bytes(path), path.stem)
 
 
-def decode(text: bytes, digest: str) -> Request:
+def decode(text: bytes, digest: str) -> StoredRequest:
     """Parse the contents of a request file.
 
     Raises:
@@ -80,20 +80,20 @@ def decode(text: bytes, digest: str) -> Request:
     body = parse(text, "request")
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
-        raise Damaged("request has no valid graph, program, created or parts")
-    return Request(digest, body["graph"], body["program"], body["created"], body["parts"])
+        raise DamagedEntry("request has no valid graph, program, created or parts")
+    return StoredRequest(digest, body["graph"], body["program"], body["created"], body["parts"])
 
 
-def digests(directory: Path, suffix: str = "") -> list[str]:
+def list_digests(directory: Path, suffix: str = "") -> list[str]:
     """Return the digests among a directory's file names, sorted; empty if it does not exist.
 
     Raises:
         CacheError: the directory cannot be read.
     """
     try:
-        with reading(directory):
+        with read_errors(directory):
             names = os.listdir(directory)
-    except Damaged:
+    except DamagedEntry:
         return []
     return sorted(
         name.removesuffix(suffix)

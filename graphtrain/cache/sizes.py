@@ -3,7 +3,7 @@
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")  # powers of 1000
 
 
-def readable(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Format a number of bytes, for example 512 B or 18.7 MB."""
     size, unit = float(nbytes), 0
     while size >= 999.95 and unit < len(_UNITS) - 1:  # 999.95 would print as 1000.0
@@ -11,7 +11,7 @@ def readable(nbytes: int) -> str:
     return f"{nbytes} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
-def parse(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the number of bytes of a size such as 500, 500MB or 1.5 GB.
 
     Raises:

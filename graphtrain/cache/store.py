@@ -23,16 +23,22 @@ from graphtrain.cache import (
     verify,
 )
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.layout import Layout, digest_of
-from graphtrain.cache.programs import CacheWarning, Damaged, OtherVersion, Unusable, is_present
-from graphtrain.cache.trust import Refused
+from graphtrain.cache.layout import StorePaths, digest_of
+from graphtrain.cache.programs import (
+    CacheWarning,
+    DamagedEntry,
+    OtherSchemaVersion,
+    UnusableEntry,
+    exists,
+)
+from graphtrain.cache.trust import UntrustedError
 from graphtrain.cache.writing import (
     quarantine,
     replace_file,
     sync_directory,
     temporary_directory,
+    write_errors,
     write_file,
-    writing,
 )
 from graphtrain.errors import CacheError
 from lowering.artifact import Artifact
@@ -54,7 +60,7 @@ class Cache:
     executable code, so use only a cache directory that no untrusted user can write.
     """
 
-    def __init__(self, root: Path, pace: leases.Pace = leases.PACE) -> None:
+    def __init__(self, root: Path, pace: leases.LeaseTiming = leases.DEFAULT_TIMING) -> None:
         """Open the cache at root; the directory is created by the first write.
 
         Args:
@@ -63,7 +69,7 @@ class Cache:
         """
         self.root = root
         self._pace = pace
-        self._layout = Layout(root)
+        self._layout = StorePaths(root)
 
     def put(self, key: CacheKey, artifact: Artifact) -> None:
         """Store a program, unless a valid entry with the same key exists.
@@ -76,7 +82,7 @@ class Cache:
             return
         record = programs.encode(key, artifact)
         path = self._layout.program(key.digest)
-        with writing(path, len(record) + len(artifact.payload)):
+        with write_errors(path, len(record) + len(artifact.payload)):
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary_directory(self._layout) as temporary:
                 write_file(temporary / programs.RECORD, record)
@@ -95,21 +101,23 @@ class Cache:
         """
         digest = digest_of(key)
         directory = self._layout.program(digest)
-        if not is_present(directory):
+        if not exists(directory):
             return None
         try:
             artifact = programs.read(directory, digest)
-        except OtherVersion as reason:
+        except OtherSchemaVersion as reason:
             warnings.warn(f"{directory} is ignored: {reason}", CacheWarning, stacklevel=2)
             return None
-        except Damaged as reason:
-            self._set_aside(digest, reason)
+        except DamagedEntry as reason:
+            self._quarantine(digest, reason)
             return None
         with suppress(OSError):  # the cache may be read-only or owned by another user
             os.utime(directory / programs.PAYLOAD)  # time of last use, for garbage collection
         return artifact
 
-    def link(self, request: CacheKey, program: CacheKey | str, *, graph: str = "") -> None:
+    def record_request(
+        self, request: CacheKey, program: CacheKey | str, *, graph: str = ""
+    ) -> None:
         """Record which program a request resolves to, replacing any earlier record.
 
         Args:
@@ -123,23 +131,23 @@ class Cache:
         graph = graph or str(request.part("graph") or "")
         data = requests.encode(request, digest_of(program), graph)
         path = self._layout.request(request.digest)
-        with writing(path, len(data)):
+        with write_errors(path, len(data)):
             replace_file(self._layout, path, data)
 
-    def find(self, request: CacheKey) -> Artifact | None:
+    def get_by_request(self, request: CacheKey) -> Artifact | None:
         """Return the program that a request resolves to, or None; verifies it as `get` does."""
-        digest = self._answer(request)
+        digest = self._resolve_request(request)
         return None if digest is None else self.get(digest)
 
-    def program_of(self, request: CacheKey) -> str | None:
+    def program_digest(self, request: CacheKey) -> str | None:
         """Return the digest of the program that `find` would return, after the same checks."""
-        digest = self._answer(request)
+        digest = self._resolve_request(request)
         return digest if digest and self.get(digest) else None
 
-    def has(self, request: CacheKey) -> bool:
+    def contains(self, request: CacheKey) -> bool:
         """Return whether `find` would return a program, without reading its payload."""
-        digest = self._answer(request)
-        return digest is not None and self.holds(digest)
+        digest = self._resolve_request(request)
+        return digest is not None and self.contains_program(digest)
 
     def lock(
         self, key: CacheKey | str, *, on_wait: Callable[[str], None] | None = None
@@ -155,13 +163,13 @@ class Cache:
         Raises:
             CacheError: the cache is not writable.
         """
-        return leases.hold(self._layout, digest_of(key), on_wait, self._pace)
+        return leases.hold_lease(self._layout, digest_of(key), on_wait, self._pace)
 
     def lease(self, key: CacheKey | str) -> leases.Lease:
         """Return the lease of a key without acquiring it; use it to poll instead of waiting."""
         return leases.Lease(self._layout.lease(digest_of(key)), self._pace)
 
-    def list(self) -> tuple[entries.Entry, ...]:
+    def list(self) -> tuple[entries.CacheEntry, ...]:
         """Return all stored programs with their requests, most recently used first."""
         return tuple(entries.list_entries(self._layout))
 
@@ -181,7 +189,7 @@ class Cache:
         """
         return entries.describe(self._layout, self.resolve(prefix))
 
-    def answers(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
+    def stored_programs(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
         """Map request digests to program digests, for the programs stored in this cache.
 
         The programs of `chosen` requests are checked as by `has`. Without `chosen`, only the
@@ -192,19 +200,19 @@ class Cache:
             chosen: request digests; None for all requests.
         """
         found = summaries.read_summaries(self._layout, chosen)
-        stored = frozenset(requests.digests(self._layout.programs))
-        is_here = stored.__contains__ if chosen is None else self.holds
+        stored = frozenset(requests.list_digests(self._layout.programs))
+        is_here = stored.__contains__ if chosen is None else self.contains_program
         return {one.digest: one.program for one in found if is_here(one.program)}
 
-    def holds(self, digest: str) -> bool:
+    def contains_program(self, digest: str) -> bool:
         """Return whether a program is stored, checking its record and payload size."""
         try:
             programs.check(self._layout.program(digest), digest, contents=False)
-        except Unusable:
+        except UnusableEntry:
             return False
         return True
 
-    def files(self, digest: str) -> tuple[bytes, bytes]:
+    def program_files(self, digest: str) -> tuple[bytes, bytes]:
         """Return the record and payload of a program as stored, after verifying them.
 
         Raises:
@@ -217,10 +225,10 @@ class Cache:
                 programs.read_bytes(directory / programs.RECORD),
                 programs.read_bytes(directory / programs.PAYLOAD),
             )
-        except Unusable as error:
+        except UnusableEntry as error:
             raise CacheError(f"{directory} cannot be used: {error}") from error
 
-    def adopt(self, digest: str, record: bytes, payload: bytes) -> None:
+    def import_program(self, digest: str, record: bytes, payload: bytes) -> None:
         """Store a program from a remote cache whose signature the caller has verified.
 
         Raises:
@@ -228,7 +236,7 @@ class Cache:
             CacheError: the disk is full, or the cache is not writable.
         """
         path = self._layout.program(digest)
-        with writing(path, len(record) + len(payload)):
+        with write_errors(path, len(record) + len(payload)):
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary_directory(self._layout) as temporary:
                 write_file(temporary / programs.RECORD, record)
@@ -236,8 +244,10 @@ class Cache:
                 sync_directory(temporary)
                 try:
                     programs.check(temporary, digest, contents=True)
-                except Unusable as error:
-                    raise Refused(f"program {digest} from the remote cache: {error}") from error
+                except UnusableEntry as error:
+                    raise UntrustedError(
+                        f"program {digest} from the remote cache: {error}"
+                    ) from error
                 self._install(temporary, digest)
 
     def request_file(self, digest: str) -> bytes:
@@ -249,10 +259,10 @@ class Cache:
         path = self._layout.request(digest)
         try:
             return programs.read_bytes(path)
-        except Unusable as error:
+        except UnusableEntry as error:
             raise CacheError(f"{path} cannot be used: {error}") from error
 
-    def program_in(self, text: bytes, digest: str) -> str:
+    def program_of_request_file(self, text: bytes, digest: str) -> str:
         """Return the digest of the program that a request file from a remote cache names.
 
         Raises:
@@ -261,18 +271,18 @@ class Cache:
         try:
             stored = requests.decode(text, digest)
             if stored.key.digest != digest:
-                raise Damaged("the request's contents belong to another digest")
-        except (Unusable, TypeError) as error:
-            raise Refused(f"request {digest} from the remote cache: {error}") from error
+                raise DamagedEntry("the request's contents belong to another digest")
+        except (UnusableEntry, TypeError) as error:
+            raise UntrustedError(f"request {digest} from the remote cache: {error}") from error
         return stored.program
 
-    def adopt_request(self, digest: str, text: bytes) -> None:
+    def import_request(self, digest: str, text: bytes) -> None:
         """Store a request file from a remote cache; store its program first."""
         path = self._layout.request(digest)
-        with writing(path, len(text)):
+        with write_errors(path, len(text)):
             replace_file(self._layout, path, text)
 
-    def verify(self, *, repair: bool = False) -> verify.Report:
+    def verify(self, *, repair: bool = False) -> verify.VerificationReport:
         """Verify the checksums of every entry and report the problems.
 
         With `repair`, damaged programs and requests, and requests whose program is missing, are
@@ -287,7 +297,7 @@ class Cache:
         max_age_days: float | None = None,
         other_toolchains: bool = False,
         keep: Collection[str] = (),
-    ) -> collect.Collected:
+    ) -> collect.CollectionResult:
         """Remove programs that exceed the limits, then leftover files.
 
         Leftovers are requests without a program, temporary files of killed processes, and all of
@@ -363,7 +373,7 @@ class Cache:
         """
         return failures.store_failure(self._layout, digest_of(key), name, text, log, reason)
 
-    def failure(self, request: CacheKey, name: str) -> failures.Failure | None:
+    def stored_failure(self, request: CacheKey, name: str) -> failures.StoredFailure | None:
         """Return the stored deterministic failure of a request, or None."""
         return failures.read_failure(self._layout, request.digest, name)
 
@@ -377,15 +387,15 @@ class Cache:
         """
         return bundles.store(self._layout, key, request, name, files)
 
-    def _answer(self, request: CacheKey) -> str | None:
+    def _resolve_request(self, request: CacheKey) -> str | None:
         path = self._layout.request(request.digest)
-        if not is_present(path):
+        if not exists(path):
             return None
         try:
             stored = requests.read(path)
             if stored.key != request:
-                raise Damaged("the request's contents do not match its digest")
-        except Unusable as reason:
+                raise DamagedEntry("the request's contents do not match its digest")
+        except UnusableEntry as reason:
             warnings.warn(f"{path} is ignored: {reason}", CacheWarning, stacklevel=3)
             return None
         return stored.program
@@ -411,9 +421,9 @@ class Cache:
             f"cannot write {path}: other processes keep storing an invalid entry there"
         )
 
-    def _set_aside(self, digest: str, reason: Damaged) -> None:
+    def _quarantine(self, digest: str, reason: DamagedEntry) -> None:
         path = self._layout.program(digest)
-        if not is_present(path):
+        if not exists(path):
             return  # another process removed it during the read: not damaged
         moved = quarantine(self._layout, path, str(reason))
         where = f"moved to {moved}" if moved else "it could not be moved to quarantine"

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from graphtrain.cache.layout import Layout, checked
-from graphtrain.cache.programs import Unusable, listing
-from graphtrain.cache.requests import decode, digests, lines_of, target_name
+from graphtrain.cache.layout import StorePaths, validate_digest
+from graphtrain.cache.programs import UnusableEntry, list_errors
+from graphtrain.cache.requests import decode, list_digests, split_parts, target_name
 
 
-class Summary(NamedTuple):
+class RequestSummary(NamedTuple):
     """Request fields for listing, counting and comparing, without verification of its digest."""
 
     digest: str
@@ -24,23 +24,27 @@ class Summary(NamedTuple):
         return _target(self.parts.get("target", b"null"))
 
 
-def read_summaries(layout: Layout, chosen: Iterable[str] | None = None) -> Iterator[Summary]:
+def read_summaries(
+    layout: StorePaths, chosen: Iterable[str] | None = None
+) -> Iterator[RequestSummary]:
     """Yield the summary of every request, or of the chosen digests; skip unusable files.
 
     Raises:
         CacheError: the cache cannot be read.
     """
     directory = str(layout.requests)
-    for digest in digests(layout.requests, ".json") if chosen is None else map(checked, chosen):
+    for digest in (
+        list_digests(layout.requests, ".json") if chosen is None else map(validate_digest, chosen)
+    ):
         try:
-            with listing(layout.requests), open(f"{directory}/{digest}.json", "rb", 0) as file:
+            with list_errors(layout.requests), open(f"{directory}/{digest}.json", "rb", 0) as file:
                 text = file.read()
             yield summarize(text, digest)
-        except Unusable:
+        except UnusableEntry:
             continue  # removed meanwhile, or damaged, which `verify` reports
 
 
-def summarize(text: bytes, digest: str) -> Summary:
+def summarize(text: bytes, digest: str) -> RequestSummary:
     """Summarize the contents of a request file.
 
     Raises:
@@ -50,12 +54,12 @@ def summarize(text: bytes, digest: str) -> Summary:
         request = decode(text, digest)
         parts = {name: json.dumps(part).encode() for name, part in request.parts.items()}
     else:
-        head, parts = lines_of(text)
+        head, parts = split_parts(text)
         request = decode(head, digest)
-    return Summary(digest, request.graph, request.program, request.created, parts)
+    return RequestSummary(digest, request.graph, request.program, request.created, parts)
 
 
-def interpret(text: bytes) -> Any:
+def parse_part(text: bytes) -> Any:
     """Return the parsed value of a part; None if it is not JSON."""
     try:
         return json.loads(text)
@@ -65,4 +69,4 @@ def interpret(text: bytes) -> Any:
 
 @cache  # thousands of requests share a few targets
 def _target(text: bytes) -> str:
-    return target_name(interpret(text))
+    return target_name(parse_part(text))

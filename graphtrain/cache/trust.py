@@ -18,7 +18,7 @@ from graphtrain.errors import CacheError
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LARGEST = 64 * 1024  # bytes of an envelope; a statement has a few hundred
+_MAX_ENVELOPE_BYTES = 64 * 1024  # bytes of an envelope; a statement has a few hundred
 
 
 def default_directory() -> Path:
@@ -27,11 +27,11 @@ def default_directory() -> Path:
     return (Path(home) if home else Path.home() / ".config") / "graphtrain" / "keys"
 
 
-class Refused(CacheError):
+class UntrustedError(CacheError):
     """A program or request from a remote cache is not accepted."""
 
 
-class Keys:
+class KeyStore:
     """The user's private signing key, and the public keys whose programs may be loaded."""
 
     def __init__(self, directory: Path) -> None:
@@ -40,7 +40,7 @@ class Keys:
         self._public = directory / "public.json"
         self._trusted = directory / "trusted"
 
-    def new(self) -> dict[str, Any]:
+    def create(self) -> dict[str, Any]:
         """Create this user's key pair; return the public key.
 
         Raises:
@@ -62,7 +62,7 @@ class Keys:
             raise CacheError(f"{self._directory} cannot be written: {error.strerror}") from error
         return public
 
-    def own(self) -> dict[str, Any]:
+    def own_public_key(self) -> dict[str, Any]:
         """Return this user's public key.
 
         Raises:
@@ -116,13 +116,13 @@ class Keys:
         """
         from securesystemslib.dsse import Envelope
 
-        public = _as_key(self.own())
+        public = _as_key(self.own_public_key())
         signer = _signing().CryptoSigner.from_priv_key_uri(f"file2:{self._private}", public)
         envelope = Envelope(json.dumps(dict(statement)).encode(), _PAYLOAD_TYPE, {})
         envelope.sign(signer)
         return json.dumps(envelope.to_dict()).encode()
 
-    def check(self, envelope: bytes, statement: Mapping[str, str], what: str) -> str:
+    def verify(self, envelope: bytes, statement: Mapping[str, str], what: str) -> str:
         """Return the name of the trusted key that signed exactly this statement.
 
         Args:
@@ -137,25 +137,25 @@ class Keys:
         from securesystemslib.exceptions import VerificationError
 
         try:
-            if len(envelope) > _LARGEST:
+            if len(envelope) > _MAX_ENVELOPE_BYTES:
                 raise ValueError
             given = Envelope.from_dict(json.loads(envelope))
             signed = json.loads(given.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            raise Refused(f"{what}: its signature is not a DSSE envelope") from None
+            raise UntrustedError(f"{what}: its signature is not a DSSE envelope") from None
         for name, key in self.trusted().items():
             try:
                 given.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
             if given.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
-                raise Refused(
+                raise UntrustedError(
                     f"{what}: the signature of key {name!r} is for other contents; "
                     "it was tampered with"
                 )
             return name
         signers = ", ".join(keyid[:12] for keyid in given.signatures) or "nobody"
-        raise Refused(
+        raise UntrustedError(
             f"{what}: signed by {signers}, which is not a trusted key; to trust it, get the public "
             "key from its owner and run: graphtrain cache key trust NAME FILE"
         )

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from graphtrain.cache import programs, requests
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.programs import Damaged, OtherVersion, Unusable, is_present
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.programs import DamagedEntry, OtherSchemaVersion, UnusableEntry, exists
 from graphtrain.cache.writing import quarantine
 
 Kind = Literal["damaged", "other version", "dangling"]
@@ -24,23 +24,23 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """Result of a verification."""
 
     programs: int  # number of valid programs
     requests: int  # number of valid requests
-    orphans: tuple[
+    unreferenced_programs: tuple[
         str, ...
     ]  # valid programs that no request resolves to; still found by program key after tracing
     problems: tuple[Problem, ...]
 
     @property
-    def sound(self) -> bool:
+    def valid(self) -> bool:
         """True if there are no problems, or all of them are repaired."""
         return all(problem.repaired for problem in self.problems)
 
 
-def verify(layout: Layout, *, repair: bool) -> Report:
+def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
     """Check every program and request.
 
     Args:
@@ -52,45 +52,47 @@ def verify(layout: Layout, *, repair: bool) -> Report:
     """
     problems: list[Problem] = []
     sound_programs: set[str] = set()
-    for digest in requests.digests(layout.programs):
+    for digest in requests.list_digests(layout.programs):
         path = layout.program(digest)
         try:
             programs.check(path, digest, contents=True)
             sound_programs.add(digest)
-        except Unusable as reason:
-            if is_present(path):  # otherwise another process has removed it
+        except UnusableEntry as reason:
+            if exists(path):  # otherwise another process has removed it
                 problems.append(_problem(layout, path, _kind(reason), str(reason), repair))
     answered: list[str] = []
     for path, result in _checked_requests(layout):
-        if isinstance(result, Unusable):
+        if isinstance(result, UnusableEntry):
             problems.append(_problem(layout, path, _kind(result), str(result), repair))
-        elif not is_present(layout.program(result.program)):
+        elif not exists(layout.program(result.program)):
             reason = f"its program {result.program} is not stored"
             problems.append(_problem(layout, path, "dangling", reason, repair))
         else:
             answered.append(result.program)
     orphans = tuple(sorted(sound_programs.difference(answered)))
-    return Report(len(sound_programs), len(answered), orphans, tuple(problems))
+    return VerificationReport(len(sound_programs), len(answered), orphans, tuple(problems))
 
 
-def _checked_requests(layout: Layout) -> Iterator[tuple[Path, requests.Request | Unusable]]:
-    for digest in requests.digests(layout.requests, ".json"):
+def _checked_requests(
+    layout: StorePaths,
+) -> Iterator[tuple[Path, requests.StoredRequest | UnusableEntry]]:
+    for digest in requests.list_digests(layout.requests, ".json"):
         path = layout.request(digest)
         try:
             request = requests.read(path)
             if request.key.digest != digest:
-                raise Damaged("the request's contents do not match its digest")
+                raise DamagedEntry("the request's contents do not match its digest")
             yield path, request
-        except Unusable as reason:
-            if is_present(path):
+        except UnusableEntry as reason:
+            if exists(path):
                 yield path, reason
 
 
-def _kind(reason: Unusable) -> Kind:
-    return "other version" if isinstance(reason, OtherVersion) else "damaged"
+def _kind(reason: UnusableEntry) -> Kind:
+    return "other version" if isinstance(reason, OtherSchemaVersion) else "damaged"
 
 
-def _problem(layout: Layout, path: Path, kind: Kind, reason: str, repair: bool) -> Problem:
+def _problem(layout: StorePaths, path: Path, kind: Kind, reason: str, repair: bool) -> Problem:
     """Return the problem, repaired if requested; entries of other versions are never changed."""
     repaired = repair and kind != "other version" and quarantine(layout, path, reason) is not None
     return Problem(path, kind, reason, repaired)

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.sizes import readable
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.sizes import format_size
 from graphtrain.errors import CacheError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+_WRONG_FILE_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
-def writing(path: Path, nbytes: int) -> Iterator[None]:
+def write_errors(path: Path, nbytes: int) -> Iterator[None]:
     """Convert an OSError of the block into a CacheError about writing `path`.
 
     Args:
@@ -29,17 +29,17 @@ def writing(path: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        need = f" ({readable(nbytes)} needed)" if nbytes else ""
+        need = f" ({format_size(nbytes)} needed)" if nbytes else ""
         remedy = "choose another cache directory with --cache DIR or GRAPHTRAIN_CACHE"
         if error.errno in _FULL:
             remedy = f"free space, for example with `graphtrain cache gc`, or {remedy}"
-        if error.errno in _IN_THE_WAY:
+        if error.errno in _WRONG_FILE_KIND:
             remedy = f"a file or directory of the wrong kind is in the way; remove it, or {remedy}"
         raise CacheError(f"cannot write {path}{need}: {error.strerror}; {remedy}") from error
 
 
 @contextmanager
-def removing(path: Path) -> Iterator[None]:
+def remove_errors(path: Path) -> Iterator[None]:
     """Convert an OSError of the block into a CacheError about removing `path`.
 
     Raises:
@@ -55,7 +55,7 @@ def removing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def temporary_directory(layout: Layout) -> Iterator[Path]:
+def temporary_directory(layout: StorePaths) -> Iterator[Path]:
     """Create a directory on the cache's file system; remove it afterwards, unless renamed."""
     path = temporary_path(layout)
     path.mkdir()
@@ -73,7 +73,7 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(layout: Layout, path: Path, data: bytes) -> None:
+def replace_file(layout: StorePaths, path: Path, data: bytes) -> None:
     """Create or replace a file atomically: readers see the complete old or new contents."""
     temporary = temporary_path(layout)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def discard(layout: Layout, path: Path) -> None:
+def remove_directory(layout: StorePaths, path: Path) -> None:
     """Remove a directory atomically for readers: rename it first, then delete its files."""
     doomed = temporary_path(layout)
     with suppress(FileNotFoundError):  # another process has removed it
@@ -108,7 +108,7 @@ def discard(layout: Layout, path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def quarantine(layout: Layout, path: Path, reason: str) -> Path | None:
+def quarantine(layout: StorePaths, path: Path, reason: str) -> Path | None:
     """Move an unusable entry to quarantine with a file stating the reason; None if that fails."""
     directory = layout.quarantine / f"{path.stem}.{os.urandom(3).hex()}"
     moved = directory / path.name
@@ -122,7 +122,7 @@ def quarantine(layout: Layout, path: Path, reason: str) -> Path | None:
     return moved
 
 
-def temporary_path(layout: Layout) -> Path:
+def temporary_path(layout: StorePaths) -> Path:
     """Return a new path with host and process id, so that leftovers can be recognized."""
     layout.temporary.mkdir(parents=True, exist_ok=True)
     return layout.temporary / f"{os.uname().nodename}.{os.getpid()}.{os.urandom(6).hex()}"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import lowering
-from graphtrain.checkpoints.layer_rows import Index, Rows, Stacked, part
-from graphtrain.config.resolve import rows_of_layers, stages_of
+from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.config.resolve import layer_rows, stages_of
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
 from lowering.machine import distributed
@@ -23,46 +23,46 @@ from lowering.trees import Tree, flatten
 
 
 @dataclass(frozen=True)
-class Saved:
+class RestoredState:
     """Restored contents of a checkpoint."""
 
     step: int  # number of completed steps
     state: Tree
-    loader: dict[str, Any]  # position of the data loader
+    data_position: dict[str, Any]  # position of the data loader
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class LayerOrder:
     """Order of layer rows in a program's stacked arrays, and its backend's array loader."""
 
-    rows: Rows | None  # layer in each row; None for an imported model without a pipeline
-    fill: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
+    rows: LayerRows | None  # layer in each row; None for an imported model without a pipeline
+    load_arrays: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
     by_shape: bool = False  # recognize stacked arrays by their shape, not by their path
 
-    def of_kept(self, kept: Rows | None) -> tuple[Rows, Rows] | None:
+    def reordering_from(self, kept: LayerRows | None) -> tuple[LayerRows, LayerRows] | None:
         """Return the rows of the checkpoint and of this program, or None if they are equal."""
         mine = self.rows
         if self.by_shape:
-            mine, kept = mine or _in_order(kept), kept or _in_order(mine)
+            mine, kept = mine or _without_pipeline(kept), kept or _without_pipeline(mine)
         return None if mine is None or kept is None or mine == kept else (kept, mine)
 
 
-def _in_order(rows: Rows | None) -> Rows | None:
+def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
     """Return the rows of the same layers without a pipeline."""
     return rows and tuple(range(sum(layer is not None for layer in rows)))
 
 
-def arrangement_of(program: Program) -> Arrangement:
+def layer_order_of(program: Program) -> LayerOrder:
     """Return the order in which a program stacks its layers."""
     target, imported = Target.parse(program.target), is_imported(program.model)
     if imported:
         stages = stages_of(program)
         rows = None if stages is None else stages.rows
     else:
-        rows = rows_of_layers(program)
-    return Arrangement(
+        rows = layer_rows(program)
+    return LayerOrder(
         rows,
-        lambda described, read: lowering.backend(target).fill(described, read),
+        lambda described, read: lowering.backend(target).from_shards(described, read),
         by_shape=imported,
     )
 
@@ -80,7 +80,9 @@ def saved_steps(directory: Path) -> list[int]:
 class Checkpoints:
     """Checkpoints of one run, saved in the background."""
 
-    def __init__(self, directory: Path, keep: int, arrangement: Arrangement | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_to_keep: int, arrangement: LayerOrder | None = None
+    ) -> None:
         """Open the checkpoints in a directory, which the first save creates.
 
         Args:
@@ -90,7 +92,7 @@ class Checkpoints:
                 be restored.
         """
         self._directory = directory.absolute()  # Orbax requires an absolute path
-        self._keep = keep
+        self._keep = max_to_keep
         self._arrangement = arrangement
         self._opened: Any = None
 
@@ -106,12 +108,12 @@ class Checkpoints:
         if self._arrangement is not None and self._arrangement.rows is not None:
             about["rows"] = self._arrangement.rows
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about))
-        with errors(
+        with checkpoint_errors(
             self._directory, "written; free disk space, or set run.directory to another location"
         ):
             self._manager().save(step, args=items)
 
-    def restore(self, step: int, described: Tree) -> Saved:
+    def restore(self, step: int, described: Tree) -> RestoredState:
         """Load a checkpoint, or part of it, with the shapes, dtypes and shardings described.
 
         Layers that the checkpoint stacks in another order are reordered for this program.
@@ -126,20 +128,22 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         where = self._directory / str(step)
-        about = read_about(self._directory, step)
-        if self._arrangement is not None and (rows := self._arrangement.of_kept(about.rows)):
-            with errors(where, "read; remove it to resume from an earlier checkpoint"):
-                state = _rearranged(where, about, described, self._arrangement, *rows)
-            return Saved(step, state, about.loader)
+        about = read_checkpoint_info(self._directory, step)
+        if self._arrangement is not None and (
+            rows := self._arrangement.reordering_from(about.rows)
+        ):
+            with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
+                state = _load_reordered(where, about, described, self._arrangement, *rows)
+            return RestoredState(step, state, about.data_position)
         _compare(where, about.arrays, _arrays(described))
         wanted = ocp.args.PyTreeRestore(
             item=described,
             restore_args=ocp.checkpoint_utils.construct_restore_args(described),
             partial_restore=True,
         )
-        with errors(where, "read; remove it to resume from an earlier checkpoint"):
+        with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
             state = self._restore(step, state=wanted)["state"]
-        return Saved(step, state, about.loader)
+        return RestoredState(step, state, about.data_position)
 
     def wait(self) -> None:
         """Wait until every checkpoint that was started is complete.
@@ -148,7 +152,7 @@ class Checkpoints:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with errors(
+            with checkpoint_errors(
                 self._directory,
                 "written; free disk space, or set run.directory to another location",
             ):
@@ -161,7 +165,7 @@ class Checkpoints:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with errors(
+            with checkpoint_errors(
                 self._directory,
                 "written; free disk space, or set run.directory to another location",
             ):
@@ -204,28 +208,30 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointInfo:
     """Metadata of a checkpoint."""
 
-    loader: dict[str, Any]  # position of the data loader
+    data_position: dict[str, Any]  # position of the data loader
     arrays: dict[str, list[Any]]  # shape and dtype by path
-    rows: Rows | None  # layer in each row; None as in Arrangement, and in old checkpoints
+    rows: LayerRows | None  # layer in each row; None as in Arrangement, and in old checkpoints
 
 
-def read_about(directory: Path, step: int) -> About:
+def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     """Read the metadata of a checkpoint, a small JSON file written by Orbax.
 
     Raises:
         TrainingError: the metadata cannot be read.
     """
     where = directory / str(step)
-    with errors(where, "read; remove it to resume from an earlier checkpoint"):
+    with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
         found = json.loads((where / "about/metadata").read_text())
         rows = found.get("rows")
-        return About(found["loader"], found["arrays"], None if rows is None else tuple(rows))
+        return CheckpointInfo(
+            found["loader"], found["arrays"], None if rows is None else tuple(rows)
+        )
 
 
-def read_part(where: Path, path: str) -> Callable[[Index], np.ndarray]:
+def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:
     """Return a function that reads parts of one array of a checkpoint, and only those parts.
 
     Args:
@@ -239,7 +245,7 @@ def read_part(where: Path, path: str) -> Callable[[Index], np.ndarray]:
     return lambda index: np.asarray(array[index].read().result())
 
 
-def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) -> Any:
+def open_array(where: Path, path: str, *, write: bool = False, cache_bytes: int = 0) -> Any:
     """Open an array of a checkpoint with TensorStore.
 
     Args:
@@ -258,13 +264,18 @@ def open_array(where: Path, path: str, *, write: bool = False, held: int = 0) ->
         "base": {"driver": "file", "path": f"{where.absolute()}/state/"},
         "path": path.replace("/", ".") + "/",
     }
-    context = {"cache_pool": {"total_bytes_limit": held}}
+    context = {"cache_pool": {"total_bytes_limit": cache_bytes}}
     spec = {"driver": "zarr", "kvstore": store, "context": context}
     return tensorstore.open(spec, open=True, read=True, write=write).result()
 
 
-def _rearranged(
-    where: Path, about: About, described: Tree, arrangement: Arrangement, rows: Rows, mine: Rows
+def _load_reordered(
+    where: Path,
+    about: CheckpointInfo,
+    described: Tree,
+    arrangement: LayerOrder,
+    rows: LayerRows,
+    mine: LayerRows,
 ) -> Tree:
     """Load the arrays described from a checkpoint that stacks its layers in another order."""
     leaves = flatten(described)
@@ -275,29 +286,37 @@ def _rearranged(
         if not any(inside.values()):
             raise TrainingError(
                 f"{where} stacks its layers in as many rows, but in another order: {rows} "
-                f"instead of {mine}; resume with the pipeline.layers it was saved with"
+                f"instead of {mine}; resume with the pipeline.layers_per_stage it was saved with"
             )
     kept = {
-        path: Stacked(path, shape, rows, inside.get(path, False)) for path, shape in shapes.items()
+        path: StackedArray(path, shape, rows, inside.get(path, False))
+        for path, shape in shapes.items()
     }
     wanted = {
-        path: Stacked(path, tuple(leaf.shape), mine, inside[path]) for path, leaf in leaves.items()
+        path: StackedArray(path, tuple(leaf.shape), mine, inside[path])
+        for path, leaf in leaves.items()
     }
     _compare(
         where,
-        {path: [list(one.plain), about.arrays[path][1]] for path, one in kept.items()},
-        {path: [list(one.plain), str(leaves[path].dtype)] for path, one in wanted.items()},
+        {
+            path: [list(one.shape_without_pipeline), about.arrays[path][1]]
+            for path, one in kept.items()
+        },
+        {
+            path: [list(one.shape_without_pipeline), str(leaves[path].dtype)]
+            for path, one in wanted.items()
+        },
     )
 
     def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         dtype = np.dtype(leaves[path].dtype)
-        return part(wanted[path], kept[path], index, read_part(where, path), dtype)
+        return read_reordered_part(wanted[path], kept[path], index, part_reader(where, path), dtype)
 
-    return arrangement.fill(described, read)
+    return arrangement.load_arrays(described, read)
 
 
 def restore_parameters(
-    directory: Path, step: int, described: Tree, arrangement: Arrangement | None = None
+    directory: Path, step: int, described: Tree, arrangement: LayerOrder | None = None
 ) -> Tree:
     """Load only the parameters of a checkpoint.
 
@@ -324,12 +343,12 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
         TrainingError: the array cannot be read.
     """
     where = directory / str(step)
-    with errors(where, "read"):
-        return read_part(where, path)(())
+    with checkpoint_errors(where, "read"):
+        return part_reader(where, path)(())
 
 
 @contextmanager
-def errors(path: Path, what: str) -> Iterator[None]:
+def checkpoint_errors(path: Path, what: str) -> Iterator[None]:
     """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`".
 
     For a full disk or a damaged file, TensorStore raises ValueError and Orbax OSError.

@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 
 Index = tuple[slice | int, ...]
-Rows = tuple[int | None, ...]  # the layer in each row; None for a padding row
+LayerRows = tuple[int | None, ...]  # the layer in each row; None for a padding row
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedArray:
     """Array of a state: its unsharded shape, and the layer in each of its rows."""
 
     path: str
     shape: tuple[int, ...]
-    rows: Rows
-    in_layers: bool | None = None  # rows are layers; None: if the path has "layers"
+    rows: LayerRows
+    is_stacked: bool | None = None  # rows are layers; None: if the path has "layers"
 
     @property
-    def leading(self) -> tuple[int, ...]:
+    def leading_shape(self) -> tuple[int, ...]:
         """Sizes of the leading axes that stack the layers; empty outside the layers."""
-        inside = "layers" in self.path.split("/") if self.in_layers is None else self.in_layers
+        inside = "layers" in self.path.split("/") if self.is_stacked is None else self.is_stacked
         if not inside:
             return ()
         for axes in (1, 2):
@@ -39,16 +39,16 @@ class Stacked:
         )
 
     @property
-    def plain(self) -> tuple[int, ...]:
+    def shape_without_pipeline(self) -> tuple[int, ...]:
         """Shape without a pipeline: one row per layer."""
         layers = len([layer for layer in self.rows if layer is not None])
-        inner = self.shape[len(self.leading) :]
-        return (layers, *inner) if self.leading else self.shape
+        inner = self.shape[len(self.leading_shape) :]
+        return (layers, *inner) if self.leading_shape else self.shape
 
 
-def part(
-    wanted: Stacked,
-    kept: Stacked,
+def read_reordered_part(
+    wanted: StackedArray,
+    kept: StackedArray,
     index: Index,
     read: Callable[[Index], np.ndarray],
     dtype: np.dtype,
@@ -62,7 +62,7 @@ def part(
         read: Reads a part of the stored array.
         dtype: Dtype of both arrays.
     """
-    leading = wanted.leading
+    leading = wanted.leading_shape
     if not leading:
         return read(index)
     numbers = np.array([-1 if layer is None else layer for layer in wanted.rows])
@@ -77,6 +77,6 @@ def part(
     made = np.zeros((*here.shape, *spans), dtype)
     for at, layer in np.ndenumerate(here):
         if layer >= 0:
-            row = np.unravel_index(row_of[int(layer)], kept.leading)
+            row = np.unravel_index(row_of[int(layer)], kept.leading_shape)
             made[at] = read((*map(int, row), *inner))
     return made

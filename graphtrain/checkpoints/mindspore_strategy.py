@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from graphtrain.config.schema import Program
-from lowering.ascend.strategy import strategy
+from lowering.ascend.strategy import strategy_file
 
 _PARAMETERS = "state/parameters/"
 
@@ -26,4 +26,4 @@ def write_ckpt(path: Path, program: Program) -> None:
         for name, layout in plan.layouts.items()
         if name.startswith(_PARAMETERS)
     }
-    path.write_bytes(strategy(layouts, plan.mesh))
+    path.write_bytes(strategy_file(layouts, plan.mesh))

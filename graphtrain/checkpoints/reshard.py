@@ -16,29 +16,35 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.checkpoints.checkpoint import About, errors, open_array, read_about, saved_steps
-from graphtrain.checkpoints.layer_rows import Index, Stacked, part
+from graphtrain.checkpoints.checkpoint import (
+    CheckpointInfo,
+    checkpoint_errors,
+    open_array,
+    read_checkpoint_info,
+    saved_steps,
+)
+from graphtrain.checkpoints.layer_rows import Index, StackedArray, read_reordered_part
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
-from graphtrain.config.resolve import rows_of_layers
+from graphtrain.config.resolve import layer_rows
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
-from graphtrain.weights.convert import making
+from graphtrain.weights.convert import create_directory
 from lowering.trees import Tree, unflatten
 
-_PIECE = 64 << 20  # bytes of one chunk of an array on disk
-_HELD = 1 << 30  # bytes of source chunks cached while parts of them are read
+_CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
+_CHUNK_CACHE_BYTES = 1 << 30  # bytes of source chunks cached while parts of them are read
 _NOT_COPIED = ("checkpoints", ".lock", "config.toml")
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReshardSummary:
     """Summary of a resharded checkpoint."""
 
     step: int
     arrays: int  # number of arrays
     bytes: int  # total size of the arrays
-    moved: int  # number of arrays whose layers were reordered
+    reordered: int  # number of arrays whose layers were reordered
 
 
 def reshard(
@@ -47,7 +53,7 @@ def reshard(
     to: Path,
     progress: Callable[[int, int], None],
     step: int | None = None,
-) -> Summary:
+) -> ReshardSummary:
     """Create a run directory for another program of the same model from one checkpoint of a run.
 
     Args:
@@ -68,11 +74,14 @@ def reshard(
     step = steps[-1] if step is None else step
     config = load_config(source / "config.toml")
     strategy = _strategy(to)
-    about = read_about(source / "checkpoints", step)
-    kept = _kept(about, config)
-    wanted = _wanted(strategy)
+    about = read_checkpoint_info(source / "checkpoints", step)
+    kept = _source_arrays(about, config)
+    wanted = _target_arrays(strategy)
     _check_same(source / "checkpoints" / str(step), to, about, kept, strategy, wanted)
-    with making(destination) as directory, errors(destination, "written; free disk space"):
+    with (
+        create_directory(destination) as directory,
+        checkpoint_errors(destination, "written; free disk space"),
+    ):
         _copy_files(source, directory, config, strategy, destination)
         where = directory / "checkpoints" / str(step)
         _write_zeros(where, about, strategy)
@@ -82,8 +91,10 @@ def reshard(
             _copy(source / "checkpoints" / str(step), where, kept[path], one, dtype)
     progress(len(wanted), len(wanted))
     sizes = [math.prod(one.shape) * _itemsize(strategy, path) for path, one in wanted.items()]
-    moved = [path for path, one in wanted.items() if one.leading and one.rows != kept[path].rows]
-    return Summary(step, len(wanted), sum(sizes), len(moved))
+    moved = [
+        path for path, one in wanted.items() if one.leading_shape and one.rows != kept[path].rows
+    ]
+    return ReshardSummary(step, len(wanted), sum(sizes), len(moved))
 
 
 def _strategy(to: Path) -> Strategy:
@@ -95,26 +106,35 @@ def _strategy(to: Path) -> Strategy:
     return read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
 
 
-def _kept(about: About, config: Config) -> dict[str, Stacked]:
-    rows = about.rows or rows_of_layers(config.program)
-    return {path: Stacked(path, tuple(shape), rows) for path, (shape, _) in about.arrays.items()}
+def _source_arrays(about: CheckpointInfo, config: Config) -> dict[str, StackedArray]:
+    rows = about.rows or layer_rows(config.program)
+    return {
+        path: StackedArray(path, tuple(shape), rows) for path, (shape, _) in about.arrays.items()
+    }
 
 
-def _wanted(strategy: Strategy) -> dict[str, Stacked]:
-    rows = rows_of_layers(strategy.program)
-    return {path: Stacked(path, tuple(one["shape"]), rows) for path, one in strategy.arrays.items()}
+def _target_arrays(strategy: Strategy) -> dict[str, StackedArray]:
+    rows = layer_rows(strategy.program)
+    return {
+        path: StackedArray(path, tuple(one["shape"]), rows) for path, one in strategy.arrays.items()
+    }
 
 
 def _check_same(
     where: Path,
     to: Path,
-    about: About,
-    kept: dict[str, Stacked],
+    about: CheckpointInfo,
+    kept: dict[str, StackedArray],
     strategy: Strategy,
-    wanted: dict[str, Stacked],
+    wanted: dict[str, StackedArray],
 ) -> None:
-    there = {path: (about.arrays[path][1], one.plain) for path, one in kept.items()}
-    here = {path: (strategy.arrays[path]["dtype"], one.plain) for path, one in wanted.items()}
+    there = {
+        path: (about.arrays[path][1], one.shape_without_pipeline) for path, one in kept.items()
+    }
+    here = {
+        path: (strategy.arrays[path]["dtype"], one.shape_without_pipeline)
+        for path, one in wanted.items()
+    }
     for path in sorted(there | here):
         if there.get(path) != here.get(path):
             raise TrainingError(
@@ -143,7 +163,7 @@ def _copy_files(
     (directory / "config.toml").write_text(text)
 
 
-def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
+def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None:
     """Write an Orbax checkpoint of zeros, which needs almost no memory or disk space."""
     import jax
     import orbax.checkpoint as ocp
@@ -159,11 +179,13 @@ def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
         (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, handlers.ArrayHandler()),  # without a handler for jax.Array, Orbax warns
     )
-    pieces = unflatten({path: ocp.SaveArgs(chunk_byte_size=_PIECE) for path in strategy.arrays})
+    pieces = unflatten(
+        {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in strategy.arrays}
+    )
     said = {
-        "loader": about.loader,
+        "loader": about.data_position,
         "arrays": {path: [one["shape"], one["dtype"]] for path, one in strategy.arrays.items()},
-        "rows": rows_of_layers(strategy.program),
+        "rows": layer_rows(strategy.program),
     }
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
@@ -176,18 +198,23 @@ def _write_zeros(where: Path, about: About, strategy: Strategy) -> None:
         opened.save(where.absolute(), items)
 
 
-def _copy(source: Path, where: Path, kept: Stacked, wanted: Stacked, dtype: np.dtype) -> None:
+def _copy(
+    source: Path, where: Path, kept: StackedArray, wanted: StackedArray, dtype: np.dtype
+) -> None:
     """Copy one array, one chunk of the destination at a time."""
-    old, new = open_array(source, kept.path, held=_HELD), open_array(where, wanted.path, write=True)
+    old, new = (
+        open_array(source, kept.path, cache_bytes=_CHUNK_CACHE_BYTES),
+        open_array(where, wanted.path, write=True),
+    )
 
     def read(index: Index) -> np.ndarray:
         return np.asarray(old[index].read().result())
 
-    for index in _pieces(wanted.shape, new.chunk_layout.write_chunk.shape or ()):
-        new[index].write(part(wanted, kept, index, read, dtype)).result()
+    for index in _chunks(wanted.shape, new.chunk_layout.write_chunk.shape or ()):
+        new[index].write(read_reordered_part(wanted, kept, index, read, dtype)).result()
 
 
-def _pieces(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def _chunks(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     steps = [range(0, size, step) for size, step in zip(shape, piece, strict=True)]
     for begin in itertools.product(*steps):
         yield tuple(

@@ -53,13 +53,13 @@ def strategy_of(program: Program) -> Strategy:
 
 def write_json(path: Path, program: Program) -> None:
     """Write a strategy as JSON, for `graphtrain convert reshard` and for other programs."""
-    from graphtrain.config.resolve import mesh_shape, rows_of_layers
+    from graphtrain.config.resolve import layer_rows, mesh_shape
 
     strategy = strategy_of(program)
     about = {
         "graphtrain_strategy": _FORMAT,
         "mesh": dict(mesh_shape(program).axes),
-        "rows": rows_of_layers(program),  # layer in each row of stacked arrays; null: padding
+        "rows": layer_rows(program),  # layer in each row of stacked arrays; null: padding
         "arrays": strategy.arrays,
         "program": asdict(program),
     }

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import click
 
-_COMMANDS = {
+_COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
     "compile": "Compile every graph of a run into the cache, in parallel.",
     "config": "Show a resolved configuration, or the JSON schema for editors.",
@@ -33,7 +33,7 @@ _COMMANDS = {
 }
 
 
-class _Stopped(BaseException):
+class SignalReceived(BaseException):
     """Raised by the signal handler, so that files and locks are released, as with Ctrl-C."""
 
     def __init__(self, number: int) -> None:
@@ -41,26 +41,26 @@ class _Stopped(BaseException):
         self.status = 128 + number
 
 
-class _Lazy(click.Group):
+class LazyGroup(click.Group):
     """Command group that imports each command on first use.
 
     A command is the object `command` of the module of the same name, with _ in place of -.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return list(_COMMAND_HELP)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in _COMMAND_HELP:
             return None
         return importlib.import_module(f"graphtrain.cli.{cmd_name.replace('-', '_')}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list(_COMMAND_HELP.items()))
 
 
-@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="graphtrain")
 def _root() -> None:
     """Plan, compile and train language models. Programs are compiled once and then cached."""
@@ -74,13 +74,13 @@ def main() -> None:
             signal.signal(number, _stop)
     try:
         _root.main(prog_name="graphtrain")
-    except _Stopped as stopped:
+    except SignalReceived as stopped:
         _exit(stopped.status)
     except Exception as error:
-        status = _status(error)
+        status = _exit_status(error)
         if status is not None:
             click.echo(f"error: {error}", err=True)
-        elif _others_wait():
+        elif _is_multi_process():
             traceback.print_exc()
         else:
             raise  # a defect of graphtrain: keep the traceback, exit 1
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Stopped(number)
+    raise SignalReceived(number)
 
 
 def _exit(status: int) -> NoReturn:
@@ -97,7 +97,7 @@ def _exit(status: int) -> NoReturn:
     One of several processes exits without JAX's exit handlers, which would wait for the others,
     while the others wait for this process.
     """
-    if _others_wait():
+    if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
         sys.modules["lowering.machine.distributed"].leave()
@@ -105,12 +105,12 @@ def _exit(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _others_wait() -> bool:
+def _is_multi_process() -> bool:
     processes = sys.modules.get("lowering.machine.distributed")
     return processes is not None and processes.count() > 1
 
 
-def _status(error: Exception) -> int | None:
+def _exit_status(error: Exception) -> int | None:
     from graphtrain.errors import USER_ERRORS
 
     return getattr(error, "exit_status", 2) if isinstance(error, USER_ERRORS) else None

@@ -10,17 +10,23 @@ from typing import Any
 import click
 from rich.console import Console
 
-from graphtrain.cache import Cache, Entry, Explanation
+from graphtrain.cache import Cache, CacheEntry, Explanation
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.sizes import readable
+from graphtrain.cache.sizes import format_size
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
-from graphtrain.cli.options import Size, cache_as, json_option, overrides_option, target_option
+from graphtrain.cli.options import (
+    Size,
+    json_option,
+    make_cache_option,
+    overrides_option,
+    target_option,
+)
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # shown of a digest in a table
 _LINES = 20  # differences shown in one explanation
 
-_store = cache_as(Cache)
+_store = make_cache_option(Cache)
 
 
 @click.group("cache")
@@ -42,7 +48,7 @@ def ls(cache: Cache, as_json: bool) -> None:
     rows = [(*_row(entry), "pinned" if entry.program in pinned else "") for entry in entries]
     if rows:
         _print_columns([("program", "graph", "target", "created", "last used", "size", ""), *rows])
-    total = readable(sum(entry.nbytes for entry in entries))
+    total = format_size(sum(entry.nbytes for entry in entries))
     click.echo(f"{len(entries)} programs, {total}, in {cache.root}", err=True)
 
 
@@ -81,7 +87,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
         for problem in report.problems:
             click.echo(f"{problem.kind}: {problem.path}: {problem.reason}")
     sound = f"{report.programs} programs and {report.requests} requests are intact"
-    if report.sound:
+    if report.valid:
         click.echo(f"{sound}; {len(report.problems)} repaired" if repair else sound, err=True)
         return
     unrepaired = sum(not problem.repaired for problem in report.problems)
@@ -116,7 +122,7 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
         from graphtrain.compile import extracted_graphs
         from graphtrain.torch_xla import graphs
 
-        extracted = extracted_graphs.of(graphs.read(config), target)
+        extracted = extracted_graphs.extracted_graphs(graphs.read_extraction(config), target)
         return {one.name: extracted_graphs.request_key(one) for one in extracted.values()}
     from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
@@ -169,10 +175,10 @@ def gc(
         keep=kept,
     )
     for entry in done.removed:
-        click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {readable(entry.nbytes)}")
-    for entry in done.locked:
+        click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}")
+    for entry in done.leased:
         click.echo(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}", err=True)
-    freed, remaining = readable(done.removed_bytes), readable(done.kept_bytes)
+    freed, remaining = format_size(done.removed_bytes), format_size(done.remaining_bytes)
     click.echo(
         f"removed {len(done.removed)} programs ({freed}) and {done.leftovers} leftovers; "
         f"{remaining} remain in {cache.root}",
@@ -196,10 +202,10 @@ def unpin(digest_prefix: str, cache: Cache) -> None:
     click.echo(f"unpinned {cache.unpin(digest_prefix)[:_DIGITS]}")
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: CacheEntry) -> tuple[str, ...]:
     used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.last_used))
     program, day = entry.program[:_DIGITS], entry.created[:10]
-    return program, entry.graph, entry.target, day, used, readable(entry.nbytes)
+    return program, entry.graph, entry.target, day, used, format_size(entry.nbytes)
 
 
 def _print_explanation(explanation: Explanation) -> None:

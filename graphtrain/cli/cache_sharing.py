@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from graphtrain.cache import Cache
-from graphtrain.cache.sizes import readable
+from graphtrain.cache.sizes import format_size
 from graphtrain.cli.options import json_option, overrides_option, target_option
 
 if TYPE_CHECKING:
-    from graphtrain.cache.exchange import Exchanged
+    from graphtrain.cache.exchange import TransferResult
 
 _REFUSED = 2  # exit status
 
@@ -45,12 +45,12 @@ def exchange(
 ) -> None:
     """Push, pull, or both in the given order, and print what was sent and received."""
     from graphtrain.cache import exchange
-    from graphtrain.cache.remote import Remote
-    from graphtrain.cache.trust import Keys, default_directory
+    from graphtrain.cache.remote import ObjectStore
+    from graphtrain.cache.trust import KeyStore, default_directory
 
     chosen = _requests(configs, target, overrides)
-    remote, keys = Remote(store, make="push" in verbs), Keys(default_directory())
-    listed = exchange.Listed.of(remote) if len(verbs) > 1 else None
+    remote, keys = ObjectStore(store, create="push" in verbs), KeyStore(default_directory())
+    listed = exchange.RemoteListing.of(remote) if len(verbs) > 1 else None
     done = {}
     for verb in verbs:
         with _progress(verb) as observe:
@@ -60,7 +60,7 @@ def exchange(
     else:
         for verb, one in done.items():
             _print(verb, store, one)
-    if any(one.refused for one in done.values()):
+    if any(one.rejected for one in done.values()):
         sys.exit(_REFUSED)
 
 
@@ -77,15 +77,15 @@ def _requests(
     return [key.digest for program in programs for key in request_keys(program).values()]
 
 
-def _print(verb: str, store: str, done: Exchanged) -> None:
-    for reason in done.refused:
+def _print(verb: str, store: str, done: TransferResult) -> None:
+    for reason in done.rejected:
         click.echo(f"refused: {reason}", err=True)
     click.echo(
-        f"{verb} {store}: {len(done.programs)} programs, {readable(done.nbytes)}, "
+        f"{verb} {store}: {len(done.programs)} programs, {format_size(done.nbytes)}, "
         f"{len(done.requests)} requests"
     )
-    if done.absent:
-        click.echo(f"{len(done.absent)} of the requested graphs are not in {store}", err=True)
+    if done.missing:
+        click.echo(f"{len(done.missing)} of the requested graphs are not in {store}", err=True)
 
 
 @contextmanager
@@ -109,13 +109,13 @@ def key() -> None:
 @key.command("new")
 def new() -> None:
     """Create a signing key, and print its public half for others to trust."""
-    click.echo(json.dumps(_keys().new(), indent=1))
+    click.echo(json.dumps(_keys().create(), indent=1))
 
 
 @key.command("show")
 def show() -> None:
     """Print the public half of your signing key."""
-    click.echo(json.dumps(_keys().own(), indent=1))
+    click.echo(json.dumps(_keys().own_public_key(), indent=1))
 
 
 @key.command("trust")
@@ -143,6 +143,6 @@ def ls() -> None:
 
 
 def _keys():
-    from graphtrain.cache.trust import Keys, default_directory
+    from graphtrain.cache.trust import KeyStore, default_directory
 
-    return Keys(default_directory())
+    return KeyStore(default_directory())

@@ -21,10 +21,10 @@ from graphtrain.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graphtrain.compile.tasks import Observer, Outcome, Report
+    from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
 
 
-def limits_options(command: Callable) -> Callable:
+def compile_limit_options(command: Callable) -> Callable:
     """Add the options that limit compilation on this machine and that write the summary."""
     options = (
         click.option(
@@ -73,7 +73,7 @@ def limits_options(command: Callable) -> Callable:
 @target_option
 @overrides_option
 @cache_option
-@limits_options
+@compile_limit_options
 @json_option
 def command(
     configs: Sequence[Path],
@@ -118,7 +118,7 @@ def command(
         if not result.count("failed"):
             for path, program in programs.items():
                 again = command_line("run", Path(path), target, overrides, cache)
-                _print_what_a_run_lacks(program.target, again)
+                _print_missing_runtime(program.target, again)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
     if result.count("failed"):
@@ -148,7 +148,7 @@ def progress() -> Iterator["Observer"]:
         yield observe
 
 
-def print_problems(report: "Report") -> None:
+def print_problems(report: "CompilationReport") -> None:
     """Print failures and warnings to standard error."""
     for outcome in report.outcomes:
         for warning in (outcome.preflight or {}).get("warnings", ()):
@@ -163,13 +163,13 @@ def print_problems(report: "Report") -> None:
         click.echo(reason, err=True)
 
 
-def print_report(report: "Report") -> None:
+def print_report(report: "CompilationReport") -> None:
     """Print how many graphs were compiled, cached and failed, the time, and the peak memory."""
-    from graphtrain.cache.sizes import readable
+    from graphtrain.cache.sizes import format_size
 
     for outcome in report.outcomes:
         if outcome.preflight:
-            click.echo(_instructions(outcome))
+            click.echo(_instruction_estimate(outcome))
     click.echo(f"Total graphs:      {len(report.outcomes)}")
     click.echo(f"  compiled:        {report.count('compiled')}")
     if bundles := [outcome.bundle for outcome in report.outcomes if outcome.status == "bundled"]:
@@ -179,27 +179,27 @@ def print_report(report: "Report") -> None:
     click.echo(f"Seconds:           {report.seconds:.1f}")
     peaks = [outcome.peak_bytes for outcome in report.outcomes if outcome.peak_bytes]
     if peaks:
-        click.echo(f"Peak memory:       {readable(max(peaks))} per compilation")
+        click.echo(f"Peak memory:       {format_size(max(peaks))} per compilation")
     if bundles:
         click.echo("Finish the bundles on a machine with neuronx-cc:")
         click.echo(f"  graphtrain neuron-finish {' '.join(map(str, bundles))}")
 
 
-def _print_what_a_run_lacks(target: str, run: str) -> None:
+def _print_missing_runtime(target: str, run: str) -> None:
     """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
     if not target.startswith("ascend"):  # avoids the import
         return
-    from lowering.ascend.here import lacks
+    from lowering.ascend.here import missing_software
     from lowering.machine.target import Target
 
-    if lacking := lacks(Target.parse(target)):
+    if lacking := missing_software(Target.parse(target)):
         click.echo(
             f"The graphs for {target} are compiled, but this machine cannot run them: it lacks "
             f"{lacking}.\nOn a machine that has it, with this cache, run:\n  {run}"
         )
 
 
-def _instructions(outcome: "Outcome") -> str:
+def _instruction_estimate(outcome: "TaskOutcome") -> str:
     found = outcome.preflight or {}
     return (
         f"{outcome.label}: about {found['instructions']:,} instructions "

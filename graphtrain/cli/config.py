@@ -28,7 +28,10 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
     from graphtrain.config import load_config, render
 
     loaded = load_config(config, overrides, target)
-    click.echo(json.dumps(asdict(loaded), indent=2) if as_json else render(loaded), nl=as_json)
+    click.echo(
+        json.dumps(asdict(loaded), indent=2) if as_json else render(loaded, with_choices=True),
+        nl=as_json,
+    )
 
 
 @command.command()

@@ -13,9 +13,9 @@ import click
 from graphtrain.cli.options import json_option
 
 if TYPE_CHECKING:
-    from graphtrain.weights.convert import Progress, Summary
+    from graphtrain.weights.convert import ConversionSummary, Progress
 
-_FOLDER = click.Path(path_type=Path)
+_DIRECTORY = click.Path(path_type=Path)
 
 
 @click.group("convert")
@@ -24,26 +24,26 @@ def command() -> None:
 
 
 @command.command("hf-to-graphtrain")
-@click.argument("source", type=_FOLDER)
-@click.argument("destination", type=_FOLDER)
+@click.argument("source", type=_DIRECTORY)
+@click.argument("destination", type=_DIRECTORY)
 @json_option
 def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
     """Convert SOURCE, a Hugging Face model directory, to DESTINATION.
 
     SOURCE contains config.json and the weights as .safetensors or .bin, in one file or in several
-    with an index. A run can start from DESTINATION (run.initial).
+    with an index. A run can start from DESTINATION (run.init_from).
     """
-    from graphtrain.weights.convert import from_hugging_face
+    from graphtrain.weights.convert import import_hugging_face
 
     with _progress() as show:
-        summary = from_hugging_face(source, destination, show)
-    _tell(summary, destination, as_json)
-    _tell_use(destination, as_json)
+        summary = import_hugging_face(source, destination, show)
+    _print_summary(summary, destination, as_json)
+    _print_usage_hint(destination, as_json)
 
 
 @command.command("megatron-to-graphtrain")
-@click.argument("source", type=_FOLDER)
-@click.argument("destination", type=_FOLDER)
+@click.argument("source", type=_DIRECTORY)
+@click.argument("destination", type=_DIRECTORY)
 @click.option(
     "--model",
     metavar="PRESET|FILE",
@@ -64,19 +64,19 @@ def megatron_to_graphtrain(
 
     SOURCE has the torch-dist format or mp_rank_XX directories, with any degree of tensor, pipeline
     and expert parallelism. Of a directory with several checkpoints, the latest is converted. A run
-    can start from DESTINATION (run.initial).
+    can start from DESTINATION (run.init_from).
     """
     from graphtrain.weights.megatron.convert import from_megatron
 
     with _progress() as show:
         summary = from_megatron(source, destination, show, model, vocab)
-    _tell(summary, destination, as_json)
-    _tell_use(destination, as_json)
+    _print_summary(summary, destination, as_json)
+    _print_usage_hint(destination, as_json)
 
 
 @command.command("graphtrain-to-hf")
-@click.argument("source", type=_FOLDER)
-@click.argument("destination", type=_FOLDER)
+@click.argument("source", type=_DIRECTORY)
+@click.argument("destination", type=_DIRECTORY)
 @click.option(
     "--step",
     type=click.IntRange(0),
@@ -96,20 +96,20 @@ def graphtrain_to_hf(
     with --adapter it is written alone, in the format of PEFT.
     """
     if adapter:
-        from graphtrain.weights.peft import to_peft_folder
+        from graphtrain.weights.peft import export_peft
 
-        _tell(to_peft_folder(source, destination, step), destination, as_json)
+        _print_summary(export_peft(source, destination, step), destination, as_json)
         return
-    from graphtrain.weights.convert import to_hugging_face_folder
+    from graphtrain.weights.convert import export_hugging_face
 
     with _progress() as show:
-        summary = to_hugging_face_folder(source, destination, show, step)
-    _tell(summary, destination, as_json)
+        summary = export_hugging_face(source, destination, show, step)
+    _print_summary(summary, destination, as_json)
 
 
 @command.command("reshard")
-@click.argument("source", type=_FOLDER)
-@click.argument("destination", type=_FOLDER)
+@click.argument("source", type=_DIRECTORY)
+@click.argument("destination", type=_DIRECTORY)
 @click.option(
     "--to",
     type=click.Path(path_type=Path),
@@ -138,11 +138,11 @@ def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json
     with _progress() as show:
         summary = make(source, destination, to, show, step)
     if as_json:
-        _tell_json(summary, destination)
+        _print_summary_json(summary, destination)
         return
     click.echo(
         f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes; "
-        f"layers reordered in {summary.moved} arrays"
+        f"layers reordered in {summary.reordered} arrays"
     )
 
 
@@ -157,7 +157,7 @@ def _progress() -> Iterator[Progress]:
         yield lambda done, count: display.update(row, completed=done, total=count)
 
 
-def _tell_use(destination: Path, as_json: bool) -> None:
+def _print_usage_hint(destination: Path, as_json: bool) -> None:
     if not as_json:
         click.echo(
             f"to use it, set in a configuration: [program.model] preset = "
@@ -165,9 +165,9 @@ def _tell_use(destination: Path, as_json: bool) -> None:
         )
 
 
-def _tell(summary: Summary, destination: Path, as_json: bool) -> None:
+def _print_summary(summary: ConversionSummary, destination: Path, as_json: bool) -> None:
     if as_json:
-        _tell_json(summary, destination)
+        _print_summary_json(summary, destination)
         return
     click.echo(
         f"{destination}: {summary.family}, {summary.parameters:,} parameters in {summary.arrays} "
@@ -175,7 +175,7 @@ def _tell(summary: Summary, destination: Path, as_json: bool) -> None:
     )
 
 
-def _tell_json(summary: Any, destination: Path) -> None:
+def _print_summary_json(summary: Any, destination: Path) -> None:
     from dataclasses import asdict
 
     click.echo(json.dumps(asdict(summary) | {"folder": str(destination)}))

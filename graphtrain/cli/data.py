@@ -163,7 +163,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 
     with _progress() as report:
         made = prepare_data(inputs, output, tokenizer, report=report, **settings)
-    _tell_splits(made, output, _documents)
+    _print_splits(made, output, _documents)
 
 
 @command.command()
@@ -214,7 +214,7 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
 
     with _progress() as report:
         made = instruct_data(inputs, output, tokenizer, report=report, **settings)
-    _tell_splits(made, output, _conversations)
+    _print_splits(made, output, _conversations)
     if made.skipped_records:
         click.echo(f"{made.skipped_records} records without an answer were skipped", err=True)
     if made.spelled_out:
@@ -225,7 +225,7 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
         )
 
 
-def _tell_splits(made: Any, output: Path, describe: Callable[[Any], str]) -> None:
+def _print_splits(made: Any, output: Path, describe: Callable[[Any], str]) -> None:
     """Print the path and the contents of each dataset."""
     if made.up_to_date:
         click.echo(f"{output}: up to date, nothing to do", err=True)
@@ -239,7 +239,7 @@ def _documents(split: Any) -> str:
     return f"{split.documents} documents, {split.tokens} tokens, vocabulary of {split.vocab}"
 
 
-def has_colours() -> bool:
+def supports_color() -> bool:
     """Return whether standard output is a terminal with colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
@@ -272,7 +272,7 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
     """
     from graphtrain.data.preview import masked_documents, packing_report
 
-    colours = has_colours()
+    colours = supports_color()
     for number, document in masked_documents(prefix, first, documents):
         click.echo(f"document {number}: {sum(len(one.tokens) for one in document)} tokens")
         for one in document:

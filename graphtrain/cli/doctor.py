@@ -18,15 +18,15 @@ def command(cache: Path, as_json: bool) -> None:
 
     Exits with 2 if something that graphtrain requires is missing.
     """
-    from graphtrain.doctor import examine
+    from graphtrain.doctor import run_checks
 
-    findings = examine(cache)
+    findings = run_checks(cache)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
-            mark = "ok     " if finding.good else "missing"
+            mark = "ok     " if finding.ok else "missing"
             remedy = f"; run: {finding.remedy}" if finding.remedy else ""
             click.echo(f"{mark}  {finding.subject}: {finding.state}{remedy}")
-    if not all(finding.good for finding in findings):
+    if not all(finding.ok for finding in findings):
         sys.exit(2)

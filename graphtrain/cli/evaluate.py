@@ -9,10 +9,10 @@ import click
 
 from graphtrain.cli.options import (
     cache_option,
-    compile_command,
+    compile_hint,
     config_argument,
-    enter_run,
-    is_first,
+    is_rank_zero,
+    join_run,
     json_option,
     overrides_option,
     process_options,
@@ -55,10 +55,10 @@ def command(
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
 
     settings = load_config(config, overrides, target)
-    remedy = compile_command(config, target, overrides, cache)
-    enter_run(settings.program.target, coordinator, count, rank)
-    result = checkpoint_loss(settings, Cache(cache), remedy=remedy, step=step)
-    if not is_first():
+    remedy = compile_hint(config, target, overrides, cache)
+    join_run(settings.program.target, coordinator, count, rank)
+    result = checkpoint_loss(settings, Cache(cache), compile_hint=remedy, step=step)
+    if not is_rank_zero():
         return
     if bigram:
         result["bigram_loss"] = bigram_loss(settings)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.compile import limits_options, print_problems, print_report, progress
+from graphtrain.cli.compile import compile_limit_options, print_problems, print_report, progress
 from graphtrain.cli.options import cache_option, json_option, pull_requests, write_file
 
 if TYPE_CHECKING:
-    from graphtrain.compile.tasks import Report
+    from graphtrain.compile.tasks import CompilationReport
     from graphtrain.torch_xla.graphs import Extraction
 
 
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     "--no-compile", is_flag=True, help="Only extract the graphs; compile them later with --from."
 )
 @cache_option
-@limits_options
+@compile_limit_options
 @json_option
 def command(
     script: Path | None,
@@ -96,7 +96,7 @@ def command(
         found = _extract(script, arguments, output, about)
     else:
         assert source is not None
-        found = graphs.read(source)
+        found = graphs.read_extraction(source)
     if no_compile:
         _print_graphs(found, target, None, as_json, report)
         click.echo(f"compile them with: graphtrain extract --from {source or output}", err=True)
@@ -120,14 +120,16 @@ def _extract(
 
 def _compile(
     found: "Extraction", target: str | None, cache: Path, about: dict[str, Any]
-) -> "Report":
+) -> "CompilationReport":
     from graphtrain.cache import Cache
     from graphtrain.compile import extracted_graphs
     from graphtrain.compile.driver import compile_tasks
     from graphtrain.compile.tasks import Limits
 
     store = Cache(cache)
-    tasks = extracted_graphs.tasks_of(extracted_graphs.of(found, target).values())
+    tasks = extracted_graphs.compilation_tasks(
+        extracted_graphs.extracted_graphs(found, target).values()
+    )
     pull_requests(store, [task.request for task in tasks])
     limits = Limits(about["jobs"], about["memory"], about["timeout"], about["retries"])
     with progress() as observe:
@@ -139,7 +141,7 @@ def _compile(
 def _print_graphs(
     found: "Extraction",
     target: str | None,
-    result: "Report | None",
+    result: "CompilationReport | None",
     as_json: bool,
     file: Path | None,
 ) -> None:

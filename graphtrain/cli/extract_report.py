@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from graphtrain.cache.sizes import readable
+from graphtrain.cache.sizes import format_size
 from graphtrain.compile import extracted_graphs
-from graphtrain.compile.tasks import Report
+from graphtrain.compile.tasks import CompilationReport
 from graphtrain.torch_xla.graphs import Extraction
 
 _COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "seconds")
 
 
-def as_dictionary(found: Extraction, target: str | None, result: Report | None) -> dict[str, Any]:
+def as_dictionary(
+    found: Extraction, target: str | None, result: CompilationReport | None
+) -> dict[str, Any]:
     """Return the extraction as JSON, with the outcome of each graph if they were compiled."""
-    extracted = extracted_graphs.of(found, target)
+    extracted = extracted_graphs.extracted_graphs(found, target)
     outcomes: dict[str, Any] = {} if result is None else result.as_json()
     by_label = {each["label"]: each for each in outcomes.pop("graphs", ())}
     return {
@@ -25,10 +27,10 @@ def as_dictionary(found: Extraction, target: str | None, result: Report | None) 
         "devices": found.devices,
         "steps": found.steps,
         "warnings": list(found.warnings),
-        "stopped": found.problem or None,
+        "stopped": found.error or None,
         **outcomes,
         "graphs": [
-            extracted_graphs.about(graph, extracted[graph.hash])
+            extracted_graphs.graph_facts(graph, extracted[graph.hash])
             | by_label.get(extracted[graph.hash].name, {})
             for graph in found.graphs
         ],
@@ -49,7 +51,7 @@ def _row(graph: dict[str, Any]) -> tuple[str, ...]:
         graph["hash"],
         ranges(graph["steps"]),
         f"{graph['instructions']:,}",
-        readable(graph["bytes"]),
+        format_size(graph["bytes"]),
         str(graph["parameters"]),
         graph.get("status", "extracted"),
         f"{graph['seconds']:.1f}" if "seconds" in graph else "",

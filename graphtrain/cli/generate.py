@@ -64,9 +64,9 @@ def command(
 ) -> None:
     """Generate text that continues PROMPT, with the weights of a run.
 
-    For a run without checkpoints, uses the weights that it would start from (run.initial). The
+    For a run without checkpoints, uses the weights that it would start from (run.init_from). The
     prefill and decode graphs are compiled into the cache on first use. Generation ends at the
-    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.length.
+    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.seq_len.
     --seed is the seed of the sampling.
     """
     from graphtrain.cache import Cache
@@ -103,11 +103,11 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     from graphtrain.data.indexed.description import dataset_tokenizer
     from graphtrain.data.tokenizers.tokenizer import load_tokenizer
     from graphtrain.errors import DataError
-    from graphtrain.weights.sources import SIDE
+    from graphtrain.weights.sources import HF_FILES
 
-    folders = [Path(config.run.directory) / SIDE]
-    if config.run.initial is not None:  # converted weights, or a Hugging Face folder
-        folders += [Path(config.run.initial) / SIDE, Path(config.run.initial)]
+    folders = [Path(config.run.directory) / HF_FILES]
+    if config.run.init_from is not None:  # converted weights, or a Hugging Face folder
+        folders += [Path(config.run.init_from) / HF_FILES, Path(config.run.init_from)]
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)
@@ -116,6 +116,6 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         if (found := dataset_tokenizer(prefix)) is not None:
             return found
     raise DataError(
-        f"no tokenizer in {config.run.directory}/{SIDE}, with the weights of run.initial, or with "
-        "the datasets of run.data.train; prepare the data with graphtrain data prepare"
+        f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.init_from, or "
+        "with the datasets of run.data.train; prepare the data with graphtrain data prepare"
     )

@@ -80,17 +80,21 @@ def slurm(
 
     job = _job(config, target, overrides, cache, workers)
     named = {"partition": partition, "account": account, "time": limit}
-    options = {name: value for name, value in named.items() if value} | dict(map(_pair, further))
-    made = scheduler.scripts(job, options, warning=warning)
+    options = {name: value for name, value in named.items() if value} | dict(
+        map(_parse_name_value, further)
+    )
+    made = scheduler.make_scripts(job, options, warning=warning)
     if dry_run:
-        click.echo(f"# {job.directory}/compile.sh\n{made.compile}")
-        click.echo(f"# {job.directory}/run.sh, starts after compile.sh has succeeded\n{made.run}")
+        click.echo(f"# {job.job_directory}/compile.sh\n{made.compile}")
+        click.echo(
+            f"# {job.job_directory}/run.sh, starts after compile.sh has succeeded\n{made.run}"
+        )
         return
     numbers = scheduler.submit(job, made)
     click.echo(f"compile: job {numbers['compile']}")
     click.echo(f"run:     job {numbers['run']}, starts after the compile job has succeeded")
     asked = ["graphtrain", "launch", "status", *arguments(config, None, overrides)]
-    click.echo(f"status:  {shlex.join(asked)}\nlogs:    {job.directory}")
+    click.echo(f"status:  {shlex.join(asked)}\nlogs:    {job.job_directory}")
 
 
 @command.command("kubernetes")
@@ -138,12 +142,12 @@ def status(config: Path, overrides: Sequence[str]) -> None:
 
 def _job(config: Path, target: str | None, overrides: Sequence[str], cache: Path, workers: int):
     from graphtrain.config import load_config
-    from graphtrain.launch.job import job
+    from graphtrain.launch.job import make_job
 
     settings = load_config(config, overrides, target)
-    return job(settings, arguments(config, target, overrides, cache), workers)
+    return make_job(settings, arguments(config, target, overrides, cache), workers)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_name_value(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     return name.lstrip("-"), value

@@ -13,8 +13,8 @@ import click
 from graphtrain.cli.options import json_option, overrides_option, target_option, write_file
 
 if TYPE_CHECKING:
-    from lowering.neuron.persistent_cache.entries import Entry
-    from lowering.neuron.persistent_cache.finishing import Finished
+    from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
+    from lowering.neuron.persistent_cache.finishing import FinishReport
 
 _STALE_AFTER = 360.0  # minutes; the longest compilations known take a few hours
 
@@ -132,8 +132,8 @@ def clean_locks(root: Path, stale_after: float, force: bool) -> None:
     from lowering.neuron.persistent_cache import locks
 
     found = [lock for entry in _entries(root, stale_after) for lock in entry.locks]
-    judge = locks.Judge(stale_after * 60)
-    removed = locks.clear(found, root, judge, force=force) if found else []
+    judge = locks.LockChecker(stale_after * 60)
+    removed = locks.remove_stale(found, root, judge, force=force) if found else []
     gone = {lock.path for lock in removed}
     for lock in found:
         done = "removed" if lock.path in gone else "kept"
@@ -214,30 +214,30 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
 
     program = load_config(config, overrides, target).program
     machine = Target.parse(program.target)
-    if machine.platform != "neuron" or machine.on_host:
+    if machine.platform != "neuron" or machine.runs_on_cpu:
         raise LoweringError(f"{machine} has no Neuron plugin; name a target such as trn1:32")
-    plugin.check(machine)
-    from graphtrain.compile.neuron_plugin import extract
+    plugin.check_installed(machine)
+    from graphtrain.compile.neuron_plugin import extract_graphs
 
-    extract(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
+    extract_graphs(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
 
 
-def _entries(root: Path, stale_after: float) -> "list[Entry]":
+def _entries(root: Path, stale_after: float) -> "list[NeuronCacheEntry]":
     from lowering.neuron.persistent_cache import entries, locks
 
-    return entries.scan(root, locks.Judge(stale_after * 60))
+    return entries.scan(root, locks.LockChecker(stale_after * 60))
 
 
 def _compile(
     root: Path, *, stale_after: float, report: Path | None, simulator: bool, **settings: Any
 ) -> None:
     """Compile the unfinished entries and print the results; exit with 2 if an entry failed."""
-    from lowering.neuron.persistent_cache.compilation import Settings
+    from lowering.neuron.persistent_cache.compilation import CompileOptions
     from lowering.neuron.persistent_cache.finishing import finish
 
     # On SIGTERM, stop the compilers and release the locks, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    chosen = Settings(**settings, stale_after=stale_after * 60)
+    chosen = CompileOptions(**settings, stale_after=stale_after * 60)
     finished = finish(
         root,
         chosen,
@@ -250,14 +250,14 @@ def _compile(
         sys.exit(2)
 
 
-def _print_finished(finished: "Finished", file: Path | None) -> None:
+def _print_finished(finished: "FinishReport", file: Path | None) -> None:
     from lowering.neuron.persistent_cache import report
 
     for outcome in finished.outcomes:
         if outcome.failure is not None:
             known = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
             failure = outcome.failure
-            click.echo(f"{outcome.program}: {failure.kind}: {failure.said}{known}", err=True)
+            click.echo(f"{outcome.program}: {failure.kind}: {failure.message}{known}", err=True)
     written = report.as_json(finished)
     if file is not None:
         write_file(file, json.dumps(written, indent=4) + "\n")
@@ -267,18 +267,18 @@ def _print_finished(finished: "Finished", file: Path | None) -> None:
         click.echo(line)
 
 
-def _print_status(entries: "Sequence[Entry]") -> None:
+def _print_status(entries: "Sequence[NeuronCacheEntry]") -> None:
     from lowering.neuron.persistent_cache.report import status_line
 
     click.echo(status_line(entries))
 
 
 def _print_analysis(found: dict[str, Any]) -> None:
-    from graphtrain.cache.sizes import readable
+    from graphtrain.cache.sizes import format_size
 
     for name, about in found["compilers"].items():
         states = ", ".join(f"{count} {state}" for state, count in about["states"].items())
-        click.echo(f"{name}: {states}; {readable(about['bytes'])}")
+        click.echo(f"{name}: {states}; {format_size(about['bytes'])}")
     for key, about in found["flags"].items():
         written = "unknown" if about["flags"] is None else json.dumps(about["flags"])
         click.echo(f"flags {key}: {about['entries']} entries, {written}")
@@ -289,7 +289,7 @@ def _print_analysis(found: dict[str, Any]) -> None:
         click.echo(f"{each['entry']}: {each['problem']}")
 
 
-def _facts(entry: "Entry") -> dict[str, Any]:
+def _facts(entry: "NeuronCacheEntry") -> dict[str, Any]:
     return {
         "entry": f"{entry.compiler}/{entry.directory.name}",
         "state": entry.state,

@@ -22,14 +22,14 @@ def command(bundles: Sequence[Path], cache: Path) -> None:
     others are stored all the same.
     """
     from graphtrain.cache import Cache
-    from graphtrain.compile.neuron_bundles import finish
+    from graphtrain.compile.neuron_bundles import compile_bundle
     from graphtrain.errors import GraphtrainError
     from lowering.errors import LoweringError
 
     failed = False
     for directory in bundles:
         try:
-            click.echo(f"{directory}: {finish(directory, Cache(cache))}")
+            click.echo(f"{directory}: {compile_bundle(directory, Cache(cache))}")
         except (GraphtrainError, LoweringError) as error:
             click.echo(f"error: {directory}: {error}", err=True)
             failed = True

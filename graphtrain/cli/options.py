@@ -15,10 +15,10 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from graphtrain.cache.sizes import parse
+        from graphtrain.cache.sizes import parse_size
 
         try:
-            return parse(str(value))
+            return parse_size(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -41,7 +41,7 @@ target_option = click.option(
 )
 
 
-def cache_as(make: Callable[[Path], Any]) -> Callable:
+def make_cache_option(make: Callable[[Path], Any]) -> Callable:
     """Return the option --cache, whose directory `make` converts to the argument `cache`."""
     return click.option(
         "--cache",
@@ -60,7 +60,7 @@ def _default_root() -> Path:
     return default_root()
 
 
-cache_option = cache_as(Path)
+cache_option = make_cache_option(Path)
 
 
 def process_options(command: Callable) -> Callable:
@@ -93,7 +93,7 @@ def process_options(command: Callable) -> Callable:
     return command
 
 
-def enter_run(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
+def join_run(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
     """Configure the memory of this process and connect it to the other processes of the run.
 
     Raises:
@@ -104,11 +104,11 @@ def enter_run(target: str, coordinator: str | None, count: int | None, rank: int
 
     member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
     machine = Target.parse(target)
-    if machine.on_host:
-        host.keep_pages()
-    distributed.check_target(machine, member)
+    if machine.runs_on_cpu:
+        host.retain_freed_memory()
+    distributed.check_process_count(machine, member)
     if member is not None and member.count > 1:
-        distributed.join(member, machine)
+        distributed.initialize(member, machine)
 
 
 def pull_shared(store: Any, programs: Iterable[Any]) -> None:
@@ -124,13 +124,13 @@ def pull_requests(store: Any, requests: Iterable[Any]) -> None:
     """Fetch the missing programs of requests from $GRAPHTRAIN_SHARED_CACHE, if it is set."""
     if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
         return
-    from graphtrain.cache.exchange import pull_shared
+    from graphtrain.cache.exchange import pull_from_shared_cache
 
     digests = [request.digest for request in requests]
-    pull_shared(store, digests, lambda line: click.echo(line, err=True))
+    pull_from_shared_cache(store, digests, lambda line: click.echo(line, err=True))
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Return whether this process is rank 0, which prints for all processes of a run."""
     from lowering.machine import distributed
 
@@ -154,7 +154,7 @@ def write_file(path: Path, text: str) -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-def compile_command(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
+def compile_hint(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
     """Return the graphtrain compile command for the same configuration and options."""
     return command_line("compile", config, target, overrides, cache)
 

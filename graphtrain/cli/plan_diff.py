@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from graphtrain.cli.options import cache_option, json_option, overrides_option, target_option
-from graphtrain.cli.plan_show import compile_option, console
+from graphtrain.cli.plan_show import compile_or_estimate_option, console
 
 
 @click.command("diff")
@@ -25,7 +25,7 @@ from graphtrain.cli.plan_show import compile_option, console
     "repeated.",
 )
 @cache_option
-@compile_option
+@compile_or_estimate_option
 @json_option
 def diff(
     before: Path,
@@ -61,8 +61,8 @@ def diff(
     with progress() as observe:
         assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
     for name, assessment in assessed.items():
-        if assessment.remark:
-            click.echo(f"{name}: {assessment.remark}", err=True)
+        if assessment.note:
+            click.echo(f"{name}: {assessment.note}", err=True)
     found = differences(assessed["before"], assessed["after"])
     if as_json:
         click.echo(json.dumps([asdict(one) for one in found]))

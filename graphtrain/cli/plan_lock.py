@@ -14,7 +14,7 @@ from graphtrain.cli.options import (
     target_option,
     write_file,
 )
-from graphtrain.cli.plan_show import compile_option
+from graphtrain.cli.plan_show import compile_or_estimate_option
 
 if TYPE_CHECKING:
     from graphtrain.cost_model.assessment import Assessment
@@ -27,7 +27,7 @@ _DIFFERS = 5  # exit status
 @target_option
 @overrides_option
 @cache_option
-@compile_option
+@compile_or_estimate_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -56,7 +56,7 @@ def lock(
 @target_option
 @overrides_option
 @cache_option
-@compile_option
+@compile_or_estimate_option
 @click.option(
     "--lock",
     "locked",
@@ -77,12 +77,12 @@ def check(
     If they differ, prints the difference and exits with 5.
     """
     from graphtrain.errors import PlanError
-    from graphtrain.planning.lock import changes, lock_path
+    from graphtrain.planning.lock import lock_diff, lock_path
 
     path = locked or lock_path(config)
     if not path.exists():
         raise PlanError(f"{path}: no such file; write it with: graphtrain plan lock {config}")
-    found = changes(path.read_text(), _assess(config, target, overrides, cache, ask_compiler))
+    found = lock_diff(path.read_text(), _assess(config, target, overrides, cache, ask_compiler))
     if not found:
         click.echo(f"{path} is up to date")
         return
@@ -102,6 +102,6 @@ def _assess(
     program = load_config(config, overrides, target).program
     with progress() as observe:
         assessment = assess(program, Cache(cache), observe, compile=ask_compiler)
-    if assessment.remark:
-        click.echo(f"remark: {assessment.remark}", err=True)
+    if assessment.note:
+        click.echo(f"remark: {assessment.note}", err=True)
     return assessment

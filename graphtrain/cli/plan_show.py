@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 4  # exit status
 
-compile_option = click.option(
+compile_or_estimate_option = click.option(
     "--compile/--no-compile",
     "ask_compiler",
     default=True,
@@ -37,7 +37,7 @@ compile_option = click.option(
 @click.option("--targets", metavar="A,B,...", help="Compare these machines, one line each.")
 @overrides_option
 @cache_option
-@compile_option
+@compile_or_estimate_option
 @click.option(
     "--confirm/--no-confirm",
     default=True,
@@ -118,7 +118,7 @@ def show(
     from graphtrain.cli.compile import progress
     from graphtrain.planning.answer import answer
 
-    searched = _searched(results) if results is not None else []
+    searched = _read_search_results(results) if results is not None else []
     with progress() as observe:
         found = answer(
             program, vary, Cache(cache), compile=ask_compiler, confirm=confirm, observe=observe
@@ -128,9 +128,9 @@ def show(
     if as_json:
         _print_json(found, pattern)
     elif blame:
-        from graphtrain.planning.text import blame_lines
+        from graphtrain.planning.text import explanation_lines
 
-        click.echo(blame_lines(found.causes))
+        click.echo(explanation_lines(found.causes))
     else:
         from graphtrain.planning.text import print_answer
 
@@ -172,30 +172,30 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
     else:
         console().print(targets_table(rows))
         for row in rows:
-            if remark := row.error or (row.assessment.remark if row.assessment else ""):
+            if remark := row.error or (row.assessment.note if row.assessment else ""):
                 click.echo(f"{row.target}: {remark}")
 
 
 def _print_arrays(program: "Program", pattern: str) -> None:
     from graphtrain.planning.assess import plan_program
     from graphtrain.planning.tables import plan_table
-    from graphtrain.planning.text import matching
+    from graphtrain.planning.text import matching_paths
 
     plan = plan_program(program)
-    console().print(plan_table(plan, matching(plan, pattern)))
+    console().print(plan_table(plan, matching_paths(plan, pattern)))
 
 
 def _print_json(found: "Answer", pattern: str | None) -> None:
-    from graphtrain.planning.text import answer_as_json, matching
+    from graphtrain.planning.text import answer_as_json, matching_paths
 
     about = answer_as_json(found)
     if pattern is not None:
-        shown = set(matching(found.assessment.plan, pattern))
+        shown = set(matching_paths(found.assessment.plan, pattern))
         about["arrays"] = [row for row in about["arrays"] if row["path"] in shown]
     click.echo(json.dumps(about))
 
 
-def _searched(results: Path) -> list[dict[str, Any]]:
+def _read_search_results(results: Path) -> list[dict[str, Any]]:
     """Return the strategies in the output of graphtrain plan search --json."""
     from graphtrain.errors import PlanError
 
@@ -210,7 +210,7 @@ def _searched(results: Path) -> list[dict[str, Any]]:
 def _write_page(
     path: Path, config: Path, found: "Answer", searched: Sequence[dict[str, Any]]
 ) -> None:
-    from graphtrain.planning.page import page
+    from graphtrain.planning.page import render_page
 
-    write_file(path, page(config.stem, found, searched))
+    write_file(path, render_page(config.stem, found, searched))
     click.echo(f"wrote {path}", err=True)

@@ -11,10 +11,10 @@ import click
 
 from graphtrain.cli.options import (
     cache_option,
-    compile_command,
+    compile_hint,
     config_argument,
-    enter_run,
-    is_first,
+    is_rank_zero,
+    join_run,
     overrides_option,
     process_options,
     pull_shared,
@@ -65,19 +65,19 @@ def command(
     pull_shared(store, [settings.program])
     if compile_missing:
         _compile_missing(config, settings.program, store)
-    enter_run(settings.program.target, coordinator, count, rank)
+    join_run(settings.program.target, coordinator, count, rank)
     from graphtrain.run.train import train
 
-    remedy = compile_command(config, target, overrides, cache)
-    with reporting(settings.run.steps, settings.run.report_every) as report:
-        summary = train(settings, store, remedy=remedy, report=report)
-    if is_first():
-        click.echo(_ending(summary, settings.run.directory))
+    remedy = compile_hint(config, target, overrides, cache)
+    with progress_reporter(settings.run.steps, settings.run.report_every) as report:
+        summary = train(settings, store, compile_hint=remedy, on_record=report)
+    if is_rank_zero():
+        click.echo(_format_summary(summary, settings.run.directory))
     if summary.stopped_by:
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
-    if is_first():
+    if is_rank_zero():
         print_curve(Path(settings.run.directory))
 
 
@@ -87,7 +87,7 @@ def _compile_missing(config: Path, program, store) -> None:
     from graphtrain.compile.tasks import tasks_of
 
     tasks = tasks_of({str(config): program})
-    missing = [task.label for task in tasks if not store.has(task.request)]
+    missing = [task.label for task in tasks if not store.contains(task.request)]
     if not missing:
         return
     click.echo(f"compiling missing graphs: {', '.join(missing)}", err=True)
@@ -99,7 +99,7 @@ def _compile_missing(config: Path, program, store) -> None:
         sys.exit(2)
 
 
-def _ending(summary, directory: str) -> str:
+def _format_summary(summary, directory: str) -> str:
     loss = summary.validation_loss
     told = "" if loss is None else f", validation loss {loss:.4f}"
     if summary.stopped_by:
@@ -112,13 +112,13 @@ def _ending(summary, directory: str) -> str:
 
 
 @contextmanager
-def reporting(steps: int, every: int) -> Iterator[Callable]:
+def progress_reporter(steps: int, every: int) -> Iterator[Callable]:
     """Yield a function that shows progress: live on a terminal, elsewhere one line per report."""
     if not sys.stderr.isatty():
 
         def report(record) -> None:
             if "validation_loss" in record or record["step"] % every == 0:
-                click.echo(f"step {record['step']}/{steps}  {_told(record)}", err=True)
+                click.echo(f"step {record['step']}/{steps}  {_format_record(record)}", err=True)
 
         yield report
         return
@@ -142,14 +142,14 @@ def reporting(steps: int, every: int) -> Iterator[Callable]:
 
         def show(record) -> None:
             if "validation_loss" in record:
-                display.console.print(f"step {record['step']}  {_told(record)}")
+                display.console.print(f"step {record['step']}  {_format_record(record)}")
             else:
-                display.update(row, completed=record["step"], description=_told(record))
+                display.update(row, completed=record["step"], description=_format_record(record))
 
         yield show
 
 
-def _told(record) -> str:
+def _format_record(record) -> str:
     if "validation_loss" in record:
         return f"validation loss {record['validation_loss']:.4f}"
     words = [

@@ -22,7 +22,7 @@ from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 if TYPE_CHECKING:
     from graphtrain.config import Program
     from graphtrain.planning.candidates import Candidate
-    from graphtrain.planning.search import Found
+    from graphtrain.planning.search import SearchResult
 
 
 @click.command("search")
@@ -80,12 +80,12 @@ def command(
     from graphtrain.config import load_config, render
     from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
-    from graphtrain.planning.verify import TRIES, verified
+    from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
     loaded = load_config(config, overrides, target)
-    found = search(loaded.program, keep=max(top, TRIES * verify))
+    found = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
     with progress() as observe:
-        compiled = verified(found.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
+        compiled = compile_best(found.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
     fitting = [one for one in compiled if one.memory.fits]
     ranked = [*fitting, *found.ranked[len(compiled) : top], *compiled[len(fitting) :]]
     if as_json:
@@ -100,15 +100,15 @@ def command(
         click.echo(f"wrote {output}", err=True)
 
 
-def _print(program: "Program", found: "Found", ranked: "Sequence[Candidate]") -> None:
+def _print(program: "Program", found: "SearchResult", ranked: "Sequence[Candidate]") -> None:
     from graphtrain.planning.ranking import table
 
     out, batch = console(), program.batch
     out.print(
-        f"{program.target}, {batch.sequences} x {batch.length} tokens per step: "
+        f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
         f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
     )
     out.print(table(ranked) if ranked else "no strategy fits")
     out.print("\nwhy other strategies rank lower")
-    for family, reason in found.lost.items():
+    for family, reason in found.rejected.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.cache import Cache
-from graphtrain.compile.tasks import Limits, Observer, Outcome, Report, Task
+from graphtrain.compile.tasks import CompilationReport, Limits, Observer, Task, TaskOutcome
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
 
@@ -23,7 +23,7 @@ def compile_tasks(
     *,
     retry_failed: bool = False,
     observe: Observer = lambda label, stage: None,
-) -> Report:
+) -> CompilationReport:
     """Compile every graph that is not cached; a failure does not stop the others.
 
     Args:
@@ -35,9 +35,9 @@ def compile_tasks(
     """
     began = time.perf_counter()
 
-    def known(task: Task) -> Outcome | None:
+    def known(task: Task) -> TaskOutcome | None:
         return _cached(task, cache, observe) or (
-            None if retry_failed else _refused(task, cache, observe)
+            None if retry_failed else _stored_failure(task, cache, observe)
         )
 
     outcomes = {task.label: known(task) for task in tasks}
@@ -48,17 +48,17 @@ def compile_tasks(
         for task in missing:
             observe(task.label, "queued")
         pool = Pool(cache, limits or Limits(), known, observe)
-        outcomes |= pool.run(sorted(missing, key=_rank))
+        outcomes |= pool.run(sorted(missing, key=_longest_first))
     by_label = {task.label: task for task in tasks}
     done = tuple(
-        _fitting(outcome, by_label[outcome.label], cache)
+        _check_fits_memory(outcome, by_label[outcome.label], cache)
         for outcome in outcomes.values()
         if outcome is not None
     )
-    return Report(done, time.perf_counter() - began)
+    return CompilationReport(done, time.perf_counter() - began)
 
 
-def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
+def _check_fits_memory(outcome: TaskOutcome, task: Task, cache: Cache) -> TaskOutcome:
     """Turn the outcome of a program that does not fit in device memory into a failure.
 
     The program stays in the cache, for plans.
@@ -79,26 +79,28 @@ def _fitting(outcome: Outcome, task: Task, cache: Cache) -> Outcome:
     return outcome
 
 
-def _cached(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
+def _cached(task: Task, cache: Cache, observe: Observer) -> TaskOutcome | None:
     began = time.perf_counter()
-    digest = cache.program_of(task.request)
+    digest = cache.program_digest(task.request)
     if digest is None:
         return None
     observe(task.label, "cached")
-    return Outcome(task.label, "cached", round(time.perf_counter() - began, 3), digest)
+    return TaskOutcome(task.label, "cached", round(time.perf_counter() - began, 3), digest)
 
 
-def _refused(task: Task, cache: Cache, observe: Observer) -> Outcome | None:
+def _stored_failure(task: Task, cache: Cache, observe: Observer) -> TaskOutcome | None:
     """Return the failed outcome of the same graph with the same compiler, if one is stored."""
-    failure = cache.failure(task.request, task.graph)
+    failure = cache.stored_failure(task.request, task.graph)
     if failure is None:
         return None
     observe(task.label, "failed before")
     kept = str(failure.directory)
-    return Outcome(task.label, "failed", 0.0, None, failure.error, failure.kind, kept, attempts=0)
+    return TaskOutcome(
+        task.label, "failed", 0.0, None, failure.error, failure.error_type, kept, attempts=0
+    )
 
 
-def _rank(task: Task) -> int:
+def _longest_first(task: Task) -> int:
     """Sort key: the longest compilations first, so that none is left running alone at the end."""
     known = task.graph in _LONGEST_FIRST
     return _LONGEST_FIRST.index(task.graph) if known else len(_LONGEST_FIRST)

@@ -11,7 +11,7 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import source_digests
 from graphtrain.compile.tasks import Task
 from graphtrain.errors import ExtractionError
-from graphtrain.torch_xla.graphs import Extracted, Extraction, Graph
+from graphtrain.torch_xla.graphs import ExtractedGraph, Extraction, TracedGraph
 from lowering.errors import LoweringError
 from lowering.hlo.module import HloModule
 from lowering.machine.target import Target
@@ -32,12 +32,12 @@ def read_module(file: Path) -> HloModule:
         raise ExtractionError(f"{file}: {error}; extract again") from None
 
 
-def tasks_of(graphs: Iterable[Extracted]) -> list[Task]:
+def compilation_tasks(graphs: Iterable[ExtractedGraph]) -> list[Task]:
     """Return the compilation tasks of graphs; progress and the cache show their names."""
     return [Task(graph.name, graph, graph.name, request_key(graph)) for graph in graphs]
 
 
-def of(extraction: Extraction, target: str | None) -> dict[str, Extracted]:
+def extracted_graphs(extraction: Extraction, target: str | None) -> dict[str, ExtractedGraph]:
     """Return the graphs of a script by hash, to compile for a target.
 
     Args:
@@ -61,11 +61,11 @@ def of(extraction: Extraction, target: str | None) -> dict[str, Extracted]:
         if name in names:  # for example a graph that computes a value read in the step
             name = f"{name} {graph.hash[:8]}"
         names.add(name)
-        found[graph.hash] = Extracted(name, graph.hash, graph.file, extraction.meshes, machine)
+        found[graph.hash] = ExtractedGraph(name, graph.hash, graph.file, extraction.meshes, machine)
     return found
 
 
-def request_key(extracted: Extracted) -> CacheKey:
+def request_key(extracted: ExtractedGraph) -> CacheKey:
     """Return the request key of an extracted graph, which identifies it without lowering it.
 
     Raises:
@@ -81,12 +81,12 @@ def request_key(extracted: Extracted) -> CacheKey:
         program={"torch_xla": extracted.hash, "hlo": module.digest, "inputs": inputs},
         mesh=[dict(mesh.axes) for mesh in extracted.meshes],
         sources=sources,
-        target=target.ingredients(),
-        toolchain=dataclasses.asdict(Toolchain.here(target.platform)),
+        target=target.key_parts(),
+        toolchain=dataclasses.asdict(Toolchain.current(target.platform)),
     )
 
 
-def about(graph: Graph, extracted: Extracted) -> dict[str, Any]:
+def graph_facts(graph: TracedGraph, extracted: ExtractedGraph) -> dict[str, Any]:
     """Return the facts about a graph that a report shows in addition to its outcome."""
     module = read_module(extracted.file)
     return {

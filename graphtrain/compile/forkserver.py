@@ -15,7 +15,7 @@ from typing import Any
 from graphtrain.errors import GraphtrainError
 
 _SCRATCH = "graphtrain-compile-"
-_STARTS = 3  # attempts to start a worker, in case the forkserver is killed meanwhile
+_START_ATTEMPTS = 3  # attempts to start a worker, in case the forkserver is killed meanwhile
 _PAUSE = 0.5  # seconds until the kernel reports that the forkserver has ended
 
 
@@ -35,7 +35,7 @@ class ForkServer:
         Raises:
             GraphtrainError: the forkserver was killed at every attempt.
         """
-        for _ in range(_STARTS):
+        for _ in range(_START_ATTEMPTS):
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(target=_work, args=(*arguments, theirs), daemon=True)
             try:
@@ -48,12 +48,12 @@ class ForkServer:
             finally:
                 theirs.close()
         raise GraphtrainError(
-            f"the forkserver of the compiler processes was killed {_STARTS} times; the machine may "
-            "be out of memory; try --jobs 1"
+            f"the forkserver of the compiler processes was killed {_START_ATTEMPTS} times; the "
+            "machine may be out of memory; try --jobs 1"
         )
 
 
-def end(process: Any) -> None:
+def kill_worker(process: Any) -> None:
     """Kill a worker and its process group, which includes a compiler that it started."""
     with suppress(ProcessLookupError):  # the group has ended or does not exist yet
         os.killpg(process.pid, signal.SIGKILL)
@@ -77,6 +77,6 @@ def scratch_directory() -> Iterator[Path]:
 
 def _work(*arguments: Any) -> None:
     """Run a worker; a module-level function, so that children of the forkserver can import it."""
-    from graphtrain.compile.worker import work
+    from graphtrain.compile.worker import worker_main
 
-    work(*arguments)
+    worker_main(*arguments)

@@ -10,13 +10,13 @@ from graphtrain.config.schema import Program
 from graphtrain.cost_model.memory import largest
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
-from graphtrain.torch_xla.graphs import Extracted
+from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
 
-def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
+def check_fits(program: Program | ExtractedGraph, record: Mapping[str, Any]) -> None:
     """Raise if a GPU program's peak is above the memory of the device: XLA only warns of it.
 
     Raises:
@@ -29,10 +29,10 @@ def check_fits(program: Program | Extracted, record: Mapping[str, Any]) -> None:
     raise with_largest_arrays(OutOfMemory(record["graph"], target, said), program)
 
 
-def with_largest_arrays(error: OutOfMemory, program: Program | Extracted) -> OutOfMemory:
+def with_largest_arrays(error: OutOfMemory, program: Program | ExtractedGraph) -> OutOfMemory:
     """Return the error with the largest arrays, if an estimate of the training step has them."""
-    if isinstance(program, Extracted) or error.graph != "train" or sizes_unknown(program):
+    if isinstance(program, ExtractedGraph) or error.graph != "train" or sizes_unknown(program):
         return error
     held = largest(with_padding_layers(program), Rules.load(program.rules), mesh_shape(program))
     named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())
-    return OutOfMemory(error.graph, error.target, error.said, named)
+    return OutOfMemory(error.graph, error.target, error.compiler_message, named)

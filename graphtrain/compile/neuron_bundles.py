@@ -14,7 +14,7 @@ from lowering.neuron import bundle
 from lowering.neuron.compiler import HLO_FILE
 
 
-def finish(directory: Path, cache: Cache) -> str:
+def compile_bundle(directory: Path, cache: Cache) -> str:
     """Compile a bundle into the cache; return the digest of its program key.
 
     The keys are those of the machine that wrote the bundle, with this machine's compiler version
@@ -37,13 +37,13 @@ def finish(directory: Path, cache: Cache) -> str:
     key = _replace(program, options=options, toolchain=toolchain)
     cache.put(key, Artifact(payload, record))
     graph = str(request.part("graph") or program.part("graph"))
-    cache.link(_replace(request, toolchain=toolchain), key, graph=graph)
+    cache.record_request(_replace(request, toolchain=toolchain), key, graph=graph)
     return key.digest
 
 
 def _with_compiler(request: CacheKey) -> dict:
     """Return a request's toolchain with the compiler version and flags of this machine."""
-    here, written = Toolchain.here("neuron"), request.part("toolchain")
+    here, written = Toolchain.current("neuron"), request.part("toolchain")
     versions = {k: v for k, v in written["versions"].items() if k != "neuronx-cc"}
     environment = {k: v for k, v in written["environment"].items() if k != "NEURON_CC_FLAGS"}
     versions |= {k: v for k, v in here.versions.items() if k == "neuronx-cc"}

@@ -12,7 +12,7 @@ from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 
-def extract(program: Program, observe: Callable[[str, str], None]) -> None:
+def extract_graphs(program: Program, observe: Callable[[str, str], None]) -> None:
     """Trace and shard every graph for the plugin's devices, and pass it to the plugin.
 
     Args:
@@ -30,5 +30,5 @@ def extract(program: Program, observe: Callable[[str, str], None]) -> None:
     for name in GRAPHS:
         graph = build_graph(program, name)
         lowered = xla.lower(graph, rules, mesh_shape(program), target, placed_on)
-        plugin.give(lowered)
+        plugin.extract_program(lowered)
         observe(name, "extracted")

@@ -18,18 +18,18 @@ from typing import Any
 
 from graphtrain.cache import Cache
 from graphtrain.cache.leases import Lease
-from graphtrain.cache.sizes import readable
-from graphtrain.compile.forkserver import ForkServer, end, scratch_directory
-from graphtrain.compile.tasks import Limits, Observer, Outcome, Task
+from graphtrain.cache.sizes import format_size
+from graphtrain.compile.forkserver import ForkServer, kill_worker, scratch_directory
+from graphtrain.compile.tasks import Limits, Observer, Task, TaskOutcome
 from graphtrain.errors import CacheError
 from lowering.machine import host
 
 # Deterministic failures, which are stored. Others, such as full disks and kills, may not recur.
-_FINAL = ("OutOfMemory", "ShardingError")
+_DETERMINISTIC_ERRORS = ("OutOfMemory", "ShardingError")
 _INTERRUPTED = "CompilerInterrupted"  # a compiler in a process of its own was killed
 _WAITING = "waiting"  # prefix of stages in which a worker is idle
-_LOOK_AGAIN = 0.5  # seconds between attempts to acquire leases that other pools hold
-_TYPICAL = 1 << 30  # assumed memory of a worker in bytes, until one has finished
+_POLL_SECONDS = 0.5  # seconds between attempts to acquire leases that other pools hold
+_DEFAULT_WORKER_BYTES = 1 << 30  # assumed memory of a worker in bytes, until one has finished
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Queued:
     task: Task
     lease: Lease
     attempt: int = 1
-    is_put_off: bool = False
+    is_deferred: bool = False
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Pool:
         self,
         cache: Cache,
         limits: Limits,
-        known: Callable[[Task], Outcome | None],
+        known: Callable[[Task], TaskOutcome | None],
         observe: Observer,
     ) -> None:
         """Create a pool.
@@ -85,21 +85,21 @@ class Pool:
         self._retries = limits.retries
         self._known = known
         self._observe = observe
-        self._largest = _TYPICAL
+        self._largest = _DEFAULT_WORKER_BYTES
         self._server = ForkServer()
 
-    def run(self, tasks: Sequence[Task]) -> dict[str, Outcome]:
+    def run(self, tasks: Sequence[Task]) -> dict[str, TaskOutcome]:
         """Compile all graphs; return their outcomes by label."""
         queue = [_Queued(task, self._cache.lease(task.request)) for task in tasks]
         running: list[_Worker] = []
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, TaskOutcome] = {}
         with scratch_directory() as scratch, _stopped_at_exit(running):
             while queue or running:
                 self._begin(queue, running, outcomes, scratch)
                 for worker in self._finished(running, is_more=bool(queue)):
                     running.remove(worker)
                     if self._is_worth_another(worker):
-                        queue.append(_again(worker.queued))
+                        queue.append(_retry(worker.queued))
                     else:
                         outcomes[worker.task.label] = self._outcome(worker)
                     worker.queued.lease.release()
@@ -109,7 +109,7 @@ class Pool:
         self,
         queue: list[_Queued],
         running: list[_Worker],
-        outcomes: dict[str, Outcome],
+        outcomes: dict[str, TaskOutcome],
         scratch: Path,
     ) -> None:
         """Start workers for graphs whose lease is free, while jobs and memory allow."""
@@ -118,9 +118,9 @@ class Pool:
                 return
             label = queued.task.label
             if not queued.lease.try_acquire():
-                if not queued.is_put_off:
+                if not queued.is_deferred:
                     self._observe(label, f"{_WAITING} for {queued.lease.owner()}")
-                queued.is_put_off = True
+                queued.is_deferred = True
                 continue
             queue.remove(queued)
             known = self._known(queued.task)
@@ -150,7 +150,7 @@ class Pool:
     def _finished(self, running: list[_Worker], is_more: bool) -> list[_Worker]:
         """Wait for messages, process them, and return the workers that have ended."""
         by_pipe = {worker.pipe: worker for worker in running}
-        pause = min(self._stop_late(running), _LOOK_AGAIN if is_more else math.inf)
+        pause = min(self._stop_late(running), _POLL_SECONDS if is_more else math.inf)
         if not running:
             time.sleep(pause if is_more else 0)
             return []
@@ -160,7 +160,7 @@ class Pool:
             try:
                 message = worker.pipe.recv()
             except EOFError:
-                end(worker.process)
+                kill_worker(worker.process)
                 ended.append(worker)
                 continue
             if message[0] == "stage":
@@ -184,7 +184,7 @@ class Pool:
         for worker in running:
             if now > worker.deadline and not worker.is_late:
                 worker.is_late = True
-                end(worker.process)
+                kill_worker(worker.process)
         return max(0.0, min((w.deadline - now for w in running if not w.is_late), default=math.inf))
 
     def _is_worth_another(self, worker: _Worker) -> bool:
@@ -198,34 +198,38 @@ class Pool:
             self._jobs = max(1, self._jobs // 2)
         return True
 
-    def _outcome(self, worker: _Worker) -> Outcome:
+    def _outcome(self, worker: _Worker) -> TaskOutcome:
         seconds = round(time.perf_counter() - worker.began, 3)
         label, message, attempt = worker.task.label, worker.message, worker.queued.attempt
         peak = message[-1] if message else None
         if message is not None and message[0] == "done":
             status = "compiled" if message[2] else "cached"
             self._observe(label, status)
-            return Outcome(label, status, seconds, message[1], attempts=attempt, peak_bytes=peak)
+            return TaskOutcome(
+                label, status, seconds, message[1], attempts=attempt, peak_bytes=peak
+            )
         if message is not None and message[0] == "bundled":
             error, bundle, preflight = message[1:4]
             self._observe(label, "bundled")
-            return Outcome(
+            return TaskOutcome(
                 label, "bundled", seconds, error=error, kind="CompilerMissing", attempts=attempt,
                 peak_bytes=peak, bundle=bundle, preflight=preflight,
             )  # fmt: skip
         error, kind = message[1:3] if message else (self._ended(worker.process.exitcode), None)
         if worker.is_late:
             error, kind = f"not compiled within {self._timeout:g} s (--timeout)", "Timeout"
-        kept = self._keep(worker, {"error": error, "kind": kind} if kind in _FINAL else {})
+        kept = self._keep(
+            worker, {"error": error, "kind": kind} if kind in _DETERMINISTIC_ERRORS else {}
+        )
         self._observe(label, "failed")
-        return Outcome(label, "failed", seconds, None, error, kind, kept, attempt, peak)
+        return TaskOutcome(label, "failed", seconds, None, error, kind, kept, attempt, peak)
 
     def _ended(self, code: int | None) -> str:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = (
-                f"; the machine may be out of memory ({readable(self._memory)} were available at "
-                "the start); try --jobs 1"
+                f"; the machine may be out of memory ({format_size(self._memory)} were available "
+                "at the start); try --jobs 1"
             )
             return f"the compiler process was killed by {name}{hint if name == 'SIGKILL' else ''}"
         return f"the compiler process exited with status {code} without an error message"
@@ -242,7 +246,7 @@ class Pool:
             return None
 
 
-def _again(queued: _Queued) -> _Queued:
+def _retry(queued: _Queued) -> _Queued:
     return _Queued(queued.task, queued.lease, queued.attempt + 1)
 
 
@@ -269,5 +273,5 @@ def _stopped_at_exit(running: list[_Worker]) -> Iterator[None]:
         yield
     finally:
         for worker in running:
-            end(worker.process)
+            kill_worker(worker.process)
             worker.queued.lease.release()

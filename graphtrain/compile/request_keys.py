@@ -50,16 +50,16 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     if is_imported(program.model):
-        from graphtrain.torch_frontend.source import ingredients
+        from graphtrain.torch_frontend.source import key_ingredients
 
-        settings["model"] = ingredients(program.model)
+        settings["model"] = key_ingredients(program.model)
     parts = {
         "program": settings,
         "mesh": dict(mesh_shape(program).axes),
         "rules": dataclasses.asdict(Rules.load(program.rules)),
         "sources": source_digests(),
-        "target": target.ingredients(),
-        "toolchain": dataclasses.asdict(Toolchain.here(target.platform)),
+        "target": target.key_parts(),
+        "toolchain": dataclasses.asdict(Toolchain.current(target.platform)),
     }
     return {name: CacheKey.of(graph=name, **parts) for name in names or GRAPHS}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.schema import Program
-from graphtrain.torch_xla.graphs import Extracted
+from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
 
@@ -18,7 +18,7 @@ class Task:
     """One graph to compile into the cache."""
 
     label: str  # name in progress output and reports
-    program: Program | Extracted
+    program: Program | ExtractedGraph
     graph: str
     request: CacheKey
 
@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """Outcome of one task."""
 
     label: str
@@ -51,10 +51,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompilationReport:
     """Outcomes of all tasks."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TaskOutcome, ...]
     seconds: float
 
     def count(self, status: str) -> int:

@@ -27,11 +27,11 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Imported, Program, is_imported
+from graphtrain.config.schema import Program, TorchModel, is_imported
 from graphtrain.errors import USER_ERRORS
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS_PER_CALL
-from graphtrain.torch_xla.graphs import Extracted
+from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
@@ -40,7 +40,7 @@ from lowering.xla import backend as xla  # noqa: F401  (preloaded for the worker
 from sharding_rules.rules import Rules
 
 
-class Bundled(LoweringError):
+class BundleStored(LoweringError):
     """The compiler is not installed; its input is stored in the cache as a bundle."""
 
     def __init__(self, directory: Path, missing: CompilerMissing) -> None:
@@ -48,8 +48,8 @@ class Bundled(LoweringError):
         self.directory, self.preflight = directory, missing.preflight
 
 
-def work(
-    program: Program | Extracted,
+def worker_main(
+    program: Program | ExtractedGraph,
     name: str,
     request: CacheKey,
     store: Path,
@@ -75,11 +75,11 @@ def work(
     threading.Thread(target=_end_with_parent, args=(scratch.parent,), daemon=True).start()
     with _output_to(scratch / "log.txt"):
         try:
-            digest, compiled = produce(
+            digest, compiled = compile_to_cache(
                 program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
             )
             pipe.send(("done", digest, compiled, _peak_bytes()))
-        except Bundled as made:
+        except BundleStored as made:
             where = str(made.directory)
             pipe.send(("bundled", str(made), where, made.preflight, _peak_bytes()))
         except USER_ERRORS as error:
@@ -91,8 +91,8 @@ def work(
             pipe.send(("failed", f"{kind}: {error}".partition("\n")[0], kind, _peak_bytes()))
 
 
-def produce(
-    program: Program | Extracted,
+def compile_to_cache(
+    program: Program | ExtractedGraph,
     name: str,
     request: CacheKey,
     cache: Cache,
@@ -117,7 +117,7 @@ def produce(
     """
     if isinstance(program, Program) and is_imported(program.model):
         say("comparing with PyTorch")
-        model, strict = _compared(program, name, program.model, cache)
+        model, strict = _check_parity(program, name, program.model, cache)
         program = replace(program, model=model)
         if strict:
             say(f"front end: strict, because {strict}")
@@ -135,11 +135,13 @@ def produce(
             artifact = _compile(program, lowered, key, request, cache)
             say(f"storing after {time.perf_counter() - began:.1f} s")
             cache.put(key, artifact)
-        cache.link(request, key, graph=name)
+        cache.record_request(request, key, graph=name)
     return key.digest, new
 
 
-def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tuple[Imported, str]:
+def _check_parity(
+    program: Program, name: str, model: TorchModel, cache: Cache
+) -> tuple[TorchModel, str]:
     """Return the model with the front end that reproduces PyTorch's results.
 
     Also return the reason if that is the strict one, else an empty string.
@@ -147,17 +149,17 @@ def _compared(program: Program, name: str, model: Imported, cache: Cache) -> tup
     from graphtrain.torch_frontend.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
-    from graphtrain.torch_frontend.apart import ensure_apart
+    from graphtrain.torch_frontend.apart import ensure_documents_isolated
     from graphtrain.torch_frontend.parity import ensure_parity
 
     target = Target.parse(program.target)
-    lowering.backend(target).described_devices(target)  # must precede other uses of JAX devices
+    lowering.backend(target).compile_devices(target)  # must precede other uses of JAX devices
     strict = ensure_parity(model, cache.root).strict
     model = replace(model, front_end="strict") if strict else model
     ring = Rules.load(program.rules).activations.get("attended", ())
     split = mesh_shape(program).size(ring) > 1
-    if program.batch.documents == "apart" or split or name in TOKENS_PER_CALL:
-        ensure_apart(model, cache.root)
+    if not program.batch.cross_document_attention or split or name in TOKENS_PER_CALL:
+        ensure_documents_isolated(model, cache.root)
     return model, strict
 
 
@@ -192,7 +194,11 @@ def _peak_bytes() -> int:
 
 
 def _compile(
-    program: Program | Extracted, lowered: Lowered, key: CacheKey, request: CacheKey, cache: Cache
+    program: Program | ExtractedGraph,
+    lowered: Lowered,
+    key: CacheKey,
+    request: CacheKey,
+    cache: Cache,
 ) -> Artifact:
     """Compile a lowered graph; if the compiler is not installed, store its input as a bundle.
 
@@ -206,27 +212,27 @@ def _compile(
         raise with_largest_arrays(error, program) from None
     except CompilerMissing as error:
         path = cache.store_bundle(key, request, lowered.name, error.files)
-        raise Bundled(path, error) from None
+        raise BundleStored(path, error) from None
 
 
-def lower(program: Program | Extracted, name: str) -> Lowered:
+def lower(program: Program | ExtractedGraph, name: str) -> Lowered:
     """Lower one graph for the program's target; an extracted graph is read from its file."""
     target = Target.parse(program.target)
-    if isinstance(program, Extracted):
+    if isinstance(program, ExtractedGraph):
         return _lower_extracted(program, target)
     backend = lowering.backend(target)
-    backend.described_devices(target)  # must precede building the model, which may use JAX devices
+    backend.compile_devices(target)  # must precede building the model, which may use JAX devices
     rules, graph = Rules.load(program.rules), build_graph(program, name)
     if name == "train":  # the only graph that contains all arrays
         rules.check_patterns(graph.arrays())
     return backend.lower(graph, rules, mesh_shape(program), target)
 
 
-def _lower_extracted(extracted: Extracted, target: Target) -> Lowered:
-    from lowering.xla.imported_hlo import Imported, lower
+def _lower_extracted(extracted: ExtractedGraph, target: Target) -> Lowered:
+    from lowering.xla.imported_hlo import ImportedHlo, lower
 
     module = read_module(extracted.file)
-    return lower(Imported("torch-xla", module, extracted.meshes), target)
+    return lower(ImportedHlo("torch-xla", module, extracted.meshes), target)
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

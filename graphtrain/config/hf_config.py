@@ -37,7 +37,7 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return config | dict(overrides)
 
 
-def vocabulary(hf: str, overrides: Mapping[str, Any]) -> int | None:
+def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the configuration, or None."""
     config = read_config(hf, overrides)
     found = config.get("vocab_size")

@@ -29,7 +29,7 @@ def stages_of(program: Program) -> Stages | None:
     return check_pipeline(program, stages)
 
 
-def rows_of_layers(program: Program) -> tuple[int | None, ...]:
+def layer_rows(program: Program) -> tuple[int | None, ...]:
     """Return the layer in each row of a run's stacked arrays; None for a padding row of a stage.
 
     Raises:

@@ -1,11 +1,12 @@
-"""The settings as data: their JSON schema, their meanings, and words for what they take."""
+"""The settings as data: their JSON schema, descriptions, and the values that each accepts."""
 
 import ast
-import inspect
 import io
 import json
 import tokenize
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,14 +18,14 @@ Node = dict[str, Any]
 
 
 def json_schema() -> Node:
-    """JSON schema (draft 2020-12) of a configuration file."""
+    """Return the JSON schema (draft 2020-12) of a configuration file."""
     made = _schema()
     _with_preset(made["$defs"]["Model"])
     return made
 
 
 def _schema() -> Node:
-    """Of the settings alone, without presets."""
+    """Return the JSON schema without presets."""
     made = TypeAdapter(schema.Config).json_schema()
     made["$defs"]["Config"] = {key: value for key, value in made.items() if key != "$defs"}
     for name, table in made["$defs"].items():
@@ -42,7 +43,7 @@ def _schema() -> Node:
 
 
 def _with_preset(model: Node) -> None:
-    """A preset is no setting: it stands for some, and then none is required."""
+    """Add `preset`, which stands for settings of the model, so that none of them is required."""
     model["properties"]["preset"] = {
         "type": "string",
         "description": "a published model by name, or a .toml file with a [program.model]",
@@ -51,7 +52,7 @@ def _with_preset(model: Node) -> None:
 
 
 def _without_null(node: Node) -> None:
-    """TOML has no null: a setting without a value is left out."""
+    """Remove null from a node: TOML has none, and a setting without a value is omitted."""
     if "anyOf" in node:
         options = [option for option in node.pop("anyOf") if option != {"type": "null"}]
         node.update(options[0] if len(options) == 1 else {"anyOf": options})
@@ -61,12 +62,12 @@ def _without_null(node: Node) -> None:
 
 @cache
 def known_settings() -> dict[KeyPath, Node]:
-    """Every table and setting by its path, with its part of the JSON schema."""
+    """Return every table and setting by its path, with its part of the JSON schema."""
     made = _schema()
     known: dict[KeyPath, Node] = {}
 
     def visit(path: KeyPath, node: Node) -> None:
-        if "oneOf" in node:  # native settings are the first
+        if "oneOf" in node:  # the native model comes first
             tables = [made["$defs"][one["$ref"].rpartition("/")[2]] for one in node["oneOf"]]
             properties = {}
             for table in reversed(tables):
@@ -84,12 +85,12 @@ def known_settings() -> dict[KeyPath, Node]:
 
 
 def holds_settings(node: Node) -> bool:
-    """Whether there may be settings below one: tables, and those with names of the user's own."""
+    """Return whether a node contains settings: a table, or keys that the user names."""
     return "properties" in node or node.get("type") == "object"
 
 
 def words(node: Node) -> str:
-    """What a setting takes: `a whole number, at least 1, or "rest"`."""
+    """Describe the values that a setting accepts: `a whole number, at least 1, or "rest"`."""
     if "oneOf" in node:
         return "a table"
     if "anyOf" in node:
@@ -122,26 +123,41 @@ def words(node: Node) -> str:
 
 @cache
 def meanings() -> dict[tuple[str, str], str]:
-    """The comment beside each field of the schema, by class and field.
+    """Return the comment beside each field of the schema, by class and field.
 
-    Read from the source when asked for, so that the meaning is written once, beside the field, and
-    starting up does not pay for it. Empty where the source is not installed.
+    The comments are read from the source on first use, so that a description is written once and
+    costs nothing at start-up. Empty if the sources are not installed.
     """
-    try:
-        source = inspect.getsource(schema)
-    except OSError:
-        return {}
+    found: dict[tuple[str, str], str] = {}
+    for file in sorted(Path(schema.__file__).parent.glob("*.py")):
+        found.update(_comments_beside_fields(file.read_text()))
+    return found
+
+
+def _comments_beside_fields(source: str) -> Iterator[tuple[tuple[str, str], str]]:
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    return {
-        (table.name, field.target.id): comments[field.end_lineno or 0]
-        for table in ast.parse(source).body
-        if isinstance(table, ast.ClassDef)
-        for field in table.body
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and field.end_lineno in comments
-    }
+    for table in ast.parse(source).body:
+        for field in table.body if isinstance(table, ast.ClassDef) else ():
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and field.end_lineno in comments
+            ):
+                yield (table.name, field.target.id), comments[field.end_lineno]
+
+
+def choices(node: Node) -> str:
+    """Return the values of a setting that accepts named ones: `"auto", "flash" or "dense"`."""
+    options = node.get("anyOf", [node])
+    return words(node) if any("enum" in one or "const" in one for one in options) else ""
+
+
+def description(path: KeyPath) -> str:
+    """Return what a setting means and, if it accepts named values, which."""
+    node = known_settings().get(path, {})
+    parts = [node.get("description", ""), choices(node)]
+    return "; ".join(part for part in parts if part)

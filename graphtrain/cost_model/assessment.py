@@ -29,11 +29,11 @@ class Memory:
     capacity: int  # of the device
     source: Source  # of the peak
     frozen: int = 0  # frozen weights, without gradients and optimizer state
-    refused: bool = False  # the compilation failed with an out-of-memory error
+    compiler_out_of_memory: bool = False  # the compilation failed with an out-of-memory error
 
     @property
     def fits(self) -> bool:
-        return not self.refused and self.peak <= self.capacity
+        return not self.compiler_out_of_memory and self.peak <= self.capacity
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ class Assessment:
     mfu_causal: float  # MFU with causal attention counted half
     compile_seconds: float | None = None
     chunk: int | None = None  # positions per chunk of the logits; None: the complete sequence
-    remark: str = ""  # why there is no compiled program, or what is unknown about it
+    note: str = ""  # why there is no compiled program, or what is unknown about it

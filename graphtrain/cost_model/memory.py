@@ -53,7 +53,7 @@ def memory(
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
-    optimizer = 0 if program.optimizer.offload else moments
+    optimizer = 0 if program.optimizer.offload_to_host else moments
     peak = parameters + frozen + optimizer + gradients + kept + temporaries
     return Memory(
         parameters=parameters,
@@ -77,7 +77,7 @@ def lower_bound(program: Program, rules: Rules, mesh: MeshShape) -> int:
     assert program.model.head_dim
     sizes = replace(sizes, head_dim=program.model.head_dim)  # without padding
     held = sum(weight.parameter_bytes for weight in weights)
-    if not program.optimizer.offload:
+    if not program.optimizer.offload_to_host:
         held += sum(weight.moment_bytes for weight in weights)
     kept = _saved_activations(program, sizes, mesh, step_uses_flash_kernel(program, rules, mesh))
     return round(held + _one_gradient(program, weights, mesh) + kept)
@@ -105,7 +105,7 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
     for weight in weights:
         kind = "frozen" if weight.frozen else "parameters"
         found[f"{kind}/{weight.path}"] = weight.parameter_bytes
-        if not weight.frozen and not program.optimizer.offload:
+        if not weight.frozen and not program.optimizer.offload_to_host:
             found[f"optimizer moments of {weight.path}"] = weight.moment_bytes
     ranked = sorted(found, key=lambda name: found[name], reverse=True)
     return {name: round(found[name]) for name in ranked[:count]}
@@ -120,7 +120,7 @@ def _saved_activations(program: Program, sizes: DeviceSizes, mesh: MeshShape, fl
     layer, stages = _saved_per_layer(program, sizes, flash), mesh.axes.get("stage", 1)
     if stages == 1:
         return sizes.layers * layer
-    schedule, rounds = program.pipeline.schedule, program.pipeline.rounds
+    schedule, rounds = program.pipeline.schedule, program.pipeline.virtual_stages
     stream = sizes.sequences * sizes.seq_residual * program.model.embed * sizes.item_bytes
     ticks = program.batch.microbatches * rounds + stages - 1
     chunk = sizes.layers / rounds
@@ -140,7 +140,7 @@ def _gradients(program: Program, weights: Sequence[ShardedWeight], mesh: MeshSha
     sums = _one_gradient(program, weights, mesh)
     if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
         return sums
-    role: Role = "gradient" if program.batch.reduce == "last" else "optimizer"
+    role: Role = "gradient" if program.batch.gradient_reduction == "per_step" else "optimizer"
     newest = sum(
         weight.elements(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
     )
@@ -153,7 +153,7 @@ def _one_gradient(program: Program, weights: Sequence[ShardedWeight], mesh: Mesh
     role: Role = "optimizer"
     if mesh.axes.get("stage", 1) > 1:
         role = "parameter"
-    elif batch.microbatches > 1 and batch.reduce == "last":
+    elif batch.microbatches > 1 and batch.gradient_reduction == "per_step":
         role = "gradient"
     return 4 * sum(weight.elements(role, mesh) for weight in weights if not weight.frozen)
 
@@ -173,14 +173,14 @@ def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
         scores = 0
-    normed = stream * (2 if model.post_norm else 0) + heads * model.query_key_norm
+    normed = stream * (2 if model.post_norm else 0) + heads * model.qk_norm
     everything = 2 * products + 2 * stream + normed
     return {
         "full": stream,
         "offload": stream,
         "dots": stream + products,
         "attention": everything,
-        "none": everything + (3 if model.score_cap else 2) * scores,
+        "none": everything + (3 if model.attn_logit_softcap else 2) * scores,
     }[model.remat]
 
 
@@ -195,7 +195,7 @@ def _saved_with_kernel(
     program compiled for h100:8).
     """
     streams = (4 if program.model.post_norm else 2) * stream
-    normed = heads * program.model.query_key_norm
+    normed = heads * program.model.qk_norm
     everything = 6 * 2 * stream + 3 * hidden + streams + heads + normed + mixed
     return {
         "full": stream,

@@ -28,7 +28,7 @@ def with_native_model(program: Program) -> Program:
         )
     if native is program.model:
         return program
-    loss = replace(program.loss, chunk="whole")  # a PyTorch module computes its own logits
+    loss = replace(program.loss, chunk="none")  # a PyTorch module computes its own logits
     return replace(program, model=native, loss=loss)
 
 

@@ -40,13 +40,13 @@ class DeviceSizes:
         def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
-        inside, chunk = split(batch.length, "seq"), loss_chunk(program, rules, mesh)
+        inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program, rules, mesh)
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
-            sequences=split(batch.sequences // batch.microbatches, "batch"),
-            seq_residual=split(batch.length, "residual"),
+            sequences=split(batch.global_batch_size // batch.microbatches, "batch"),
+            seq_residual=split(batch.seq_len, "residual"),
             seq_in_block=inside,
-            kv_positions=split(batch.length, "attended"),
+            kv_positions=split(batch.seq_len, "attended"),
             heads=split(split(model.heads, "heads"), "attention_heads"),
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             head_dim=_padded_head_dim(model.head_dim, program),

@@ -98,7 +98,7 @@ def _recomputed(program: Program, mesh: MeshShape, flash: bool) -> float:
     backward pass has seven products instead of four: it computes the scores, and the gradient of
     the probabilities, twice.
     """
-    model, length = program.model, program.batch.length
+    model, length = program.model, program.batch.seq_len
     attention = attention_flops_per_token(model, length) / 3
     forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
     by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)
@@ -117,7 +117,7 @@ def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> floa
     State is read and written once per step; weights are read twice per microbatch, activations are
     written and read once per microbatch.
     """
-    bandwidth = target.about.get("bandwidth")
+    bandwidth = target.specification.get("bandwidth")
     if not bandwidth:
         return 0.0
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
@@ -146,7 +146,7 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
     GPUs of one host use its link. Between hosts, the members of a group that share a host use their
     network ports together. On a torus a ring has the links of one dimension.
     """
-    about = target.about
+    about = target.specification
     if "link" not in about or not axes:
         return 0.0
     one_way = about["link"] / 2
@@ -159,11 +159,11 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
     """Return whether groups along mesh axes span several hosts; never on TPU slices."""
-    if "group" not in target.about:
+    if "group" not in target.specification:
         return False
     names = list(mesh.axes)
     slowest = min(names.index(name) for name in axes)
-    return mesh.size(tuple(names[slowest:])) > target.about["group"]
+    return mesh.size(tuple(names[slowest:])) > target.specification["group"]
 
 
 def _members_per_host(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:

@@ -13,7 +13,7 @@ from lowering.hlo.collectives import Collective
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import bubble
+from sharding_rules.pipeline import bubble_fraction
 from sharding_rules.rules import Rules
 
 
@@ -37,7 +37,9 @@ def predict_collectives(
 def bubble_of(program: Program, mesh: MeshShape) -> float:
     """Return the fraction of a pipeline's ticks in which a stage is idle."""
     pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
-    return bubble(pipeline.schedule, stages, pipeline.rounds, program.batch.microbatches)
+    return bubble_fraction(
+        pipeline.schedule, stages, pipeline.virtual_stages, program.batch.microbatches
+    )
 
 
 def _of_weights(
@@ -48,7 +50,7 @@ def _of_weights(
     spread = _axes(rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
     rows = _looked_up_rows(program, rules, mesh)
-    deferred = batch.reduce == "last" and "data" in spread
+    deferred = batch.gradient_reduction == "per_step" and "data" in spread
     # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
     # also, by an option in lowering/xla/backend.py, what a layer's backward pass uses twice.
     on_cards = Target.parse(program.target).platform == "cuda"
@@ -61,7 +63,7 @@ def _of_weights(
         times = layers * batch.microbatches
         at_once = on_cards and not weight.in_layers
         uses = 1 if weight.path.startswith("embedding") or at_once else 2
-        if program.loss.kind == "preference" and weight.frozen:
+        if program.loss.kind == "dpo" and weight.frozen:
             uses = 1 if program.adapter is None else uses + 1  # DPO's reference model
         if program.model.remat == "full" and weight.in_layers and weight.path[-4:] != "down":
             uses += not on_cards  # recomputation gathers weights again
@@ -148,7 +150,7 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     yield from _of_experts(program, rules, mesh, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
     residual = sizes.sequences * sizes.seq_residual * model.embed * sizes.item_bytes
-    ticks = batch.microbatches * program.pipeline.rounds + mesh.axes.get("stage", 1) - 1
+    ticks = batch.microbatches * program.pipeline.virtual_stages + mesh.axes.get("stage", 1) - 1
     yield _collective("collective-permute", stages, 2 * ticks, residual, mesh=mesh, dtype="bf16")
 
 
@@ -181,14 +183,14 @@ def _of_experts(
 ) -> Iterator[Collective]:
     """Yield the collectives that send tokens to their experts and back, forward and backward."""
     model = program.model
-    if model.mixture is None:
+    if model.moe is None:
         return
     times = round(sizes.layers) * program.batch.microbatches
     over = _axes(rules.activations, ("experts",), mesh)
     stream = sizes.sequences * sizes.seq_in_block * model.embed
     each = partial(_collective, mesh=mesh, dtype="bf16")
-    if (capacity := model.mixture.capacity) is not None:
-        sent = stream * model.mixture.per_token * capacity * sizes.item_bytes
+    if (capacity := model.moe.capacity_factor) is not None:
+        sent = stream * model.moe.experts_per_token * capacity * sizes.item_bytes
         yield each("all-to-all", over, 4 * times, sent)
         return
     shared = stream * mesh.size(over)

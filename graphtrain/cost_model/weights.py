@@ -15,7 +15,7 @@ from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import divide_layers
-from sharding_rules.plan import Layout, layout
+from sharding_rules.plan import ArrayLayout, make_layout
 from sharding_rules.rules import Rules
 
 
@@ -62,7 +62,9 @@ def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Shar
         ShardingError: a dimension does not divide, or there are fewer layers than stages.
     """
     stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
-    divided = divide_layers(program.model.layers, stages, pipeline.rounds, pipeline.layers)
+    divided = divide_layers(
+        program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage
+    )
     trained = tuple(
         _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
         for path, spec in trained_arrays(program).items()
@@ -72,10 +74,10 @@ def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[Shar
 
 def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[ShardedWeight, ...]:
     """Return the sharding of frozen weights; a weight's codes and scales are one."""
-    rest: dict[str, list[Layout]] = {}
+    rest: dict[str, list[ArrayLayout]] = {}
     for path, spec in frozen_arrays(program, rules, mesh).items():
         stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
-        rest.setdefault(stem, []).append(layout(f"frozen/{path}", spec, rules, mesh))
+        rest.setdefault(stem, []).append(make_layout(f"frozen/{path}", spec, rules, mesh))
     arrays = parameter_arrays(program.model)
     return tuple(
         ShardedWeight(
@@ -103,16 +105,16 @@ def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
 def _place(
     path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: MeshShape
 ) -> ShardedWeight:
-    rest = layout(f"state/parameters/{path}", spec, rules, mesh)
-    gradient = layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
+    rest = make_layout(f"state/parameters/{path}", spec, rules, mesh)
+    gradient = make_layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
     moments = [
-        layout(
+        make_layout(
             f"state/optimizer/adam/{moment}/{path}",
             replace(spec, role="optimizer", dtype=dtype),
             rules,
             mesh,
         )
-        for moment, dtype in (("mu", program.optimizer.moments), ("nu", "float32"))
+        for moment, dtype in (("mu", program.optimizer.moment_dtype), ("nu", "float32"))
     ]
     return ShardedWeight(
         path=path,
@@ -131,10 +133,10 @@ def _used(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
     return tuple(name for name in MESH_AXES if name in used and mesh.axes.get(name, 1) > 1)
 
 
-def _axes(placed: Layout) -> tuple[str, ...]:
+def _axes(placed: ArrayLayout) -> tuple[str, ...]:
     together = {name for names in placed.split for name in names}
     return tuple(name for name in MESH_AXES if name in together)
 
 
-def _bytes(placed: Layout, mesh: MeshShape) -> int:
+def _bytes(placed: ArrayLayout, mesh: MeshShape) -> int:
     return placed.spec.nbytes // mesh.size(_axes(placed))

@@ -55,7 +55,7 @@ def packing_report(prefix: str, length: int) -> str:
     """Return a report of the rows that best-fit packing needs, and of how full they are."""
     sizes = np.diff(IndexedDataset(prefix).document_offsets)
     packed = PackingSettings(
-        length=length, isolate_documents=True, packing="fit", overlong="cut"
+        length=length, isolate_documents=True, packing="best_fit", overlong="truncate"
     ).open(prefix)
     places = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
     share = places / (len(packed) * packed.rows_per_index * length)

@@ -42,7 +42,7 @@ from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
 from lowering.graph import Graph
-from lowering.tracing.constrain import constrain_tree, fetch
+from lowering.tracing.constrain import constrain_tree, to_device_memory
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Rules
@@ -115,7 +115,7 @@ def _train(program: Program) -> Graph:
         # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
-        moments = fetch(state["optimizer"], state_specs["optimizer"])
+        moments = to_device_memory(state["optimizer"], state_specs["optimizer"])
         updates, optimizer_state = optimizer.update(
             gradients, unpack(moments, template), parameters
         )
@@ -175,9 +175,9 @@ def accumulate_gradients(
             program, stages, state, batch, step_key(program, state)
         )
         return constrain_tree(gradients, specs, "optimizer"), {"loss": loss}
-    make = preference_objective if program.loss.kind == "preference" else cross_entropy_objective
+    make = preference_objective if program.loss.kind == "dpo" else cross_entropy_objective
     objective = make(program, state, frozen, batch)
-    if program.batch.reduce == "last" and can_defer():
+    if program.batch.gradient_reduction == "per_step" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
     def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
@@ -255,7 +255,7 @@ def state_specs_of(program: Program) -> Tree:
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
-        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload),
+        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload_to_host),
         "step": ArraySpec((), (), "int32", "optimizer"),
         "key": ArraySpec(_key_shape(program), (None,), "uint32", "optimizer"),
     }
@@ -279,11 +279,11 @@ def _shapes(specs: Tree) -> Tree:
 def _batch(program: Program, *, train: bool) -> Tree:
     """Return the ArraySpecs of a batch: one microbatch, with a leading axis of them in training."""
     batch = program.batch
-    shape: tuple[int, ...] = (batch.sequences // batch.microbatches, batch.length)
+    shape: tuple[int, ...] = (batch.global_batch_size // batch.microbatches, batch.seq_len)
     axes: tuple[str, ...] = ("batch", "seq")
     if train:
         shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-    if batch.documents == "apart":
+    if not batch.cross_document_attention:
         dtypes["documents"] = "int32"
     return {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}

@@ -14,13 +14,13 @@ TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 
 
 def generation_graph(program: Program, name: str) -> Graph:
-    """Build a graph by its name in TOKENS; its longest sequence is program.batch.length.
+    """Build a graph by its name in TOKENS; its longest sequence is program.batch.seq_len.
 
     The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
     query sees their positions before they are overwritten.
     """
-    model, batch, count = program.model, program.batch.sequences, TOKENS_PER_CALL[name]
-    longest = -(-program.batch.length // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
+    model, batch, count = program.model, program.batch.global_batch_size, TOKENS_PER_CALL[name]
+    longest = -(-program.batch.seq_len // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
     kept = kv_cache_specs(model, batch, longest)
 
     def step(parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array) -> Tree:

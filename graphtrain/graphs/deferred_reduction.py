@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lowering.tracing.constrain import by_hand, constrain_tree, placement, split_of
-from lowering.tracing.deferred_gradient import Pending, vary
+from lowering.tracing.constrain import constrain_tree, manual_axes, mesh_axes_of, placement
+from lowering.tracing.deferred_gradient import DeferredGradient, as_varying
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import layout
+from sharding_rules.plan import make_layout
 
 DATA = "data"
 
@@ -30,7 +30,7 @@ Objective = Callable[[Tree, Tree, Any], tuple[jax.Array, Tree]]
 
 def can_defer() -> bool:
     """Return whether there are data-parallel replicas whose gradients have to be reduced."""
-    return DATA in split_of("batch")
+    return DATA in mesh_axes_of("batch")
 
 
 def replica_key(key: jax.Array) -> jax.Array:
@@ -40,12 +40,12 @@ def replica_key(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
 
 
-def as_varying(tree: Tree) -> Tree:
+def vary_tree(tree: Tree) -> Tree:
     """Mark replicated arrays as each replica's own inside the shard_map over `data`."""
     found = placement()
     if found is None or DATA not in found.manual:
         return tree
-    return jax.tree.map(lambda array: vary(array, DATA), tree)
+    return jax.tree.map(lambda array: as_varying(array, DATA), tree)
 
 
 def accumulate_then_reduce(
@@ -67,7 +67,7 @@ def accumulate_then_reduce(
     split_dimension = {path: _data_dimension(path, spec) for path, spec in flatten(specs).items()}
 
     def local(parameters: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        with by_hand((DATA,)):
+        with manual_axes((DATA,)):
             return _local(objective, parameters, specs, batch, microbatches, split_dimension)
 
     split = PartitionSpec(None, DATA)
@@ -89,7 +89,7 @@ def _data_dimension(path: str, spec: ArraySpec) -> int | None:
     found = placement()
     assert found is not None
     state = ArraySpec(spec.shape, spec.axes, spec.dtype, "optimizer")
-    split = layout(f"optimizer/{path}", state, found.rules, found.shape).split
+    split = make_layout(f"optimizer/{path}", state, found.rules, found.shape).split
     return next((index for index, names in enumerate(split) if DATA in names), None)
 
 
@@ -106,7 +106,7 @@ def _local(
     def of(parameters: Tree, index: Any) -> tuple[jax.Array, Tree]:
         return objective(parameters, jax.tree.map(lambda array: array[index], batch), index)
 
-    own = jax.tree.map(lambda array: vary(array, DATA), parameters)
+    own = jax.tree.map(lambda array: as_varying(array, DATA), parameters)
     differentiate = jax.value_and_grad(of, has_aux=True)
 
     def add(sums: Any, index: jax.Array) -> tuple[Any, None]:
@@ -115,7 +115,7 @@ def _local(
         return jax.tree.map(jnp.add, sums, (gradients, metrics)), None
 
     zeros = constrain_tree(jax.tree.map(jnp.zeros_like, own), specs, "gradient")
-    start = zeros, {"loss": vary(jnp.zeros(()), DATA)}
+    start = zeros, {"loss": as_varying(jnp.zeros(()), DATA)}
     (sums, metrics), _ = jax.lax.scan(add, start, jnp.arange(microbatches - 1))
     flat_parameters, flat_sums = flatten(parameters), flatten(sums)
 
@@ -140,9 +140,9 @@ def _local(
 
 def _deferred(
     weights: jax.Array, sums: jax.Array, slot: jax.Array, dimension: int | None
-) -> Pending:
+) -> DeferredGradient:
     from_the_end = None if dimension is None else dimension - weights.ndim
-    return Pending(weights, sums, slot, DATA, from_the_end)
+    return DeferredGradient(weights, sums, slot, DATA, from_the_end)
 
 
 def _gradient_slot(weights: jax.Array, dimension: int | None) -> jax.Array:
@@ -151,4 +151,4 @@ def _gradient_slot(weights: jax.Array, dimension: int | None) -> jax.Array:
         return jnp.zeros_like(weights)
     shape = list(weights.shape)
     shape[dimension] //= jax.lax.axis_size(DATA)
-    return vary(jnp.zeros(shape, weights.dtype), DATA)
+    return as_varying(jnp.zeros(shape, weights.dtype), DATA)

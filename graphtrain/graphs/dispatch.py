@@ -40,7 +40,7 @@ def to_pipeline_layout(model: Model, parameters: Tree, stages: Stages) -> Tree:
     if is_imported(model):
         from graphtrain.torch_frontend import staged
 
-        return staged.arrange(_open(model), parameters, stages)
+        return staged.to_stage_order(_open(model), parameters, stages)
     return native.to_pipeline_layout(parameters, stages)
 
 
@@ -53,7 +53,7 @@ def pipeline_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
     if is_imported(model):
         from graphtrain.torch_frontend import staged
 
-        return staged.arrange(_open(model), specs, stages)
+        return staged.to_stage_order(_open(model), specs, stages)
     return native.pipeline_specs(specs, stages)
 
 
@@ -88,14 +88,14 @@ def pipeline(
 def split_for_pipeline(model: Model, parameters: Tree) -> Tree:
     """Split parameters into the parts of a Pipeline; a tied weight is in two parts."""
     if is_imported(model):
-        return _open(model).parts.divide(parameters)
+        return _open(model).parts.split_parameters(parameters)
     return native.split_for_pipeline(model, parameters)
 
 
 def merge_gradients(model: Model, gradients: Tree, parameters: Tree) -> Tree:
     """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
     if is_imported(model):
-        return _open(model).parts.join(gradients, parameters)
+        return _open(model).parts.merge_gradients(gradients, parameters)
     return native.merge_gradients(gradients)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
-from graphtrain.graphs.deferred_reduction import Objective, as_varying, replica_key
+from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
 from graphtrain.graphs.dispatch import forward, has_dropout, head_inputs
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.block import AuxiliaryLosses
@@ -18,14 +18,14 @@ from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import cross_entropy, dpo_loss, log_probabilities
 from lowering.machine.target import Target
-from lowering.tracing.threefry import UNROLLED
+from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
 from sharding_rules.rules import Rules
 
 
 def metric_names(program: Program) -> tuple[str, ...]:
     """Return the names of the metrics that the loss reports."""
-    return ("loss", "margin", "accuracy") if program.loss.kind == "preference" else ("loss",)
+    return ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
 
 
 def cross_entropy_objective(
@@ -74,7 +74,7 @@ def token_losses(
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
     hidden, head, auxiliary = head_inputs(model, weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(chunk, model.tied_head, model.logit_cap, z_loss)
+    scored = LossHead(chunk, model.tie_word_embeddings, model.final_logit_softcap, z_loss)
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
@@ -130,7 +130,7 @@ def _forward_with(
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
         dropout = replica_key(jax.random.fold_in(key, index)) if in_adapter or in_model else None
-        weights = apply_lora(program, parameters, as_varying(frozen), dropout)
+        weights = apply_lora(program, parameters, vary_tree(frozen), dropout)
         of_model = dropout if in_model else None
         with isolate_documents(microbatch.get("documents")):
             found, auxiliary = compute(program, weights, microbatch, of_model)
@@ -175,4 +175,4 @@ def key_implementation(program: Program) -> Hashable | None:
     On CPUs it is an unrolled Threefry, which is faster there.
     """
     target = Target.parse(program.target)
-    return UNROLLED if target.platform == "cpu" else target.random_bits
+    return UNROLLED_THREEFRY if target.platform == "cpu" else target.random_bits

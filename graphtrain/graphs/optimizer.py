@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Optimizer
-from lowering.trees import Tree, flatten, tails, unflatten
+from lowering.trees import Tree, flatten, path_suffixes, unflatten
 from sharding_rules.arrays import ArraySpec
 
 
@@ -24,13 +24,15 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
     adam = optax.scale_by_adam(
-        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moments
+        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
     )
     parts = {"adam": adam}
     if optimizer.clip_norm:
         parts = {"clip": _clip(optimizer.clip_norm)} | parts
     if optimizer.weight_decay:
-        decays = jax.tree.map(lambda spec: optimizer.decay == "all" or _is_matrix(spec), parameters)
+        decays = jax.tree.map(
+            lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
+        )
         parts["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
     return optax.named_chain(*parts.items())
 
@@ -82,7 +84,9 @@ def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bo
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():
-        mirrored = next((parameters[tail] for tail in tails(path) if tail in parameters), None)
+        mirrored = next(
+            (parameters[tail] for tail in path_suffixes(path) if tail in parameters), None
+        )
         fits = mirrored is not None and mirrored.shape == leaf.shape
         axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
         memory = "host" if fits and offload else "device"

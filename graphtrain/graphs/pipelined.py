@@ -9,8 +9,8 @@ from graphtrain.config.schema import Program, is_imported
 from graphtrain.graphs.dispatch import has_dropout, merge_gradients, pipeline, split_for_pipeline
 from graphtrain.models.loss import cross_entropy
 from graphtrain.models.pipeline_stages import split_batch
-from lowering.pipeline.schedules import Value
-from lowering.tracing.constrain import placement, split_of
+from lowering.pipeline.schedules import PipelineLoss
+from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
 from sharding_rules.pipeline import Stages
 
@@ -40,9 +40,9 @@ def pipelined_gradients(
     if program.pipeline.schedule == "1f1b":
         parameters = split_for_pipeline(model, state["parameters"])
         value, gradients = parts.value_and_gradients(parameters, batch)
-        return merge_gradients(model, gradients, state["parameters"]), value.reported
+        return merge_gradients(model, gradients, state["parameters"]), value.metrics
 
-    def objective(parameters: Tree) -> Value:
+    def objective(parameters: Tree) -> PipelineLoss:
         return parts.value(split_for_pipeline(model, parameters), batch)
 
     (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
@@ -59,8 +59,8 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
     found = placement()
     assert found is not None
     # A mixture's sequences are not divided into smaller microbatches than those of training.
-    whole = not is_imported(program.model) and program.model.mixture is not None
-    devices = len(batch["tokens"]) if whole else found.shape.size(split_of("batch"))
+    whole = not is_imported(program.model) and program.model.moe is not None
+    devices = len(batch["tokens"]) if whole else found.shape.size(mesh_axes_of("batch"))
     microbatches = split_batch(batch, stages.stages, devices)
     parts = pipeline(program.model, stages, score, None, 1.0, microbatches["tokens"])
-    return parts.value(split_for_pipeline(program.model, parameters), microbatches).reported
+    return parts.value(split_for_pipeline(program.model, parameters), microbatches).metrics

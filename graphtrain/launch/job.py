@@ -16,10 +16,10 @@ class Job:
     """A run and the compilation before it: commands and required hosts."""
 
     name: str
-    directory: Path  # for scripts, logs and job ids
+    job_directory: Path  # for scripts, logs and job ids
     arguments: tuple[str, ...]  # CONFIG and its options, the same for compile and run
     hosts: int
-    cards: int  # GPUs per host; 0 for CPUs and TPUs
+    gpus_per_host: int  # GPUs per host; 0 for CPUs and TPUs
     workers: int  # compile jobs that share the cache
 
     def command(self, python: str, verb: str, *more: str) -> list[str]:
@@ -27,7 +27,7 @@ class Job:
         return [python, "-m", "graphtrain", verb, *self.arguments, *more]
 
 
-def job(config: Config, arguments: Sequence[str], workers: int) -> Job:
+def make_job(config: Config, arguments: Sequence[str], workers: int) -> Job:
     """Return the job for a run.
 
     Raises:
@@ -42,9 +42,9 @@ def job(config: Config, arguments: Sequence[str], workers: int) -> Job:
     directory = Path(config.run.directory)
     return Job(
         name=directory.name or "run",
-        directory=directory / "launch",
+        job_directory=directory / "launch",
         arguments=tuple(arguments),
         hosts=target.processes,
-        cards=target.devices // target.processes if target.is_gpu else 0,
+        gpus_per_host=target.devices // target.processes if target.is_gpu else 0,
         workers=workers,
     )

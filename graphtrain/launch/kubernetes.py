@@ -40,8 +40,8 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
     if job.hosts > 1:
         container["env"] = members
         container["ports"] = [{"containerPort": _PORT}]
-    if job.cards:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.cards}}
+    if job.gpus_per_host:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_host}}
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",

@@ -21,7 +21,7 @@ from graphtrain.errors import LaunchError
 from graphtrain.launch.job import Job
 
 _JOBS = "jobs.json"
-_STOPPED = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
+_STATUS_SIGTERM = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Scripts:
     run: str
 
 
-def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scripts:
+def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scripts:
     """Return the scripts of the compile job and of the run job.
 
     Args:
@@ -46,18 +46,18 @@ def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scri
     """
     compiling = {
         "job-name": f"{job.name}-compile",
-        "output": str(job.directory / "compile-%j.log"),
+        "output": str(job.job_directory / "compile-%j.log"),
         "ntasks": "1",
         **({"array": f"0-{job.workers - 1}"} if job.workers > 1 else {}),
     }
     running = {
         "job-name": job.name,
-        "output": str(job.directory / "run-%j.log"),
+        "output": str(job.job_directory / "run-%j.log"),
         "open-mode": "append",
         "nodes": str(job.hosts),
         "ntasks-per-node": "1",
         "signal": f"TERM@{warning}",
-        **({"gpus-per-node": str(job.cards)} if job.cards else {}),
+        **({"gpus-per-node": str(job.gpus_per_host)} if job.gpus_per_host else {}),
     }
     here = f"cd {shlex.quote(str(Path.cwd()))}"
     compile_command = shlex.join(job.command(sys.executable, "compile"))
@@ -72,7 +72,8 @@ def scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) -> Scri
                 here,
                 run_command,
                 "status=$?",
-                f'if [ "$status" -eq {_STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+                f'if [ "$status" -eq {_STATUS_SIGTERM} ]; '
+                'then scontrol requeue "$SLURM_JOB_ID"; fi',
                 'exit "$status"',
             ],
         ),
@@ -111,15 +112,17 @@ def submit(job: Job, made: Scripts) -> dict[str, Any]:
     Raises:
         LaunchError: sbatch is not installed on this machine, or rejects a script.
     """
-    job.directory.mkdir(parents=True, exist_ok=True)
+    job.job_directory.mkdir(parents=True, exist_ok=True)
     for name, text in (("compile", made.compile), ("run", made.run)):
-        (job.directory / f"{name}.sh").write_text(text)
-    compiling = _sbatch(job.directory / "compile.sh")
+        (job.job_directory / f"{name}.sh").write_text(text)
+    compiling = _sbatch(job.job_directory / "compile.sh")
     running = _sbatch(
-        job.directory / "run.sh", f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"
+        job.job_directory / "run.sh",
+        f"--dependency=afterok:{compiling}",
+        "--kill-on-invalid-dep=yes",
     )
     numbers = {"compile": compiling, "run": running}
-    (job.directory / _JOBS).write_text(json.dumps(numbers) + "\n")
+    (job.job_directory / _JOBS).write_text(json.dumps(numbers) + "\n")
     return numbers
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from lowering.tracing.cpu_hints import computed_once, on_cpu
+from lowering.tracing.cpu_hints import materialize, on_cpu
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -40,7 +40,7 @@ def _backward(
 ) -> tuple[list[jax.Array]]:
     # computed_once separates this from the forward pass, whose float32 intermediates XLA would
     # otherwise keep. The gradient of astype rounds once, to the dtype of each input.
-    _, back = jax.vjp(partial(_in_float32, activate), computed_once(wide))
+    _, back = jax.vjp(partial(_in_float32, activate), materialize(wide))
     return back(gradient.astype(jnp.float32))
 
 

@@ -15,9 +15,9 @@ from graphtrain.models.mlp import MLP
 from graphtrain.models.moe import MixtureMLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
-from lowering.tracing.constrain import constrain, draw, reshard
-from lowering.tracing.deferred_gradient import complete
-from lowering.tracing.weight_layout import as_stored
+from lowering.tracing.constrain import constrain, draw_shard, reshard
+from lowering.tracing.deferred_gradient import attach_reductions
+from lowering.tracing.weight_layout import keep_row_major
 
 AuxiliaryLosses = dict[str, jax.Array]  # auxiliary losses by name, weighted float32 scalars
 
@@ -33,7 +33,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model)
         if model.post_norm:
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
-        self.mlp = MLP(model, keys) if model.mixture is None else MixtureMLP(model, keys)
+        self.mlp = MLP(model, keys) if model.moe is None else MixtureMLP(model, keys)
 
     def __call__(
         self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
@@ -98,7 +98,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """
     if key is None or rate == 0:
         return x
-    kept = draw(
+    kept = draw_shard(
         lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, "batch", "seq", "embed"
     )
     return jnp.where(kept, x / (1 - rate), 0)
@@ -120,9 +120,9 @@ def apply_layers(
 
 def global_attention_layers(model: Model) -> jax.Array | None:
     """Return which layers have global attention, bool (layers,); None if all layers are alike."""
-    if model.full_every is None:
+    if model.global_attention_every is None:
         return None
-    return (jnp.arange(model.layers) + 1) % model.full_every == 0
+    return (jnp.arange(model.layers) + 1) % model.global_attention_every == 0
 
 
 def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:
@@ -156,7 +156,9 @@ def apply_stack(
 
     def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, AuxiliaryLosses]:
         parameters, key, real, full = layer
-        y, auxiliary = nnx.merge(block, _keep_row_major(complete(parameters)))(x, key, full)
+        y, auxiliary = nnx.merge(block, _keep_row_major(attach_reductions(parameters)))(
+            x, key, full
+        )
         if real is None:
             return y, auxiliary
         return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
@@ -174,7 +176,7 @@ def _keep_row_major(parameters: Any) -> Any:
         array = parameter.get_value()
         if not isinstance(array, jax.Array):
             return parameter
-        return parameter.replace(as_stored(array, parameter.get_metadata("axes")))
+        return parameter.replace(keep_row_major(array, parameter.get_metadata("axes")))
 
     return jax.tree.map(store, parameters, is_leaf=lambda one: isinstance(one, nnx.Variable))
 

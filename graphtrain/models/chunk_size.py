@@ -63,9 +63,9 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
         ShardingError: as check_chunk.
     """
     how = program.loss.chunk
-    if how == "whole":
+    if how == "none":
         return None
-    positions = program.batch.length // mesh.size(rules.activations.get("seq", ()))
+    positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
     if how != "auto":
         check_chunk(how, positions)
         return how
@@ -80,7 +80,7 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     ):
         return None
     logits = Logits(
-        sequences=batch.sequences
+        sequences=batch.global_batch_size
         // batch.microbatches
         // mesh.size(rules.activations.get("batch", ())),
         positions=positions,
@@ -101,7 +101,7 @@ def check_chunk(chunk: int, positions: int) -> None:
     if positions % chunk:
         raise ShardingError(
             f"loss.chunk = {chunk} does not divide the {positions} positions of a sequence on one "
-            "device; change loss.chunk, batch.length, or the rules that shard seq"
+            "device; change loss.chunk, batch.seq_len, or the rules that shard seq"
         )
 
 

@@ -27,11 +27,11 @@ from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk
 from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.matmul import dot
-from lowering.tracing.constrain import constrain, placement, size_of, split_of
-from lowering.tracing.cpu_hints import computed_once
-from lowering.tracing.deferred_gradient import vary
+from lowering.tracing.constrain import constrain, mesh_axes_of, placement, shards_of
+from lowering.tracing.cpu_hints import materialize
+from lowering.tracing.deferred_gradient import as_varying
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import layout
+from sharding_rules.plan import make_layout
 
 _TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
@@ -145,7 +145,7 @@ def _over_chunks(
 
 def _by_shard(x: jax.Array) -> jax.Array:
     """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
-    batch, seq = size_of("batch"), size_of("seq")
+    batch, seq = shards_of("batch"), shards_of("seq")
     rest = x.shape[2:]
     divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *rest)
     return constrain(divided, *_TOKENS, *("embed" for _ in rest))
@@ -157,12 +157,14 @@ def _sum_shards(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
     The sum is first over mesh axes that also shard the head, so that XLA reduces and scatters
     there, and then over the other axes, where XLA reduces only shards.
     """
-    found, names = placement(), (*split_of("batch"), *split_of("seq"))
+    found, names = placement(), (*mesh_axes_of("batch"), *mesh_axes_of("seq"))
     if found is None or not names:
         return of_head.sum((0, 1))
     shape = of_head.shape[2:]
     sizes = [found.shape.axes[name] for name in names]
-    rest = layout("head", ArraySpec(shape, axes, role="optimizer"), found.rules, found.shape).split
+    rest = make_layout(
+        "head", ArraySpec(shape, axes, role="optimizer"), found.rules, found.shape
+    ).split
     holding = [name for name in names if any(name in held for held in rest)]
     others = [name for name in names if name not in holding]
     parts = of_head.reshape(*sizes, *shape).sum(tuple(map(names.index, holding)))
@@ -175,7 +177,7 @@ def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
     """Return float32 zeros, which vary along the manual mesh axes of a surrounding shard_map."""
     found, zeros = placement(), jnp.zeros(shape, jnp.float32)
     for mesh_axis in found.manual if found else ():
-        zeros = vary(zeros, mesh_axis)
+        zeros = as_varying(zeros, mesh_axis)
     return constrain(zeros, *axes)
 
 
@@ -188,7 +190,7 @@ def _scored(
         products = dot(f"nbcse,{scored.letters}->nbcsv", hidden, head, jnp.float32)
         scores = constrain(soft_cap(products, scored.cap), *_TOKENS, "vocab")
     highest = scores.max(-1)
-    powers = computed_once(jnp.exp(scores - highest[..., None]))
+    powers = materialize(jnp.exp(scores - highest[..., None]))
     total = powers.sum(-1)
     log_z = jnp.log(total) + highest
     losses = log_z - target_scores(scores, targets)
@@ -201,7 +203,7 @@ def _scored(
     of_scores = powers * of_log_z[..., None] - hit
     if scored.cap is not None:
         of_scores = of_scores * (1 - jnp.square(scores / scored.cap))
-    return sums, computed_once(of_scores.astype(hidden.dtype))
+    return sums, materialize(of_scores.astype(hidden.dtype))
 
 
 @jax.named_scope("head")

@@ -9,7 +9,7 @@ from graphtrain.config.schema import Model
 from graphtrain.models.attention.kv_cache import at_cache_offset, use_cache
 from graphtrain.models.block import Block, global_attention_layers
 from graphtrain.models.decoder import Parameters, merge
-from lowering.tracing.deferred_gradient import complete
+from lowering.tracing.deferred_gradient import attach_reductions
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 
@@ -49,7 +49,7 @@ def _decode_layers(model: Model, layers: Block, x: jax.Array, kept: Tree) -> tup
     def one_layer(x: jax.Array, layer: tuple) -> tuple[jax.Array, Tree]:
         parameters, key, value, full = layer
         with use_cache(key, value) as here:
-            x, _ = nnx.merge(block, complete(parameters))(x, None, full)
+            x, _ = nnx.merge(block, attach_reductions(parameters))(x, None, full)
         return x, {"key": here.key, "value": here.value}
 
     return jax.lax.scan(

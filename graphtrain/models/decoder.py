@@ -32,8 +32,8 @@ from graphtrain.models.block import (
 )
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
-from lowering.tracing.constrain import by_hand_now, constrain
-from lowering.tracing.deferred_gradient import complete
+from lowering.tracing.constrain import constrain, in_shard_map
+from lowering.tracing.deferred_gradient import attach_reductions
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
@@ -66,15 +66,16 @@ class Embedding(nnx.Module):
         """
         # First with unsharded positions: straight to the residual stream's sharding, XLA would
         # gather the vocabulary.
-        rows = embedding_lookup(self.tokens[...], tokens, self.model.dtype, by_hand_now())
+        rows = embedding_lookup(self.tokens[...], tokens, self.model.dtype, in_shard_map())
         x = constrain_residual(constrain(jnp.asarray(rows), *GATHERED_AXES))
         if self.model.scaled_embedding:
             x = x * jnp.asarray(self.model.embed**0.5, x.dtype)
         if self.model.positions == "learned":
-            length, rows = tokens.shape[1], self.model.max_length
+            length, rows = tokens.shape[1], self.model.max_position_embeddings
             if rows is not None and length > rows:
                 raise ValueError(
-                    f"sequences of {length} tokens are longer than model.max_length = {rows}, the "
+                    f"sequences of {length} tokens are longer than model.max_position_embeddings "
+                    f"= {rows}, the "
                     "number of learned positions; use shorter sequences"
                 )
             if (of_documents := segment_positions()) is not None:
@@ -140,7 +141,7 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(model, keys)
         self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
-        if not model.tied_head:
+        if not model.tie_word_embeddings:
             self.head = init.normal(model, keys, "embed", "vocab")
 
     def hidden(
@@ -159,15 +160,15 @@ class Decoder(nnx.Module):
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
-        x, tied = gather_residual(hidden), self.model.tied_head
+        x, tied = gather_residual(hidden), self.model.tie_word_embeddings
         scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_weights(), jnp.float32)
-        return constrain(soft_cap(scores, self.model.logit_cap), "batch", "seq", "vocab")
+        return constrain(soft_cap(scores, self.model.final_logit_softcap), "batch", "seq", "vocab")
 
     def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
-        tied = self.model.tied_head
+        tied = self.model.tie_word_embeddings
         head = self.embedding.tokens[...] if tied else self.head[...]
-        return _unit_length(head, axis=1 if tied else 0) if self.model.normalised_head else head
+        return _unit_length(head, axis=1 if tied else 0) if self.model.unit_norm_head else head
 
 
 def _unit_length(weights: jax.Array, axis: int) -> jax.Array:
@@ -230,7 +231,8 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
     """
     structure, shapes = _abstract(model)
     given = {
-        name: tree if name == "layers" else complete(tree) for name, tree in parameters.items()
+        name: tree if name == "layers" else attach_reductions(tree)
+        for name, tree in parameters.items()
     }
     return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **given}))
 

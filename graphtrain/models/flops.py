@@ -31,7 +31,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
         program: Settings.
         causal: Count only the half of attention's scores that the causal mask leaves.
     """
-    model, length = program.model, program.batch.length
+    model, length = program.model, program.batch.seq_len
     whole, attention = (
         flops_per_token(model, length),
         attention_flops_per_token(model, length),
@@ -39,7 +39,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
     if causal:
         whole, attention = whole - attention / 2, attention / 2
     flops = whole if program.adapter is None else whole - (whole - attention) / 3
-    return flops + whole / 3 if program.loss.kind == "preference" else flops
+    return flops + whole / 3 if program.loss.kind == "dpo" else flops
 
 
 def useful_flops_per_token(program: Program) -> dict[str, float]:
@@ -61,10 +61,12 @@ def _weights(model: Model, *, active: bool = False) -> int:
     embed, query, key = _widths(model)
     attention = 2 * embed * query + 2 * embed * key
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
-    if (mixture := model.mixture) is not None:
-        experts = mixture.per_token if active else mixture.experts
+    if (mixture := model.moe) is not None:
+        experts = mixture.experts_per_token if active else mixture.experts
         shared = (
-            (3 if is_gated(model) else 2) * embed * mixture.shared + embed if mixture.shared else 0
+            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp + embed
+            if mixture.shared_expert_mlp
+            else 0
         )
         mlp = experts * mlp + embed * mixture.experts + shared
     return model.layers * (attention + mlp)
@@ -74,7 +76,7 @@ def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    inside = 0 if model.mixture is not None else hidden + embed  # experts have no biases
+    inside = 0 if model.moe is not None else hidden + embed  # experts have no biases
     attention = qkv + embed
     by_choice = {"none": 0, "qkv": qkv, "attention": attention, "all": attention + inside}
     return model.layers * by_choice[model.bias]
@@ -83,13 +85,13 @@ def _biases(model: Model) -> int:
 def _scales(model: Model) -> int:
     assert model.head_dim
     norms = (4 if model.post_norm else 2) * model.layers + 1 + model.embedding_norm
-    heads = 2 * model.layers * model.head_dim if model.query_key_norm else 0
+    heads = 2 * model.layers * model.head_dim if model.qk_norm else 0
     return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1)
 
 
 def _tables(model: Model) -> int:
-    heads = 1 if model.tied_head else 2
-    return heads * model.vocab * model.embed + (model.max_length or 0) * model.embed
+    heads = 1 if model.tie_word_embeddings else 2
+    return heads * model.vocab * model.embed + (model.max_position_embeddings or 0) * model.embed
 
 
 def _widths(model: Model) -> tuple[int, int, int]:

@@ -31,8 +31,8 @@ class ParameterKeys:
 
 
 def normal(model: Model, keys: ParameterKeys, *axes: str | None, scale: float = 1.0) -> nnx.Param:
-    """Return a parameter with these array axes, normal with deviation initial_deviation * scale."""
-    deviation = model.initial_deviation * scale
+    """Return a parameter with these array axes, normal with deviation init_std * scale."""
+    deviation = model.init_std * scale
     return nnx.Param(deviation * jax.random.normal(keys(), _shape(model, axes)), axes=axes)
 
 
@@ -54,6 +54,6 @@ def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
 def _size(model: Model, axis: str) -> int:
     """Return the size of an array axis: the setting of the same name, with a few exceptions."""
     if axis in ("experts", "routes", "shared"):
-        assert model.mixture is not None
-        return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts
+        assert model.moe is not None
+        return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
     return getattr(model, "max_length" if axis == "positions" else axis)

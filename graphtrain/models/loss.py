@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Loss
-from lowering.tracing.constrain import split_of
-from lowering.tracing.cpu_hints import computed_once, on_cpu
+from lowering.tracing.constrain import mesh_axes_of
+from lowering.tracing.cpu_hints import materialize, on_cpu
 
 
 @jax.named_scope("loss")
@@ -62,7 +62,7 @@ def dpo_loss(log_ratio: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, ja
 
 def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return log(Z) and the target's logit at every position."""
-    if on_cpu() and not split_of("vocab"):
+    if on_cpu() and not mesh_axes_of("vocab"):
         return _scores_unsharded(logits, targets)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     return log_z, target_scores(logits, targets)
@@ -70,7 +70,7 @@ def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 
 def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the logits of targets (...) among logits (..., vocab); 0 outside of the vocabulary."""
-    if on_cpu() and not split_of("vocab"):
+    if on_cpu() and not mesh_axes_of("vocab"):
         inside = (targets >= 0) & (targets < logits.shape[-1])
         looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
         return jnp.where(inside, looked_up, 0.0)
@@ -102,7 +102,7 @@ def _looked_up_forward(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     highest = logits.max(-1)
-    powers = computed_once(jnp.exp(logits - highest[..., None]))
+    powers = materialize(jnp.exp(logits - highest[..., None]))
     total = powers.sum(-1)
     scores = jnp.log(total) + highest, target_scores(logits, targets)
     return scores, (powers, total, targets)
@@ -113,7 +113,7 @@ def _looked_up_backward(
 ) -> tuple[jax.Array, None]:
     powers, total, targets = kept
     of_log_z, of_score = gradients
-    of_powers = computed_once(of_log_z / total)[..., None]
+    of_powers = materialize(of_log_z / total)[..., None]
     hit = jnp.where(one_hot_mask(powers, targets), of_score[..., None], 0.0)
     return powers * of_powers + hit, None
 

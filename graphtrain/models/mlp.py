@@ -46,7 +46,7 @@ class MLP(nnx.Module):
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:
         """Return [gate, up], or [up] without a gate, each (batch, seq, mlp)."""
-        if self.model.merged_gate:
+        if self.model.fused_gate_up:
             both = project(self, "gate_up", "bse,epm->bspm", x)
             both = constrain(both, "batch", "seq", None, "mlp")
             return [both[:, :, 0], both[:, :, 1]]
@@ -56,7 +56,7 @@ class MLP(nnx.Module):
 
 def _wide(model: Model) -> dict[str, tuple[str | None, ...]]:
     """Return the names of gate and up parameters, with their array axes after embed."""
-    if model.merged_gate:
+    if model.fused_gate_up:
         return {"gate_up": (None, "mlp")}  # stacked, so that a device has both of a column
     names = ("gate", "up") if is_gated(model) else ("up",)
     return dict.fromkeys(names, ("mlp",))

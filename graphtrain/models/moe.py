@@ -1,9 +1,9 @@
 """Mixture-of-experts (MoE) MLP, with two ways to dispatch tokens to experts.
 
-With a capacity (`mixture.capacity`), each expert accepts a fixed number of a sequence's tokens, in
-sequence order. A token's choices beyond the capacity are dropped: they add nothing to its result,
-which may then be only the residual stream. Tokens move to their experts and back by all-to-all,
-which the compiler derives from two shardings of one buffer.
+With a capacity (`moe.capacity_factor`), each expert accepts a fixed number of a sequence's tokens,
+in sequence order. A token's choices beyond the capacity are dropped: they add nothing to its
+result, which may then be only the residual stream. Tokens move to their experts and back by
+all-to-all, which the compiler derives from two shardings of one buffer.
 
 Without a capacity (dropless), no choice is dropped: devices along the experts' mesh axes
 all-gather their tokens, sort them by expert, multiply each group by its expert's weights (a ragged
@@ -24,7 +24,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.models import init
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
@@ -32,7 +32,7 @@ from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.projection import PROJECTION, project, project_many
-from lowering.tracing.constrain import constrain, placement, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, placement
 
 if TYPE_CHECKING:
     from jax import Array
@@ -52,8 +52,8 @@ class MixtureMLP(nnx.Module):
     """
 
     def __init__(self, model: Model, keys: init.ParameterKeys):
-        assert model.mixture is not None
-        self.model, self.mixture = model, model.mixture
+        assert model.moe is not None
+        self.model, self.mixture = model, model.moe
         self.router = init.normal(model, keys, "embed", "routes")
         if is_gated(model):
             self.gate = init.normal(model, keys, "experts", "embed", "mlp")
@@ -62,7 +62,7 @@ class MixtureMLP(nnx.Module):
             model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
 
-        if self.mixture.shared is not None:
+        if self.mixture.shared_expert_mlp is not None:
             for name in self._shared_names():
                 setattr(self, name, init.normal(model, keys, "embed", "shared"))
             self.shared_down = init.normal(
@@ -80,11 +80,11 @@ class MixtureMLP(nnx.Module):
             scores = constrain(scores, "batch", "seq", None)
         shares, experts = top_k(scores, self.mixture)
         terms = router_losses(scores, experts, self.mixture, self.model.layers)
-        if self.mixture.capacity is None:
+        if self.mixture.capacity_factor is None:
             mixed = self._dropless(x, shares, experts)
         else:
-            mixed = self._within_capacity(x, shares, experts, self.mixture.capacity)
-        return (mixed if self.mixture.shared is None else mixed + self._shared(x)), terms
+            mixed = self._within_capacity(x, shares, experts, self.mixture.capacity_factor)
+        return (mixed if self.mixture.shared_expert_mlp is None else mixed + self._shared(x)), terms
 
     @jax.named_scope("shared")
     def _shared(self, x: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ class MixtureMLP(nnx.Module):
             capacity: Slots of an expert, relative to the mean number of choices per expert.
         """
         count, length = self.mixture.experts, x.shape[1]
-        room = math.ceil(capacity * length * self.mixture.per_token / count)
+        room = math.ceil(capacity * length * self.mixture.experts_per_token / count)
         order = positions(length)  # slots fill in sequence order, also under ring attention
         places = slot_in_expert(experts[:, jnp.argsort(order)], count)[:, order]
         kept = places < room
@@ -186,9 +186,9 @@ def dropless_experts(
     found = placement()
     run = partial(_sorted_experts, combine)
     tokens, over, inside = (
-        (split_of("batch") or None, split_of("seq") or None),
-        split_of("experts"),
-        split_of("mlp"),
+        (mesh_axes_of("batch") or None, mesh_axes_of("seq") or None),
+        mesh_axes_of("experts"),
+        mesh_axes_of("mlp"),
     )
     axes = {name for names in (*tokens, over, inside) if names for name in names}
     if found is None or not axes:
@@ -207,15 +207,15 @@ def dropless_experts(
 
 
 def top_k(
-    scores: Float[Array, "batch seq routes"], mixture: Mixture
+    scores: Float[Array, "batch seq routes"], mixture: MixtureOfExperts
 ) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
     """Return the weights and indices of each token's top-k experts.
 
-    The weights are the router's softmax probabilities; with `mixture.normalise` they are
+    The weights are the router's softmax probabilities; with `moe.normalize_topk` they are
     rescaled to sum to 1 for each token.
     """
-    shares, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), mixture.per_token)
-    if mixture.normalise:
+    shares, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), mixture.experts_per_token)
+    if mixture.normalize_topk:
         shares = shares / shares.sum(-1, keepdims=True)
     return shares, experts
 
@@ -235,7 +235,7 @@ def slot_in_expert(
 
 
 def router_losses(
-    scores: jax.Array, experts: jax.Array, mixture: Mixture, layers: int
+    scores: jax.Array, experts: jax.Array, mixture: MixtureOfExperts, layers: int
 ) -> RouterLosses:
     """Return the load-balancing loss and the router z-loss, weighted by the settings.
 
@@ -257,7 +257,7 @@ def router_losses(
     squares = jnp.square(jax.nn.logsumexp(scores, axis=-1)).mean()
     return {
         "balance_loss": mixture.balance_loss * balance / layers,
-        "router_z_loss": mixture.z_loss * squares / layers,
+        "router_z_loss": mixture.router_z_loss * squares / layers,
     }
 
 

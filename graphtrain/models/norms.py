@@ -18,7 +18,7 @@ class Norm(nnx.Module):
 
     def __init__(self, model: Model, axis: str = "embed"):
         self.model = model
-        self.scale = (init.zeros if model.scale_offset else init.ones)(model, axis)
+        self.scale = (init.zeros if model.rms_norm_offset else init.ones)(model, axis)
         if norm_has_bias(model):
             self.bias = init.zeros(model, axis)
 
@@ -28,7 +28,7 @@ class Norm(nnx.Module):
         if self.model.norm == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-        scale = 1 + self.scale[...] if self.model.scale_offset else self.scale[...]
+        scale = 1 + self.scale[...] if self.model.rms_norm_offset else self.scale[...]
         y = y * jax.lax.rsqrt(mean_square + self.model.norm_epsilon) * scale
         if norm_has_bias(self.model):
             y = y + self.bias[...]

@@ -56,7 +56,7 @@ def pipeline_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
 
 
 def _leading(stages: Stages) -> tuple[int, ...]:
-    rows = stages.stages * stages.depth
+    rows = stages.stages * stages.rows_per_chunk
     return (stages.rounds, rows) if stages.rounds > 1 else (rows,)
 
 
@@ -84,7 +84,7 @@ def decoder_pipeline(
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
         drop, full = layer_keys(model, keys_of(number)[1]), global_attention_layers(model)
         begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        here = begin + jnp.arange(stages.depth)
+        here = begin + jnp.arange(stages.rows_per_chunk)
         which = jnp.minimum(here, model.layers - 1)  # rows of zeros may be past the end
         count = jnp.array(stages.layers)[chunk]
         x, terms = apply_stack(
@@ -92,7 +92,7 @@ def decoder_pipeline(
             merge(model, {"layers": rows}).layers,
             x,
             None if drop is None else drop[which],
-            here < begin + count if stages.waste else None,
+            here < begin + count if stages.padding_fraction else None,
             None if full is None else full[which],
         )
         return x, jax.tree.map(lambda term: term * term_weight, terms)
@@ -105,15 +105,15 @@ def decoder_pipeline(
         first,
         stage,
         last,
-        rounds=stages.rounds,
-        recompute=model.remat != "none",
-        joint=model.mixture is not None,
+        virtual_stages=stages.rounds,
+        remat=model.remat != "none",
+        mixes_sequences=model.moe is not None,
     )
 
 
 def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
     """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts."""
-    last = ("final_norm", "embedding") if model.tied_head else ("final_norm", "head")
+    last = ("final_norm", "embedding") if model.tie_word_embeddings else ("final_norm", "head")
     return {
         "first": {"embedding": parameters["embedding"]},
         "stages": parameters["layers"],

@@ -19,7 +19,7 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         arrays |= {f"embedding/norm/{name}": spec for name, spec in _norm(model).items()}
     if model.positions == "learned":
         arrays["embedding/positions"] = _array(model, "positions", "embed")
-    if not model.tied_head:
+    if not model.tie_word_embeddings:
         arrays["head"] = _array(model, "embed", "vocab")
     layer = {f"attention/{name}": spec for name, spec in _attention(model).items()}
     layer |= {f"mlp/{name}": spec for name, spec in _mlp(model).items()}
@@ -34,9 +34,9 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
 
 def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
     """Return the ArraySpecs of trained weights and their moments, by path as in a plan."""
-    memory = "host" if optimizer.offload else "device"
+    memory = "host" if optimizer.offload_to_host else "device"
     arrays = {f"state/parameters/{path}": spec for path, spec in parameters.items()}
-    for moment, dtype in (("mu", optimizer.moments), ("nu", "float32")):
+    for moment, dtype in (("mu", optimizer.moment_dtype), ("nu", "float32")):
         for path, spec in parameters.items():
             arrays[f"state/optimizer/adam/{moment}/{path}"] = ArraySpec(
                 spec.shape, spec.axes, dtype, "optimizer", memory
@@ -57,7 +57,7 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
         arrays["value_bias"] = _array(model, "kv_heads", "head_dim")
     if model.bias in ("attention", "all"):
         arrays["output_bias"] = _array(model, "embed")
-    if model.query_key_norm:
+    if model.qk_norm:
         for norm in ("query_norm", "key_norm"):
             own = _norm(model, "head_dim")
             arrays |= {f"{norm}/{name}": spec for name, spec in own.items()}
@@ -65,11 +65,11 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
 
 
 def _mlp(model: Model) -> dict[str, ArraySpec]:
-    if model.mixture is not None:
+    if model.moe is not None:
         return _experts(model)
     names = ("gate", "up") if is_gated(model) else ("up",)
     wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
-    if model.merged_gate:
+    if model.fused_gate_up:
         wide = {"gate_up": (None, "mlp")}
     arrays = {name: _array(model, "embed", *axes) for name, axes in wide.items()}
     arrays["down"] = _array(model, "mlp", "embed")
@@ -81,13 +81,13 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
 
 def _experts(model: Model) -> dict[str, ArraySpec]:
     names = ("gate", "up") if is_gated(model) else ("up",)
-    assert model.mixture is not None
+    assert model.moe is not None
     arrays = {
         "router": _array(model, "embed", "routes"),
         **{name: _array(model, "experts", "embed", "mlp") for name in names},
         "down": _array(model, "experts", "mlp", "embed"),
     }
-    if model.mixture.shared is not None:
+    if model.moe.shared_expert_mlp is not None:
         arrays |= {f"shared_{name}": _array(model, "embed", "shared") for name in names}
         arrays["shared_down"] = _array(model, "shared", "embed")
         arrays["shared_share"] = _array(model, "embed")
@@ -106,6 +106,6 @@ def _array(model: Model, *axes: str | None) -> ArraySpec:
 def _size(model: Model, axis: str | None) -> int:
     """Return the size of an array axis as models.weights does; None is a pair, gate and up."""
     if axis in ("experts", "routes", "shared"):
-        assert model.mixture is not None
-        return (model.mixture.shared or 0) if axis == "shared" else model.mixture.experts
+        assert model.moe is not None
+        return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
     return 2 if axis is None else getattr(model, "max_length" if axis == "positions" else axis)

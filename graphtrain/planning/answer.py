@@ -13,9 +13,9 @@ from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
-from graphtrain.planning.blame import Cause, blame
+from graphtrain.planning.blame import CollectiveOrigin, explain_collectives
 from graphtrain.planning.ledger import ErrorBar
-from graphtrain.planning.remedies import Remedy, Vary, find_remedies
+from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
 from lowering.machine.target import Target
 from sharding_rules.rules import Rules
 
@@ -28,12 +28,12 @@ class Answer:
     assessment: Assessment
     error_bars: Mapping[str, ErrorBar]  # by quantity, from earlier runs on this target
     remedies: Sequence[Remedy] = ()  # changes that would fit; empty if the program fits
-    causes: Sequence[Cause] = ()  # one for each compiled collective, in order
+    causes: Sequence[CollectiveOrigin] = ()  # one for each compiled collective, in order
 
 
 def answer(
     program: Program,
-    vary: Vary,
+    vary: WithOverrides,
     cache: Cache,
     *,
     compile: bool = True,
@@ -63,14 +63,14 @@ def answer(
     return Answer(program, assessment, bars, remedies, causes)
 
 
-def _causes(program: Program, assessment: Assessment, cache: Cache) -> tuple[Cause, ...]:
+def _causes(program: Program, assessment: Assessment, cache: Cache) -> tuple[CollectiveOrigin, ...]:
     """Explain each compiled collective. Estimated ones follow from the rules: return nothing."""
-    compiled = cache.find(request_keys(program)["train"])
+    compiled = cache.get_by_request(request_keys(program)["train"])
     if compiled is None or assessment.collectives_source != "compiler":
         return ()
     mesh, target = assessment.plan.mesh, Target.parse(program.target)
     speeds = {axis: bandwidth_of((axis,), mesh, target) for axis in mesh.axes}
-    return blame(
+    return explain_collectives(
         program,
         assessment.plan,
         Rules.load(program.rules),

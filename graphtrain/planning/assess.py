@@ -12,7 +12,7 @@ from typing import Any
 
 from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
-from graphtrain.compile.tasks import Limits, Observer, Outcome, tasks_of
+from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Assessment, Memory
@@ -109,17 +109,17 @@ def _train_task(name: str, program: Program) -> Any:
     return replace(task, label=f"{name} train".strip())
 
 
-def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) -> Assessment:
+def _from_outcome(program: Program, plan: Plan, outcome: TaskOutcome, cache: Cache) -> Assessment:
     artifact = cache.get(outcome.digest) if outcome.digest else None
     if artifact is None:
         if outcome.kind == "ShardingError":
             raise PlanError(outcome.error)
         guess = estimate(program, plan)
-        memory = replace(guess.memory, refused=outcome.kind == "OutOfMemory")
-        return replace(guess, memory=memory, remark=_why_not(outcome))
+        memory = replace(guess.memory, compiler_out_of_memory=outcome.kind == "OutOfMemory")
+        return replace(guess, memory=memory, note=_missing_reason(outcome))
     record = artifact.record
     collectives = tuple(Collective.from_record(one) for one in record["collectives"])
-    memory = _explained(record["memory"]["peak"], program, plan)
+    memory = _memory_by_part(record["memory"]["peak"], program, plan)
     remark = ""
     if record["unknown_loops"]:
         remark = (
@@ -127,10 +127,10 @@ def _from_outcome(program: Program, plan: Plan, outcome: Outcome, cache: Cache) 
             "collectives inside them are counted once"
         )
     compiled = _assessment(program, plan, memory, collectives, "compiler")
-    return replace(compiled, compile_seconds=record["compile_seconds"], remark=remark)
+    return replace(compiled, compile_seconds=record["compile_seconds"], note=remark)
 
 
-def _why_not(outcome: Outcome) -> str:
+def _missing_reason(outcome: TaskOutcome) -> str:
     """Return the reason why there is no compiled program."""
     if outcome.error is None:
         return "the compiled program was removed from the cache after its compilation"
@@ -139,7 +139,7 @@ def _why_not(outcome: Outcome) -> str:
     return f"the compiler failed: {outcome.error}; StableHLO and log are in {outcome.failure}"
 
 
-def _explained(peak: int, program: Program, plan: Plan) -> Memory:
+def _memory_by_part(peak: int, program: Program, plan: Plan) -> Memory:
     """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
     guess = estimated_memory(with_padding_layers(program), Rules.load(program.rules), plan.mesh)
     parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Program
-from graphtrain.planning.moved import Moved, Parameters
+from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from graphtrain.planning.reasons import Reason, Reasons
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
@@ -30,7 +30,7 @@ _VERBS = {
 
 
 @dataclass(frozen=True)
-class Cause:
+class CollectiveOrigin:
     """Origin of one collective of a compiled program."""
 
     collective: Collective
@@ -38,11 +38,11 @@ class Cause:
     rule: str  # as in "parameters.embed = fsdp"; empty if no rule requires the collective
     strategy: str  # preset that contains the rule
     explained: bool
-    sentence: str  # the explanation
+    explanation: str  # the explanation
     seconds: float | None = None  # per step; None if the bandwidth is unknown
 
 
-def blame(
+def explain_collectives(
     program: Program,
     plan: Plan,
     rules: Rules,
@@ -50,7 +50,7 @@ def blame(
     *,
     annotations: Sequence[Mapping[str, Any]] = (),
     bytes_per_second: Mapping[str, float] | None = None,
-) -> tuple[Cause, ...]:
+) -> tuple[CollectiveOrigin, ...]:
     """Explain the collectives of a compiled training step, in order.
 
     Args:
@@ -61,22 +61,22 @@ def blame(
         annotations: "annotations" of the record: axes and lines of constrain() calls.
         bytes_per_second: Bandwidth of one device along each mesh axis.
     """
-    parameters = Parameters(plan, rules)
+    parameters = ParameterIndex(plan, rules)
     reasons = Reasons(program, parameters)
     speeds = bytes_per_second or {}
 
-    def cause(collective: Collective) -> Cause:
-        moved = parameters.of(collective)
-        found = {axis: reasons.of(collective, moved, axis) for axis in collective.axes}
+    def cause(collective: Collective) -> CollectiveOrigin:
+        moved = parameters.classify(collective)
+        found = {axis: reasons.find(collective, moved, axis) for axis in collective.axes}
         given = list(dict.fromkeys(reason for reason in found.values() if reason))
         explained = all(found.values())
         seconds = _seconds(collective, speeds)
         if explained:
             why = _explanation(collective, moved, given, reasons)
         else:
-            why = _accusation(collective, moved, found, reasons, annotations)
+            why = _why_unexplained(collective, moved, found, reasons, annotations)
         sentence = f"{_what(collective, moved, reasons)}{_cost(collective, seconds)}: {why}"
-        return Cause(
+        return CollectiveOrigin(
             collective,
             str(moved),
             "; ".join(reason.rule for reason in given) if explained else "",
@@ -89,7 +89,7 @@ def blame(
     return tuple(cause(each) for each in collectives)
 
 
-def flagged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+def unexplained(causes: Iterable[CollectiveOrigin]) -> tuple[CollectiveOrigin, ...]:
     """Return the causes that no strategy explains, most expensive first."""
     found = (cause for cause in causes if not cause.explained)
     return tuple(sorted(found, key=lambda cause: -cause.collective.wire_bytes_per_step))
@@ -100,14 +100,14 @@ def _seconds(collective: Collective, speeds: Mapping[str, float]) -> float | Non
     return None if math.isinf(slowest) else collective.wire_bytes_per_step / slowest
 
 
-def _what(collective: Collective, moved: Moved, reasons: Reasons) -> str:
-    verb = _VERBS.get(collective.instead_of or collective.op, collective.op)
+def _what(collective: Collective, moved: MovedArrays, reasons: Reasons) -> str:
+    verb = _VERBS.get(collective.decomposed_from or collective.op, collective.op)
     kind = {"gradients": "gradient of ", "updated weights": "updated "}.get(moved.kind, "")
     phases = {scope.phase for scope in moved.scopes}
     phase = f" in the {phases.pop()} pass" if len(phases) == 1 and phases != {"update"} else ""
     axes = " and ".join(collective.axes)
     where = f"{collective.source}: " if collective.source else ""
-    steps = ", in steps overlapped with a matrix product," if collective.instead_of else ""
+    steps = ", in steps overlapped with a matrix product," if collective.decomposed_from else ""
     return f"{where}{kind}{moved} is {verb} over {axes}{steps}{phase}"
 
 
@@ -125,25 +125,25 @@ def _amount(size: float) -> str:
 
 
 def _explanation(
-    collective: Collective, moved: Moved, given: list[Reason], reasons: Reasons
+    collective: Collective, moved: MovedArrays, given: list[Reason], reasons: Reasons
 ) -> str:
     why = " and ".join(str(reason) for reason in given)
     if reasons.keeps_whole(collective, moved):
         why += "; each device uses only its shard, so a reduce-scatter would send half as much"
     if moved.kind == "gradients" and reasons.in_microbatches(collective):
-        why += '; after every microbatch, because batch.reduce = "each"'
+        why += '; after every microbatch, because batch.gradient_reduction = "per_microbatch"'
     return why
 
 
-def _accusation(
+def _why_unexplained(
     collective: Collective,
-    moved: Moved,
+    moved: MovedArrays,
     found: Mapping[str, Reason | None],
     reasons: Reasons,
     annotations: Sequence[Mapping[str, Any]],
 ) -> str:
     axes = " and ".join(axis for axis, reason in found.items() if reason is None)
-    op = collective.instead_of or collective.op
+    op = collective.decomposed_from or collective.op
     if moved.kind in ("weights", "updated weights"):
         return _of_weights(moved, axes, reasons, again=reasons.in_microbatches(collective))
     if moved.kind == "gradients" and op == "all-gather":
@@ -169,7 +169,7 @@ def _accusation(
     return f"{what}; {meeting or 'constrain() it to the sharding that its producer has'}"
 
 
-def _of_weights(moved: Moved, axes: str, reasons: Reasons, *, again: bool) -> str:
+def _of_weights(moved: MovedArrays, axes: str, reasons: Reasons, *, again: bool) -> str:
     if again:
         return (
             "once for every microbatch, although no rule shards stored weights over that axis; "
@@ -211,7 +211,8 @@ def _conflict(
         return None
     one, other = min(pairs, key=lambda pair: _distance(*pair))
     return (
-        f"{_said(one)} and {_said(other)} disagree on an array of {list(one['shape'])}: "
+        f"{_describe_annotation(one)} and {_describe_annotation(other)} disagree on an array of "
+        f"{list(one['shape'])}: "
         "use the same axes in both, or remove one"
     )
 
@@ -220,7 +221,7 @@ def _splits(annotation: Mapping[str, Any]) -> list[list[str]]:
     return [list(names) for names in annotation["split"]]
 
 
-def _said(annotation: Mapping[str, Any]) -> str:
+def _describe_annotation(annotation: Mapping[str, Any]) -> str:
     axes = ", ".join(repr(axis) if axis else "None" for axis in annotation["axes"])
     return f"constrain({axes}) at {annotation['source']}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from graphtrain.config.schema import Mesh, Model, Pipeline, Program, Remat
+from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.time import mfu, step_time
@@ -26,10 +26,12 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
-WIDEST_TENSOR = 64
-LONG = 8192  # sequence length in tokens from which context parallelism is tried
+MAX_TENSOR = 64
+MIN_CONTEXT_PARALLEL_LENGTH = (
+    8192  # sequence length in tokens from which context parallelism is tried
+)
 _WIDEST_CONTEXT = 16
-_MOST_ROUNDS = 8
+_MAX_VIRTUAL_STAGES = 8
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,18 @@ class Candidate:
             return "none" if sizes["tensor"] == 1 else "on" if "sequence" in rules else "off"
         if family == "schedule":
             pipeline = self.program.pipeline
-            return "none" if sizes["stage"] == 1 else f"{pipeline.schedule} x {pipeline.rounds}"
+            return (
+                "none"
+                if sizes["stage"] == 1
+                else f"{pipeline.schedule} x {pipeline.virtual_stages}"
+            )
         return self.program.model.remat if family == "remat" else str(sizes[family])
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of [program] that the candidate sets."""
         pipeline = self.program.pipeline
-        staged = {"schedule": pipeline.schedule, "rounds": pipeline.rounds}
+        staged = {"schedule": pipeline.schedule, "rounds": pipeline.virtual_stages}
         return {
             "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
             "rules": list(self.program.rules),
@@ -79,7 +85,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchOptions:
     """Restrictions of the search for a kind of model."""
 
     stages: bool = True
@@ -89,7 +95,7 @@ class Choices:
 
 
 def candidates(
-    program: Program, attained: float = 1.0, choices: Choices = Choices()
+    program: Program, attained: float = 1.0, choices: SearchOptions = SearchOptions()
 ) -> Iterator[Candidate]:
     """Yield every strategy whose sizes divide, including those that do not fit in memory.
 
@@ -141,33 +147,35 @@ def _candidate(
     return Candidate(program, mesh, held, spent, mfu(program, spent.total))
 
 
-def _meshes(program: Program, devices: int, choices: Choices) -> Iterator[dict[str, int]]:
+def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:
     model, batch = program.model, program.batch
-    widest = _WIDEST_CONTEXT if batch.length >= LONG and choices.context else 1
+    widest = (
+        _WIDEST_CONTEXT if batch.seq_len >= MIN_CONTEXT_PARALLEL_LENGTH and choices.context else 1
+    )
     staged = choices.stages and not _without_stages(program)
-    for tensor in divisors(devices, WIDEST_TENSOR):
-        if undivided(model, tensor):
+    for tensor in divisors(devices, MAX_TENSOR):
+        if indivisible_size(model, tensor):
             continue
         for stage in divisors(devices // tensor, model.layers):
             if model.layers % stage or (stage > 1 and not staged):
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
-                if batch.sequences % (copies * stage):
+                if batch.global_batch_size % (copies * stage):
                     continue  # microbatches of a replica must be a multiple of the stages
-                for sizes in _copies(model, copies):
+                for sizes in _batch_axes(model, copies):
                     yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
 
 
 def _without_stages(program: Program) -> bool:
     """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
-    apart = program.batch.documents == "apart"
+    apart = not program.batch.cross_document_attention
     return apart or has_frozen_weights(program) or program.loss.has_chunks
 
 
-def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
+def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of data, fsdp and expert, the mesh axes that split the batch."""
-    experts = model.mixture.experts if model.mixture else 1
+    experts = model.moe.experts if model.moe else 1
     for expert in divisors(devices, experts):
         if experts % expert:
             continue
@@ -175,7 +183,7 @@ def _copies(model: Model, devices: int) -> Iterator[dict[str, int]]:
             yield {"data": devices // expert // fsdp, "fsdp": fsdp, "expert": expert}
 
 
-def undivided(model: Model, tensor: int) -> str:
+def indivisible_size(model: Model, tensor: int) -> str:
     """Return a model size that `tensor` does not divide, as "name = size"; empty if all divide."""
     assert model.kv_heads
     sizes = {"kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}
@@ -194,11 +202,13 @@ def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
 def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
     """Yield variants in the number of microbatches and in remat."""
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
-    for microbatches in divisors(program.batch.sequences // copies, program.batch.sequences):
+    for microbatches in divisors(
+        program.batch.global_batch_size // copies, program.batch.global_batch_size
+    ):
         if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
             continue
-        rows = program.batch.sequences // microbatches
-        if program.loss.kind == "preference" and rows % 2:
+        rows = program.batch.global_batch_size // microbatches
+        if program.loss.kind == "dpo" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
             yield replace(
@@ -208,14 +218,14 @@ def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> I
             )
 
 
-def _pipelines(stages: int, program: Program) -> Iterator[Pipeline]:
+def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
     if stages == 1:
-        yield Pipeline()
+        yield PipelineSettings()
         return
-    if program.batch.length % stages == 0:  # 1F1B splits the LM head's positions over the stages
-        yield Pipeline(schedule="1f1b")
-    for rounds in divisors(program.model.layers // stages, _MOST_ROUNDS):
-        yield Pipeline(schedule="circular", rounds=rounds)
+    if program.batch.seq_len % stages == 0:  # 1F1B splits the LM head's positions over the stages
+        yield PipelineSettings(schedule="1f1b")
+    for rounds in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
+        yield PipelineSettings(schedule="circular", virtual_stages=rounds)
 
 
 def divisors(number: int, most: int) -> list[int]:

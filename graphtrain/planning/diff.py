@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphtrain.cost_model.assessment import Assessment
-from graphtrain.planning.traffic import by_axes
-from lowering.trees import tails
+from graphtrain.planning.traffic import sum_by_axes
+from lowering.trees import path_suffixes
 from sharding_rules.plan import Plan
 
 Kind = Literal["placement", "memory", "communication", "time"]
@@ -26,7 +26,7 @@ _MEMORY = (
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """One difference between two assessments; a value is None if one of them does not have it."""
 
     kind: Kind
@@ -42,13 +42,13 @@ class Change:
         return self.after / self.before if numbers and self.before else None  # type: ignore[operator]
 
 
-def differences(before: Assessment, after: Assessment) -> list[Change]:
+def differences(before: Assessment, after: Assessment) -> list[PlanChange]:
     """Return all differences, ordered by kind.
 
     Optimizer state that changes in the same way as its parameter is left out.
     """
     return [
-        *_without_followers(_compare("placement", _placement(before), _placement(after))),
+        *_without_matching_moments(_compare("placement", _placement(before), _placement(after))),
         *_compare("memory", _memory(before), _memory(after), "bytes"),
         *_compare("communication", _counts(before), _counts(after), "a step"),
         *_compare("communication", _sent(before), _sent(after), "bytes"),
@@ -59,13 +59,13 @@ def differences(before: Assessment, after: Assessment) -> list[Change]:
 
 def _compare(
     kind: Kind, before: Mapping[str, str | float], after: Mapping[str, str | float], unit: str = ""
-) -> Iterator[Change]:
+) -> Iterator[PlanChange]:
     for what in {**before, **after}:
         if before.get(what) != after.get(what):
-            yield Change(kind, what, before.get(what), after.get(what), unit)
+            yield PlanChange(kind, what, before.get(what), after.get(what), unit)
 
 
-def _without_followers(changes: Iterable[Change]) -> Iterator[Change]:
+def _without_matching_moments(changes: Iterable[PlanChange]) -> Iterator[PlanChange]:
     """Yield all changes except moments that change in the same way as their parameter."""
     changes = list(changes)
     parameters = {
@@ -75,7 +75,7 @@ def _without_followers(changes: Iterable[Change]) -> Iterator[Change]:
     }
     for one in changes:
         follows = one.what.startswith("state/optimizer/") and any(
-            parameters.get(tail) == (one.before, one.after) for tail in tails(one.what)
+            parameters.get(tail) == (one.before, one.after) for tail in path_suffixes(one.what)
         )
         if not follows:
             yield one
@@ -102,11 +102,11 @@ def _memory(of: Assessment) -> dict[str, str | float]:
 
 
 def _counts(of: Assessment) -> dict[str, str | float]:
-    return {f"{row.op} over {row.axes}": row.count for row in by_axes(of.collectives)}
+    return {f"{row.op} over {row.axes}": row.count for row in sum_by_axes(of.collectives)}
 
 
 def _sent(of: Assessment) -> dict[str, str | float]:
-    rows = by_axes(of.collectives)
+    rows = sum_by_axes(of.collectives)
     return {f"{row.op} over {row.axes}, sent": round(row.wire_bytes) for row in rows}
 
 

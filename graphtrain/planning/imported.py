@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from graphtrain.config.schema import Imported, Program
-from graphtrain.planning.candidates import Candidate, Choices
+from graphtrain.config.schema import Program, TorchModel
+from graphtrain.planning.candidates import Candidate, SearchOptions
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
@@ -13,7 +13,7 @@ _REMATS = ("none", "dots", "full")
 
 
 @dataclass(frozen=True)
-class Ranked:
+class TorchSearch:
     """A PyTorch model, ranked by the strategies of a native model of the same sizes."""
 
     program: Program
@@ -21,11 +21,11 @@ class Ranked:
     not_tried: dict[str, str]  # families that the model does not support, with the reason
 
     @classmethod
-    def of(cls, program: Program) -> Ranked:
+    def of(cls, program: Program) -> TorchSearch:
         """Create the module, to find its arrays and whether it supports pipeline parallelism."""
         from graphtrain.torch_frontend.model import open_model
 
-        assert isinstance(program.model, Imported)
+        assert isinstance(program.model, TorchModel)
         opened = open_model(program.model)
         not_tried = {"context": "not tried for PyTorch models; see docs/torch.md, Attention"}
         try:
@@ -35,11 +35,11 @@ class Ranked:
         return cls(program, opened.specs(), not_tried)
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> SearchOptions:
         staged = "stage" not in self.not_tried
-        return Choices(staged, context=False, remats=_REMATS, arrays=self.specs)
+        return SearchOptions(staged, context=False, remats=_REMATS, arrays=self.specs)
 
-    def of_model(self, candidate: Candidate) -> Candidate:
+    def with_torch_model(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the native model replaced by the PyTorch model."""
         found = candidate.program
         model = replace(self.program.model, remat=found.model.remat)

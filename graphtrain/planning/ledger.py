@@ -27,7 +27,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Predicted and measured costs of one run."""
 
     target: str
@@ -53,7 +53,7 @@ def ledger_path(store: Path) -> Path:
     return store / "ledger.jsonl"
 
 
-def append(path: Path, entry: Entry) -> None:
+def append(path: Path, entry: LedgerEntry) -> None:
     """Append one line; first terminate a truncated line of a killed process."""
     line = json.dumps(asdict(entry)) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,23 +67,23 @@ def append(path: Path, entry: Entry) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[LedgerEntry]:
     """Return all complete entries, oldest first; an empty list if there is no ledger."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
-def _parse(line: str) -> Entry | None:
+def _parse(line: str) -> LedgerEntry | None:
     """Parse a line; return None if it is truncated or written by another version."""
     try:
         fields = json.loads(line)
         predicted, measured = (Costs(**fields.pop(name)) for name in ("predicted", "measured"))
-        return Entry(predicted=predicted, measured=measured, **fields)
+        return LedgerEntry(predicted=predicted, measured=measured, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def error_bars(entries: Iterable[Entry], target: str) -> dict[str, ErrorBar]:
+def error_bars(entries: Iterable[LedgerEntry], target: str) -> dict[str, ErrorBar]:
     """Return the error bar of each quantity that has both predictions and measurements."""
     of_target = [entry for entry in entries if entry.target == target]
     bars = {}
@@ -97,7 +97,7 @@ def error_bars(entries: Iterable[Entry], target: str) -> dict[str, ErrorBar]:
 
 
 def predict_compile_seconds(
-    entries: Sequence[Entry], target: str, stablehlo_bytes: int
+    entries: Sequence[LedgerEntry], target: str, stablehlo_bytes: int
 ) -> float | None:
     """Predict compile seconds from earlier runs on the same machine; None if there are none.
 

@@ -30,30 +30,32 @@ def lock_text(assessment: Assessment) -> str:
     return "\n".join([*_toolchain(assessment), *_body(assessment)]) + "\n"
 
 
-def changes(locked: str, assessment: Assessment) -> list[str]:
+def lock_diff(locked: str, assessment: Assessment) -> list[str]:
     """Compare a lock with an assessment; return the lines of a diff, empty if they agree.
 
     Raises:
         PlanError: one of them is from the compiler and the other is an estimate.
     """
     now = lock_text(assessment)
-    before, after = list(_compared(locked)), list(_compared(now))
+    before, after = list(_significant_lines(locked)), list(_significant_lines(now))
     if before == after:
         return []
     asked = _source(before), _source(after)
     if asked[0] != asked[1]:
-        reason = assessment.remark or "use --no-compile for both or neither, or rewrite the lock"
+        reason = assessment.note or "use --no-compile for both or neither, or rewrite the lock"
         raise PlanError(
             f"the lock is from the {asked[0]} and this plan is from the {asked[1]}, so they cannot "
             f"be compared; {reason}"
         )
     lines = difflib.unified_diff(before, after, "locked", "now", lineterm="", n=0)
-    toolchain = difflib.unified_diff(_made_with(locked), _made_with(now), lineterm="", n=0)
+    toolchain = difflib.unified_diff(
+        _toolchain_lines(locked), _toolchain_lines(now), lineterm="", n=0
+    )
     return [line for line in [*lines, *list(toolchain)[2:]] if not line.startswith("@@")]
 
 
 def _toolchain(assessment: Assessment) -> Iterator[str]:
-    tools = Toolchain.here(Target.parse(assessment.target).platform)
+    tools = Toolchain.current(Target.parse(assessment.target).platform)
     yield "# Lock of a plan. Compare: graphtrain plan check. Rewrite: graphtrain plan lock."
     yield "# made with " + ", ".join(
         f"{name} {version}" for name, version in tools.versions.items()
@@ -66,7 +68,7 @@ def _body(assessment: Assessment) -> Iterator[str]:
     mesh = " ".join(f"{name}={size}" for name, size in plan.mesh.axes.items() if size > 1)
     yield from ["", f"target  {assessment.target}", f"mesh    {mesh or '1 device'}"]
     yield from ["", "[arrays]  # dtype, shape with the mesh axes that split it, bytes per device"]
-    arrays = ((path, placement(plan, path), f"{plan.bytes_of(path)}") for path in plan.layouts)
+    arrays = ((path, placement(plan, path), f"{plan.shard_bytes(path)}") for path in plan.layouts)
     yield from _aligned(arrays)
     yield from ["", f"[memory]  # bytes of one device, from the {memory.source}"]
     frozen = ["frozen"] if memory.frozen else []
@@ -101,14 +103,14 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
 
 
-def _compared(text: str) -> Iterator[str]:
+def _significant_lines(text: str) -> Iterator[str]:
     """Yield the lines to compare: without comments and blank lines, with normalized spaces."""
     for line in text.splitlines():
         if not line.startswith("#") and line.strip():
             yield "  ".join(line.split())
 
 
-def _made_with(text: str) -> list[str]:
+def _toolchain_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("# made with")]
 
 

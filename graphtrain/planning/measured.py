@@ -17,12 +17,12 @@ from graphtrain.cost_model.time import step_time
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.planning import ledger
-from graphtrain.planning.ledger import Costs, Entry
+from graphtrain.planning.ledger import Costs, LedgerEntry
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules
 
 
-def add_run(
+def record_run(
     store: Path,
     program: Program,
     record: Mapping[str, Any],
@@ -43,7 +43,7 @@ def add_run(
     """
     path = ledger.ledger_path(store)
     spent = [one["step_seconds"] for one in journal if "step_seconds" in one][1:]
-    entry = Entry(
+    entry = LedgerEntry(
         target=program.target,
         request=request_keys(program)["train"].digest,
         when=timestamp(),

@@ -18,7 +18,7 @@ PARAMETERS, FROZEN = "state/parameters/", "frozen/"
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedArrays:
     """The arrays that a collective moves."""
 
     kind: Kind
@@ -39,7 +39,7 @@ class Moved:
         return f"{first}{others}"
 
 
-class Parameters:
+class ParameterIndex:
     """Index of the parameters of a plan, by shape and name."""
 
     def __init__(self, plan: Plan, rules: Rules) -> None:
@@ -54,29 +54,29 @@ class Parameters:
             for shape in self._shapes(path):
                 self._by_shape.setdefault(shape, []).append(path)
 
-    def of(self, collective: Collective) -> Moved:
+    def classify(self, collective: Collective) -> MovedArrays:
         """Classify the arrays that a collective moves."""
         told = scopes(collective.scope)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
         weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
         if weights:
-            return Moved("weights", weights, told)
+            return MovedArrays("weights", weights, told)
         shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]
         if not shapes:
-            return Moved("numbers", (), told)
+            return MovedArrays("numbers", (), told)
         alike = [self._by_shape.get(_key(shape)) for shape in shapes]
         few = 2 * sum(map(bool, alike)) <= len(alike)  # some of several may be stacked by stage
-        passes_on = collective.op == "collective-permute" and not collective.instead_of
+        passes_on = collective.op == "collective-permute" and not collective.decomposed_from
         if few or passes_on:
-            return Moved("activations", (), told)
+            return MovedArrays("activations", (), told)
         phases = {scope.phase for scope in told}
         einsums = [scope for scope in told if scope.equation]
         of_weights = [scope for scope in einsums if _is_of_weights(scope)]
         if phases <= {"update"} and collective.op == "all-gather":
-            return Moved("updated weights", self._named(told, alike), told)
+            return MovedArrays("updated weights", self._named(told, alike), told)
         if phases != {"forward"} and len(of_weights) * 2 >= len(einsums):
-            return Moved("gradients", self._named(told, alike), told)
-        return Moved("activations", (), told)
+            return MovedArrays("gradients", self._named(told, alike), told)
+        return MovedArrays("activations", (), told)
 
     def named(self, name: str) -> tuple[str, ...]:
         """Return the paths of parameters with this name as a component."""
@@ -94,7 +94,9 @@ class Parameters:
         Both the stack of layers and a single layer are included.
         """
         spec = self.plan.layouts[path].spec
-        tables = [self.rules.of(role, path) for role in ("parameter", "gradient", "optimizer")]
+        tables = [
+            self.rules.table_for(role, path) for role in ("parameter", "gradient", "optimizer")
+        ]
         sizes = []
         for axis, size in zip(spec.axes, spec.shape, strict=True):
             names = {name for table in tables for name in (table.get(axis, ()) if axis else ())}

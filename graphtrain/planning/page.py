@@ -16,15 +16,15 @@ from typing import Any
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
 from graphtrain.planning.answer import Answer
-from graphtrain.planning.text import answer_as_json, verdict
+from graphtrain.planning.text import answer_as_json, fit_summary
 from lowering.machine.target import Target
-from sharding_rules.pipeline import bubble, timeline
+from sharding_rules.pipeline import bubble_fraction, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_MOST_WORK = 20_000  # rectangles of a pipeline schedule that a browser draws quickly
+_MAX_RECTANGLES = 20_000  # rectangles of a pipeline schedule that a browser draws quickly
 
 
-def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) -> str:
+def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) -> str:
     """Return the page as HTML.
 
     Args:
@@ -39,7 +39,7 @@ def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) ->
     on_cpu = Target.parse(program.target).platform == "cpu"
     data = answer_as_json(answer) | {
         "rules": list(program.rules),
-        "verdict": verdict(assessment),
+        "verdict": fit_summary(assessment),
         "capacity_source": "this machine" if on_cpu else "datasheet",
         "pipeline": _pipeline(program, assessment.plan.mesh.size(("stage",))),
         "search": list(searched),
@@ -55,8 +55,8 @@ def page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) ->
 
 def _pipeline(program: Program, stages: int) -> dict[str, Any] | None:
     """Return the schedule of a pipeline; None without a pipeline, or if it is too long to draw."""
-    rounds, microbatches = program.pipeline.rounds, program.batch.microbatches
-    if stages == 1 or 2 * stages * rounds * microbatches > _MOST_WORK:
+    rounds, microbatches = program.pipeline.virtual_stages, program.batch.microbatches
+    if stages == 1 or 2 * stages * rounds * microbatches > _MAX_RECTANGLES:
         return None
     schedule = program.pipeline.schedule
     return {
@@ -64,7 +64,7 @@ def _pipeline(program: Program, stages: int) -> dict[str, Any] | None:
         "stages": stages,
         "rounds": rounds,
         "microbatches": microbatches,
-        "bubble": bubble(schedule, stages, rounds, microbatches),
+        "bubble": bubble_fraction(schedule, stages, rounds, microbatches),
         "work": [list(work) for work in timeline(schedule, stages, rounds, microbatches)],
     }
 

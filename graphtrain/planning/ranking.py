@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.planning.candidates import Candidate
-from graphtrain.planning.search import Found
+from graphtrain.planning.search import SearchResult
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WORDS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
-_NUMBERS = "seconds", "MFU", "GB"
+_TEXT_COLUMNS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
+_NUMBER_COLUMNS = "seconds", "MFU", "GB"
 
 
-def as_json(found: Found, ranked: Sequence[Candidate]) -> dict[str, Any]:
+def as_json(found: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:
     """Return the result of a search as JSON; the names contain the units."""
     return {
         "considered": found.considered,
         "search_seconds": round(found.seconds, 3),
         "strategies": [_row(one) for one in ranked],
-        "lost": found.lost,
+        "lost": found.rejected,
     }
 
 
@@ -40,8 +40,8 @@ def table(ranked: Sequence[Candidate]) -> Table:
     from rich.table import Table
 
     drawn = Table(box=None, pad_edge=False)
-    for name in (*_WORDS, *_NUMBERS, "source"):
-        right = name in ("micro", *_NUMBERS)
+    for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS, "source"):
+        right = name in ("micro", *_NUMBER_COLUMNS)
         drawn.add_column(name, justify="right" if right else "left", no_wrap=True)
     for one in ranked:
         said = one.memory.source

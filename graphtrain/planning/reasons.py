@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphtrain.config.schema import Program
-from graphtrain.planning.moved import Moved, Parameters
+from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
 
@@ -46,16 +46,16 @@ class Reason:
 class Reasons:
     """Lookup of the rules of a program that require a collective."""
 
-    def __init__(self, program: Program, parameters: Parameters) -> None:
+    def __init__(self, program: Program, parameters: ParameterIndex) -> None:
         self.program = program
         self.parameters = parameters
         self.rules = parameters.rules
         self.mesh = parameters.plan.mesh
         self._strategies = {name: Rules.load((name,)) for name in program.rules}
 
-    def of(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+    def find(self, collective: Collective, moved: MovedArrays, mesh_axis: str) -> Reason | None:
         """Return why the collective crosses one of its mesh axes; None if no rule requires it."""
-        op = collective.instead_of or collective.op
+        op = collective.decomposed_from or collective.op
         if moved.kind == "weights":
             # TPU compilers gather small arrays with an all-reduce of zero-padded shards.
             return self._weights(moved, mesh_axis) if op in ("all-gather", "all-reduce") else None
@@ -76,7 +76,7 @@ class Reasons:
         around = collective.scope.partition("jvp(")[0]  # without the loop over layers, inside jvp
         return collective.loops[:1] == (microbatches,) and "while/body" in around
 
-    def keeps_whole(self, collective: Collective, moved: Moved) -> bool:
+    def keeps_whole(self, collective: Collective, moved: MovedArrays) -> bool:
         """Return whether gradients are all-reduced although every device uses only its shard."""
         return (
             moved.kind == "gradients"
@@ -87,13 +87,13 @@ class Reasons:
             )
         )
 
-    def axes_of(self, moved: Moved) -> tuple[str, ...]:
+    def axes_of(self, moved: MovedArrays) -> tuple[str, ...]:
         """Return the array axes of the parameters that are moved."""
         layouts = (self.parameters.plan.layouts[path] for path in moved.paths)
         named = (axis for layout in layouts for axis in layout.spec.axes if axis)
         return tuple(dict.fromkeys(named))
 
-    def _weights(self, moved: Moved, mesh_axis: str) -> Reason | None:
+    def _weights(self, moved: MovedArrays, mesh_axis: str) -> Reason | None:
         """Return the rule that shards stored weights over an axis over which they are gathered."""
         for path in moved.paths:
             layout = self.parameters.plan.layouts[path]
@@ -104,11 +104,13 @@ class Reasons:
         return None
 
     def _gradients(
-        self, collective: Collective, moved: Moved, mesh_axis: str, op: str
+        self, collective: Collective, moved: MovedArrays, mesh_axis: str, op: str
     ) -> Reason | None:
         """Return the rule for a gradient: a sum over axes of tokens, scattered to its sharding."""
         summed = self._tokens(mesh_axis)
-        late = self.program.batch.reduce == "last" and self.in_microbatches(collective)
+        late = self.program.batch.gradient_reduction == "per_step" and self.in_microbatches(
+            collective
+        )
         if op == "all-gather":
             return None if collective.loops else self._updated(collective, moved, mesh_axis)
         if op not in ("all-reduce", "reduce-scatter") or (late and mesh_axis == "data"):
@@ -117,14 +119,14 @@ class Reasons:
             return self._resting(moved.paths, mesh_axis) or summed
         return summed or self._activation(("stages",), mesh_axis)
 
-    def _updated(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+    def _updated(self, collective: Collective, moved: MovedArrays, mesh_axis: str) -> Reason | None:
         """Return the rule for gathering updated weights, once per step after the update."""
         if self.in_microbatches(collective):
             return None
         return self._resting(moved.paths, mesh_axis, ("optimizer", "gradients"))
 
     def _activations(
-        self, collective: Collective, moved: Moved, mesh_axis: str, op: str
+        self, collective: Collective, moved: MovedArrays, mesh_axis: str, op: str
     ) -> Reason | None:
         if stages := self._activation(("stages",), mesh_axis):
             return stages
@@ -140,7 +142,7 @@ class Reasons:
             return None
         return self._summed(collective, moved, mesh_axis)
 
-    def _summed(self, collective: Collective, moved: Moved, mesh_axis: str) -> Reason | None:
+    def _summed(self, collective: Collective, moved: MovedArrays, mesh_axis: str) -> Reason | None:
         """Return the rule that splits a contracted array axis, whose partial sums are reduced."""
         einsums = [scope for scope in moved.scopes if scope.equation]
         for scope in einsums:
@@ -178,7 +180,7 @@ class Reasons:
         sized = (pair for spec in specs for pair in zip(spec.axes, spec.shape, strict=True))
         return {size for axis, size in sized if axis in ("embed", "mlp", "vocab")}
 
-    def _is_for_rows(self, moved: Moved, mesh_axis: str) -> bool:
+    def _is_for_rows(self, moved: MovedArrays, mesh_axis: str) -> bool:
         """Return whether tokens are gathered for the gradient of the embedding.
 
         Each device then adds up its own columns, which sends less than the gradient itself.

@@ -25,9 +25,9 @@ from sharding_rules.rules import Rules
 # A change of settings, as arguments of --set: ("program.model.remat=full",).
 Change = tuple[str, ...]
 # Returns the program with changed settings; raises ConfigError if they are invalid.
-Vary = Callable[[Sequence[str]], Program]
+WithOverrides = Callable[[Sequence[str]], Program]
 
-_OFFERED = 3  # number of remedies to return
+_MAX_REMEDIES = 3  # number of remedies to return
 _COMPILATIONS = 6  # maximum number of candidates to compile
 _REMAT = ("none", "attention", "dots", "full")  # in order of decreasing memory
 _FAMILIES = 3  # maximum number of families to change at once
@@ -58,7 +58,7 @@ class Remedy:
 def find_remedies(
     failed: Assessment,
     program: Program,
-    vary: Vary,
+    vary: WithOverrides,
     cache: Cache,
     *,
     confirm: bool = True,
@@ -69,13 +69,13 @@ def find_remedies(
     Candidates are estimated; the estimate is scaled by its error for the original program. The best
     are compiled, and those that do not fit then are left out.
     """
-    candidates = _that_fit(failed, program, vary)
+    candidates = _fitting_candidates(failed, program, vary)
     if not confirm:
-        return candidates[:_OFFERED]
+        return candidates[:_MAX_REMEDIES]
     found: list[Remedy] = []
     tried = 0
-    while candidates[tried:] and len(found) < _OFFERED and tried < _COMPILATIONS:
-        batch = candidates[tried : tried + min(_OFFERED - len(found), _COMPILATIONS - tried)]
+    while candidates[tried:] and len(found) < _MAX_REMEDIES and tried < _COMPILATIONS:
+        batch = candidates[tried : tried + min(_MAX_REMEDIES - len(found), _COMPILATIONS - tried)]
         tried += len(batch)
         programs = {" ".join(remedy.change): vary(remedy.change) for remedy in batch}
         assessed = assess_all(programs, cache, observe)
@@ -84,7 +84,7 @@ def find_remedies(
     return found
 
 
-def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
+def _fitting_candidates(failed: Assessment, program: Program, vary: WithOverrides) -> list[Remedy]:
     """Return fitting changes by estimate: single ones, then combinations until enough are found."""
     error = max(1.0, failed.memory.peak / _estimate(program).memory.peak)
     families = [list(family) for family in _families(program)]
@@ -99,7 +99,7 @@ def _that_fit(failed: Assessment, program: Program, vary: Vary) -> list[Remedy]:
                     continue  # an invalid combination of settings
                 if assessment.memory.peak * error <= assessment.memory.capacity:
                     remedies.append(Remedy(change, assessment))
-        if len(remedies) >= _OFFERED:
+        if len(remedies) >= _MAX_REMEDIES:
             break
     now = failed.plan.mesh.devices
     return sorted(remedies, key=lambda one: (one.devices > now, one.device_seconds))
@@ -137,16 +137,16 @@ def _microbatches(program: Program) -> Iterator[Change]:
     mesh, batch = mesh_shape(program), program.batch
     shards = mesh.size(("data", "fsdp"))
     count = 2 * batch.microbatches
-    while count <= batch.sequences // shards:
+    while count <= batch.global_batch_size // shards:
         yield (f"program.batch.microbatches={count}",)
         count *= 2
 
 
 def _optimizer(program: Program) -> Iterator[Change]:
-    if program.optimizer.moments == "float32":
-        yield ("program.optimizer.moments=bfloat16",)
-    if not program.optimizer.offload and Target.parse(program.target).platform != "cpu":
-        yield ("program.optimizer.offload=true",)
+    if program.optimizer.moment_dtype == "float32":
+        yield ("program.optimizer.moment_dtype=bfloat16",)
+    if not program.optimizer.offload_to_host and Target.parse(program.target).platform != "cpu":
+        yield ("program.optimizer.offload_to_host=true",)
 
 
 def _mesh(program: Program) -> Iterator[Change]:

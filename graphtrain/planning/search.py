@@ -15,13 +15,13 @@ from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.time import OVERLAPPED_AXES, crosses_hosts
 from graphtrain.errors import PlanError
 from graphtrain.planning.candidates import (
-    LONG,
-    WIDEST_TENSOR,
+    MAX_TENSOR,
+    MIN_CONTEXT_PARALLEL_LENGTH,
     Candidate,
-    Choices,
+    SearchOptions,
     candidates,
     divisors,
-    undivided,
+    indivisible_size,
 )
 from lowering.machine.target import Target
 
@@ -29,16 +29,16 @@ FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule"
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search."""
 
     ranked: tuple[Candidate, ...]  # candidates that fit, fastest first
-    lost: dict[str, str]  # by choice, as "tensor 16": why its best candidate is not the fastest
+    rejected: dict[str, str]  # by choice, as "tensor 16": why its best candidate is not the fastest
     considered: int  # number of candidates
     seconds: float  # duration of the search
 
 
-def search(program: Program, keep: int = 20) -> Found:
+def search(program: Program, keep: int = 20) -> SearchResult:
     """Rank the strategies for a program's model, batch and target, without compiling.
 
     Args:
@@ -52,16 +52,16 @@ def search(program: Program, keep: int = 20) -> Found:
     """
     began, asked, imported = time.perf_counter(), program, None
     program = with_native_model(program)
-    if program.model.mixture is not None:
+    if program.model.moe is not None:
         raise PlanError(
             "graphtrain plan search supports only dense models, and program.model is a mixture of "
             "experts; use graphtrain plan with a mesh and rules of your choice"
         )
-    choices = Choices()
+    choices = SearchOptions()
     if is_imported(asked.model):
-        from graphtrain.planning.imported import Ranked
+        from graphtrain.planning.imported import TorchSearch
 
-        imported = Ranked.of(asked)
+        imported = TorchSearch.of(asked)
         choices = imported.choices
     fitting: list[Candidate] = []
     best_of: dict[tuple[str, str], Candidate] = {}
@@ -72,11 +72,12 @@ def search(program: Program, keep: int = 20) -> Found:
             fitting.append(candidate)
         for family in FAMILIES:
             member = family, candidate.choice(family)
-            if member not in best_of or _better(candidate, best_of[member]):
+            if member not in best_of or _is_better(candidate, best_of[member]):
                 best_of[member] = candidate
     if not considered:
         raise PlanError(
-            f"no strategy divides batch.sequences = {program.batch.sequences} and the model over "
+            f"no strategy divides batch.global_batch_size = {program.batch.global_batch_size} and "
+            "the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
     fitting.sort(key=lambda one: one.rank)
@@ -84,11 +85,11 @@ def search(program: Program, keep: int = 20) -> Found:
     lost = _why_lost(program, kept[0] if kept else None, best_of)
     if imported is not None:
         lost |= imported.not_tried
-        kept = [imported.of_model(one) for one in kept]
-    return Found(tuple(kept), lost, considered, time.perf_counter() - began)
+        kept = [imported.with_torch_model(one) for one in kept]
+    return SearchResult(tuple(kept), lost, considered, time.perf_counter() - began)
 
 
-def _better(one: Candidate, other: Candidate) -> bool:
+def _is_better(one: Candidate, other: Candidate) -> bool:
     """Return whether `one` is better: it fits, or is faster, or is smaller if neither fits."""
     if one.memory.fits != other.memory.fits:
         return one.memory.fits
@@ -104,11 +105,13 @@ def _why_lost(
     for (family, choice), best in best_of.items():
         if winner is None or winner.choice(family) != choice:
             reasons[f"{family} {choice}"] = _reason(winner, best)
-    for tensor in divisors(Target.parse(program.target).devices, WIDEST_TENSOR):
-        if size := undivided(program.model, tensor):
+    for tensor in divisors(Target.parse(program.target).devices, MAX_TENSOR):
+        if size := indivisible_size(program.model, tensor):
             reasons[f"tensor {tensor}"] = f"does not divide {size}"
-    if program.batch.length < LONG:
-        reasons["context"] = f"not tried: sequences have fewer than {LONG:,} tokens"
+    if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
+        reasons["context"] = (
+            f"not tried: sequences have fewer than {MIN_CONTEXT_PARALLEL_LENGTH:,} tokens"
+        )
     return reasons
 
 

@@ -23,7 +23,7 @@ def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
             "x".join(map(str, layout.spec.shape)) or "scalar",
             ",".join(axis or "-" for axis in layout.spec.axes) or "-",
             ",".join("+".join(names) if names else "-" for names in layout.split) or "-",
-            f"{plan.bytes_of(path):,}",
+            f"{plan.shard_bytes(path):,}",
         )
     return table
 
@@ -39,7 +39,7 @@ def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
             "axes": list(layout.spec.axes),
             "split": [list(names) for names in layout.split],
             "shard_shape": list(plan.shard_shape(path)),
-            "bytes": plan.bytes_of(path),
+            "bytes": plan.shard_bytes(path),
         }
         for path, layout in plan.layouts.items()
     ]

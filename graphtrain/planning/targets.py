@@ -11,11 +11,11 @@ from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.errors import USER_ERRORS
 from graphtrain.planning.assess import assess_all
-from graphtrain.planning.remedies import Vary
+from graphtrain.planning.remedies import WithOverrides
 
 
 @dataclass(frozen=True)
-class Row:
+class TargetRow:
     """One target: the assessment of the program, or the error."""
 
     target: str
@@ -25,13 +25,13 @@ class Row:
 
 def compare_targets(
     targets: Sequence[str],
-    vary: Vary,
+    vary: WithOverrides,
     cache: Cache,
     *,
     compile: bool = True,
     jobs: int | None = None,
     observe: Observer = lambda label, stage: None,
-) -> list[Row]:
+) -> list[TargetRow]:
     """Assess a program on every target, compiling in parallel; errors are stored in the rows."""
     programs: dict[str, Program] = {}
     errors: dict[str, str] = {}
@@ -43,4 +43,4 @@ def compare_targets(
         except USER_ERRORS as error:
             errors[target] = str(error)
     assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
-    return [Row(name, assessed.get(name), errors.get(name, "")) for name in targets]
+    return [TargetRow(name, assessed.get(name), errors.get(name, "")) for name in targets]

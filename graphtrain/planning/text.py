@@ -6,9 +6,9 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.planning.blame import flagged
+from graphtrain.planning.blame import unexplained
 from graphtrain.planning.tables import plan_as_json, plan_table
-from graphtrain.planning.traffic import by_axes
+from graphtrain.planning.traffic import sum_by_axes
 from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from graphtrain.cost_model.assessment import Assessment, Memory
     from graphtrain.planning.answer import Answer
-    from graphtrain.planning.blame import Cause
-    from graphtrain.planning.diff import Change
+    from graphtrain.planning.blame import CollectiveOrigin
+    from graphtrain.planning.diff import PlanChange
     from graphtrain.planning.remedies import Remedy
-    from graphtrain.planning.targets import Row
+    from graphtrain.planning.targets import TargetRow
     from sharding_rules.plan import Plan
 
 # Parts of device memory that the compiler reports. Of the others it reports only the sum.
@@ -44,7 +44,7 @@ _NO_REMEDY = (
 )
 
 
-def matching(plan: "Plan", pattern: str) -> list[str]:
+def matching_paths(plan: "Plan", pattern: str) -> list[str]:
     """Return the paths of the arrays that match a shell-style pattern.
 
     Raises:
@@ -80,11 +80,11 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print()
     for line in _error_bars(answer):
         console.print(line, soft_wrap=True)
-    if not Target.parse(program.target).about:
+    if not Target.parse(program.target).specification:
         console.print(_NO_SPEEDS, soft_wrap=True)
-    if assessment.remark:
-        console.print(f"note: {assessment.remark}", soft_wrap=True)
-    console.print(verdict(assessment))
+    if assessment.note:
+        console.print(f"note: {assessment.note}", soft_wrap=True)
+    console.print(fit_summary(assessment))
     if not fits:
         console.print()
         console.print(remedies_table(answer.remedies) if answer.remedies else _NO_REMEDY)
@@ -115,33 +115,33 @@ def _chunk_line(assessment: "Assessment") -> list[str]:
     return [f"logits are computed in chunks of {assessment.chunk:,} positions of a sequence"]
 
 
-def _flags(causes: "Sequence[Cause]") -> list[str]:
+def _flags(causes: "Sequence[CollectiveOrigin]") -> list[str]:
     """Return a text block that lists the collectives that no strategy explains."""
-    found = flagged(causes)
+    found = unexplained(causes)
     if not found:
         return []
     lines = [f"no strategy explains {len(found)} of {len(causes)} collectives:"]
-    lines += [f"- {cause.sentence}" for cause in found[:_FLAGS]]
+    lines += [f"- {cause.explanation}" for cause in found[:_FLAGS]]
     if len(found) > _FLAGS:
         lines.append(f"- and {len(found) - _FLAGS} smaller ones; --blame lists every collective")
     return ["\n".join(lines)]
 
 
-def blame_lines(causes: "Sequence[Cause]") -> str:
+def explanation_lines(causes: "Sequence[CollectiveOrigin]") -> str:
     """Return one line for each collective with its reason; unexplained ones are marked with "!"."""
-    return "\n".join(f"{'  ' if cause.explained else '! '}{cause.sentence}" for cause in causes)
+    return "\n".join(f"{'  ' if cause.explained else '! '}{cause.explanation}" for cause in causes)
 
 
-def verdict(assessment: "Assessment") -> str:
+def fit_summary(assessment: "Assessment") -> str:
     """Return one sentence that says whether the program fits in device memory."""
     memory = assessment.memory
-    if memory.refused:
+    if memory.compiler_out_of_memory:
         return f"does not fit {assessment.target}: the compiler found no way to fit it"
     said = "compiler" if memory.source == "compiler" else "estimate"
-    share = f"peak {_mega(memory.peak)} of {_mega(memory.capacity)} MB (source: {said})"
+    share = f"peak {_megabytes(memory.peak)} of {_megabytes(memory.capacity)} MB (source: {said})"
     if memory.fits:
         return f"fits {assessment.target}: {share}"
-    over = _mega(memory.peak - memory.capacity)
+    over = _megabytes(memory.peak - memory.capacity)
     return f"does not fit {assessment.target}: {share}, {over} MB too much"
 
 
@@ -163,12 +163,12 @@ def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
     for remedy in remedies:
         peak, total = remedy.assessment.memory.peak, remedy.assessment.time.total
         change = " ".join(f"--set {shlex.quote(one)}" for one in remedy.change)
-        figures = _mega(peak), seconds(total), seconds(remedy.device_seconds)
+        figures = _megabytes(peak), format_seconds(total), format_seconds(remedy.device_seconds)
         table.add_row(change, *figures, "compiler" if remedy.confirmed else "estimate")
     return table
 
 
-def targets_table(rows: "Sequence[Row]") -> "Table":
+def targets_table(rows: "Sequence[TargetRow]") -> "Table":
     """Return the table that compares targets, one row for each."""
     table = _table(
         "target", "mesh", "source", "fits", ">peak MB", ">of MB", ">step s", ">MFU", ">compile s"
@@ -179,14 +179,19 @@ def targets_table(rows: "Sequence[Row]") -> "Table":
             table.add_row(row.target, "", "error")
             continue
         memory, spent = of.memory, of.compile_seconds
-        sizes = _mega(memory.peak), _mega(memory.capacity), seconds(of.time.total), f"{of.mfu:.1%}"
-        fits = "yes" if memory.fits else "no: refused" if memory.refused else "no"
+        sizes = (
+            _megabytes(memory.peak),
+            _megabytes(memory.capacity),
+            format_seconds(of.time.total),
+            f"{of.mfu:.1%}",
+        )
+        fits = "yes" if memory.fits else "no: refused" if memory.compiler_out_of_memory else "no"
         compiled = "-" if spent is None else f"{spent:.1f}"
         table.add_row(row.target, str(of.plan.mesh), memory.source, fits, *sizes, compiled)
     return table
 
 
-def changes_table(changes: "Sequence[Change]") -> "Table":
+def changes_table(changes: "Sequence[PlanChange]") -> "Table":
     """Return the table of differences, with values before and after."""
     table = _table("kind", "what", ">before", ">after", ">after/before")
     for change in changes:
@@ -200,11 +205,11 @@ def _value(value: str | float | None, unit: str) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     if unit == "bytes":
-        return f"{_mega(value)} MB"
-    return f"{value:,}" if unit == "a step" else f"{seconds(value)} {unit}".strip()
+        return f"{_megabytes(value)} MB"
+    return f"{value:,}" if unit == "a step" else f"{format_seconds(value)} {unit}".strip()
 
 
-def target_rows(rows: "Sequence[Row]") -> list[dict[str, Any]]:
+def target_rows(rows: "Sequence[TargetRow]") -> list[dict[str, Any]]:
     """Return the rows of targets_table as JSON, with complete assessments."""
     return [
         {"target": row.target, "error": row.error}
@@ -229,7 +234,7 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
     bars = {name: asdict(bar) for name, bar in answer.error_bars.items()}
     about = assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
     for row, cause in zip(about["collectives"], answer.causes, strict=False):
-        row |= {"why": cause.sentence, "rule": cause.rule, "explained": cause.explained}
+        row |= {"why": cause.explanation, "rule": cause.rule, "explained": cause.explained}
     return about
 
 
@@ -240,9 +245,9 @@ def memory_table(memory: "Memory", target: str) -> "Table":
         size = getattr(memory, part)
         if part == "frozen" and not size:
             continue  # there are no frozen weights
-        table.add_row(part, _mega(size), f"{size / memory.capacity:.1%}", source)
+        table.add_row(part, _megabytes(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if Target.parse(target).platform == "cpu" else "datasheet"
-    table.add_row("device", _mega(memory.capacity), "", source)
+    table.add_row("device", _megabytes(memory.capacity), "", source)
     return table
 
 
@@ -257,8 +262,8 @@ def memory_sources(memory: "Memory") -> dict[str, str]:
 def collectives_table(assessment: "Assessment") -> "Table":
     """Return the table of a device's traffic in a step, by mesh axes and operation."""
     table = _table("mesh axes", "collective", ">per step", ">MB unsharded", ">MB sent", "source")
-    for row in by_axes(assessment.collectives):
-        counts = f"{row.count:,}", _mega(row.bytes), _mega(row.wire_bytes)
+    for row in sum_by_axes(assessment.collectives):
+        counts = f"{row.count:,}", _megabytes(row.bytes), _megabytes(row.wire_bytes)
         table.add_row(row.axes, row.op, *counts, assessment.collectives_source)
     return table
 
@@ -269,14 +274,16 @@ def time_table(assessment: "Assessment") -> "Table":
     limit = "memory" if time.memory > time.compute else "compute"
     for name in ("compute", "memory"):
         told = "estimate" if name == limit else f"estimate; not counted, less than {limit}"
-        table.add_row(name, seconds(getattr(time, name)), told)
+        table.add_row(name, format_seconds(getattr(time, name)), told)
     traffic = assessment.collectives_source
     for axes, spent in time.communication.items():
-        table.add_row(f"communication over {axes}", seconds(spent), f"estimate, traffic: {traffic}")
+        table.add_row(
+            f"communication over {axes}", format_seconds(spent), f"estimate, traffic: {traffic}"
+        )
     if time.communication:
-        table.add_row("overlapped with compute", f"-{seconds(time.overlapped)}", "estimate")
-    table.add_row("pipeline bubble", seconds(time.bubble), "estimate")
-    table.add_row("step", seconds(time.total), "estimate")
+        table.add_row("overlapped with compute", f"-{format_seconds(time.overlapped)}", "estimate")
+    table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
+    table.add_row("step", format_seconds(time.total), "estimate")
     table.add_row("model FLOPs utilization (MFU)", f"{assessment.mfu:.1%}", "estimate")
     table.add_row("MFU, causal attention counted half", f"{assessment.mfu_causal:.1%}", "estimate")
     return table
@@ -308,7 +315,7 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
         "mfu_causal": assessment.mfu_causal,
         "fits": memory.fits,
         "compile_seconds": assessment.compile_seconds,
-        "remark": assessment.remark,
+        "remark": assessment.note,
         "sources": {
             "memory": memory_sources(memory),
             "collectives": assessment.collectives_source,
@@ -332,10 +339,10 @@ def _table(*columns: str) -> "Table":
     return table
 
 
-def _mega(count: float) -> str:
+def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Format a number of seconds with three significant digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

@@ -21,7 +21,7 @@ class Traffic:
     wire_bytes: float  # sent by one device in a step
 
 
-def by_axes(collectives: Iterable[Collective]) -> list[Traffic]:
+def sum_by_axes(collectives: Iterable[Collective]) -> list[Traffic]:
     """Sum collectives by mesh axes and operation; sort by bytes sent, descending."""
     sums: dict[tuple[str, str], list[float]] = {}
     for one in collectives:

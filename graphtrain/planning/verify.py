@@ -8,10 +8,12 @@ from graphtrain.compile.tasks import Observer
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.candidates import Candidate
 
-TRIES = 3  # maximum compilations per wanted strategy; more than 1 since some may not fit
+COMPILATIONS_PER_STRATEGY = (
+    3  # maximum compilations per wanted strategy; more than 1 since some may not fit
+)
 
 
-def verified(
+def compile_best(
     candidates: Sequence[Candidate],
     cache: Cache,
     wanted: int,
@@ -25,7 +27,7 @@ def verified(
     whose compiler is missing or failed keeps its estimate. Those that do not fit come last.
     """
     done: list[Candidate] = []
-    queue = list(candidates[: wanted * TRIES])
+    queue = list(candidates[: wanted * COMPILATIONS_PER_STRATEGY])
     while queue and (missing := wanted - sum(one.memory.fits for one in done)) > 0:
         batch, queue = queue[:missing], queue[missing:]
         programs = {

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.errors import USER_ERRORS, MissingProgram, TrainingError
-from graphtrain.run.programs import Programs
+from graphtrain.run.programs import LoadedPrograms
 from lowering.machine import distributed
 
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T]) -> T:
+def on_all_ranks(action: Callable[[], T]) -> T:
     """Run `action` on every rank. If any rank raises a user error, every rank raises one.
 
     Raises:
@@ -32,7 +32,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except USER_ERRORS as error:
         failed = error
-    answers = distributed.exchange(f"{type(failed).__name__}: {failed}" if failed else "")
+    answers = distributed.all_gather_text(f"{type(failed).__name__}: {failed}" if failed else "")
     if failed is not None:
         raise failed
     for rank, answer in enumerate(answers):
@@ -43,13 +43,13 @@ def together(action: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-def check_steps(directory: str, steps: list[int]) -> None:
+def check_same_checkpoints(directory: str, steps: list[int]) -> None:
     """Check that all ranks see the same checkpoints.
 
     Raises:
         TrainingError: they do not; the run directory is not shared by all hosts.
     """
-    seen = distributed.exchange(json.dumps(steps))
+    seen = distributed.all_gather_text(json.dumps(steps))
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise TrainingError(
@@ -58,14 +58,14 @@ def check_steps(directory: str, steps: list[int]) -> None:
             )
 
 
-def check_programs(programs: Programs) -> None:
+def check_same_executables(programs: LoadedPrograms) -> None:
     """Check that all ranks found the same executables; different ones would hang or diverge.
 
     Raises:
         TrainingError: they did not; names the graph, the ranks, and the key part that differs.
     """
     mine = programs.digests()
-    found = [json.loads(word) for word in distributed.exchange(json.dumps(mine))]
+    found = [json.loads(word) for word in distributed.all_gather_text(json.dumps(mine))]
     differing = next((name for name in mine if len({one[name] for one in found}) > 1), None)
     if differing is None:
         return
@@ -74,7 +74,7 @@ def check_programs(programs: Programs) -> None:
         [r for r, d in enumerate(digests) if d == digest] for digest in dict.fromkeys(digests)
     ]
     ranks = " and ".join(f"ranks {', '.join(map(str, group))}" for group in groups)
-    keys = distributed.exchange(json.dumps(programs.keys[differing].to_json()))
+    keys = distributed.all_gather_text(json.dumps(programs.keys[differing].to_json()))
     raise TrainingError(
         f"{ranks} found different executables of {differing}: "
         f"{_difference(keys[groups[0][0]], keys[groups[1][0]])}"
@@ -91,4 +91,4 @@ def _difference(one: str, other: str) -> str:
             "of one host to all others, or use a shared one"
         )
     first = differences[0]
-    return f"{' '.join(first.path)}: {first.mine} and {first.theirs}; make it equal on all hosts"
+    return f"{' '.join(first.path)}: {first.current} and {first.stored}; make it equal on all hosts"

@@ -5,11 +5,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graphtrain.errors import TrainingError
-from graphtrain.run.metrics import writing
+from graphtrain.run.metrics import write_errors
 
 
 @contextmanager
-def owned(directory: Path) -> Iterator[None]:
+def locked_run_directory(directory: Path) -> Iterator[None]:
     """Create and lock the directory of a run, so that no other process writes into it.
 
     A directory that was created here and is still empty at the end is removed again.
@@ -21,7 +21,7 @@ def owned(directory: Path) -> Iterator[None]:
 
     path = directory / ".lock"
     lock = FileLock(path, blocking=False)
-    with writing(directory):
+    with write_errors(directory):
         new = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
         try:

@@ -10,7 +10,7 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
 from graphtrain.config.schema import Config, Data, Program
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
@@ -19,8 +19,8 @@ from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.bigram_baseline import Bigram
-from graphtrain.run.initial_weights import Beginning
-from graphtrain.run.programs import Programs
+from graphtrain.run.initial_weights import InitialWeights
+from graphtrain.run.programs import LoadedPrograms
 from lowering.machine.target import Target
 from lowering.trees import Tree
 
@@ -43,14 +43,14 @@ def validation_loss(
     Raises:
         DataError: the loss mask of every batch is empty.
     """
-    put, described = lowering.backend(target).put, evaluate.inputs("batch")
+    put, described = lowering.backend(target).to_devices, evaluate.inputs("batch")
     losses, targets = [], []
     for batch in batches:
         metrics = evaluate(*weights, put(batch, described))["metrics"]
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
     if not any(targets):
-        raise _nothing_counts()
+        raise _empty_loss_mask_error()
     return math.fsum(losses) / math.fsum(targets)
 
 
@@ -63,18 +63,18 @@ def check_validation(batches: Iterable[dict[str, np.ndarray]], program: Program)
         DataError: the validation set cannot be used, or its loss mask is empty.
     """
     # A pair of rows is one example; both must have a target.
-    rows = 2 if program.loss.kind == "preference" else 1
+    rows = 2 if program.loss.kind == "dpo" else 1
     for batch in batches:
         counts = (batch["weights"] != 0).any(-1)
         if counts.reshape(-1, rows).all(-1).any():
             return
-    raise _nothing_counts()
+    raise _empty_loss_mask_error()
 
 
-def _nothing_counts() -> DataError:
+def _empty_loss_mask_error() -> DataError:
     return DataError(
         "run.data.validation: no token of it counts in the loss, because no document has at least "
-        "two tokens, or no answer fits into program.batch.length; use other validation data"
+        "two tokens, or no answer fits into program.batch.seq_len; use other validation data"
     )
 
 
@@ -91,19 +91,19 @@ def validation_batches(
     batch = program.batch
     batches = evaluation_batches(
         data.validation,
-        batch_size=batch.sequences // batch.microbatches,
-        seq_len=batch.length,
+        batch_size=batch.global_batch_size // batch.microbatches,
+        seq_len=batch.seq_len,
         vocab=vocab,
-        isolate_documents=batch.documents == "apart",
+        isolate_documents=not batch.cross_document_attention,
         packing=data.packing,
-        overlong=data.longer,
-        pairs=program.loss.kind == "preference",
+        overlong=data.overlong,
+        pairs=program.loss.kind == "dpo",
     )
     return islice(batches, limit)
 
 
 def checkpoint_loss(
-    config: Config, cache: Cache, *, remedy: str, step: int | None
+    config: Config, cache: Cache, *, compile_hint: str, step: int | None
 ) -> dict[str, float]:
     """Return the validation loss and perplexity of a checkpoint, the last one if `step` is None.
 
@@ -122,17 +122,17 @@ def checkpoint_loss(
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    beginning = None if step and not steps else Beginning.open(config, resumes=bool(steps))
+    beginning = None if step and not steps else InitialWeights.open(config, resuming=bool(steps))
     if (beginning is None or steps) and (not steps or (step is not None and step not in steps)):
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
     step = steps[-1] if steps and step is None else step or 0
-    evaluate = Programs(program, cache, ["evaluate"], remedy)["evaluate"]
+    evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
     target = Target.parse(program.target)
     with lowering.backend(target).forbid_tracing():
         described = evaluate.inputs("parameters")
         if steps:
-            parameters = restore_parameters(directory, step, described, arrangement_of(program))
+            parameters = restore_parameters(directory, step, described, layer_order_of(program))
         else:
             assert beginning is not None
             parameters = beginning.parameters(described)

@@ -11,21 +11,21 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import arrangement_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, Pipeline, Program
+from graphtrain.config.schema import Batch, Config, Loss, Optimizer, PipelineSettings, Program
 from graphtrain.errors import GraphtrainError, TrainingError
-from graphtrain.run.programs import Programs
+from graphtrain.run.programs import LoadedPrograms
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.rules import Rules
 
 _NAMES = ("prefill", "decode")
 # Rules that split the sequence axis, which has length 1 in decode.
-_PER_POSITION = ("sequence", "context", "ulysses")
+_SEQUENCE_RULES = ("sequence", "context", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Sampling:
             )
 
 
-def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
     """Return the id of the next token.
 
     Args:
@@ -69,11 +69,11 @@ def choose(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     return int(random.choice(best, p=shares))
 
 
-def program_for(program: Program) -> Program:
+def generation_program(program: Program) -> Program:
     """Return the program that generates with the weights of `program`, on the same mesh.
 
     LoRA adapters are merged into the weights. Every data-parallel replica computes the same
-    sequence, whose length is at most program.batch.length.
+    sequence, whose length is at most program.batch.seq_len.
 
     Raises:
         GraphtrainError: the mesh has pipeline stages or context parallelism.
@@ -86,15 +86,15 @@ def program_for(program: Program) -> Program:
                 f"(program.mesh.{axis} = {shape.axes[axis]}); use --set program.mesh.{axis}=1 and "
                 "a --target with correspondingly fewer devices, for example --target cpu:1"
             )
-    rules = tuple(name for name in program.rules if name not in _PER_POSITION)
+    rules = tuple(name for name in program.rules if name not in _SEQUENCE_RULES)
     copies = shape.size(Rules.load(rules).activations.get("batch", ()))
     return replace(
         program,
         rules=rules,
-        batch=Batch(sequences=copies, length=program.batch.length),
+        batch=Batch(global_batch_size=copies, seq_len=program.batch.seq_len),
         optimizer=Optimizer(),
         loss=Loss(),
-        pipeline=Pipeline(),
+        pipeline=PipelineSettings(),
         adapter=None,
     )
 
@@ -109,79 +109,83 @@ class Generator:
             config: Settings of the run whose weights are used.
             cache: Cache of compiled programs.
             observe: Called with the progress of the compilation.
-            step: Step of the checkpoint; None for the last, or for run.initial if there is none.
+            step: Step of the checkpoint; None for the last, or for run.init_from if there is none.
 
         Raises:
             GraphtrainError: a graph cannot be compiled, or there are no weights.
         """
-        self._program = program_for(config.program)
-        step = _chosen(config, step)
+        self._program = generation_program(config.program)
+        step = _checkpoint_step(config, step)
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
             if outcome.status not in ("compiled", "cached"):
                 raise GraphtrainError(f"{outcome.label} {outcome.status}: {outcome.error}")
         self._backend = lowering.backend(Target.parse(self._program.target))
-        self._graphs = Programs(self._program, cache, _NAMES, "graphtrain generate")
+        self._graphs = LoadedPrograms(self._program, cache, _NAMES, "graphtrain generate")
         with self._backend.forbid_tracing():
             described = self._graphs["prefill"].inputs("parameters")
             self._parameters = _weights(config, self._program, described, step)
 
     def tokens(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, vocab: int | None = None
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        vocab: int | None = None,
     ) -> Iterator[int]:
         """Yield the tokens that continue a prompt, one by one.
 
         Args:
             prompt: Token ids, at least one.
-            most: Maximum number of tokens; the sequence is also limited by program.batch.length.
+            most: Maximum number of tokens; the sequence is also limited by program.batch.seq_len.
             sampling: How each token is chosen.
             vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:
-            GraphtrainError: the prompt is empty, or not shorter than program.batch.length.
+            GraphtrainError: the prompt is empty, or not shorter than program.batch.seq_len.
         """
-        longest = self._program.batch.length
+        longest = self._program.batch.seq_len
         if not 0 < len(prompt) < longest:
             raise GraphtrainError(
                 f"the prompt has {len(prompt)} tokens; it must have at least 1, and fewer than "
-                f"program.batch.length = {longest}"
+                f"program.batch.seq_len = {longest}"
             )
         random = np.random.default_rng(sampling.seed)
         with self._backend.forbid_tracing():
             kept, scores = self._prefill(prompt)
-            for position in range(len(prompt), min(len(prompt) + most, longest)):
-                token = choose(scores[:vocab], sampling, random)
+            for position in range(len(prompt), min(len(prompt) + max_new_tokens, longest)):
+                token = sample_token(scores[:vocab], sampling, random)
                 yield token
-                kept, scores = self._extend("decode", kept, [token], position, 0)
+                kept, scores = self._decode_step("decode", kept, [token], position, 0)
 
     def _prefill(self, prompt: Sequence[int]) -> tuple[Tree, np.ndarray]:
         described = self._graphs["prefill"].inputs("kept")
         empty = {path: np.zeros(one.shape, one.dtype) for path, one in flatten(described).items()}
-        kept = self._backend.put(unflatten(empty), described)
+        kept = self._backend.to_devices(unflatten(empty), described)
         count = self._graphs["prefill"].inputs("tokens").shape[1]
         scores = np.zeros(0)
         for begin in range(0, len(prompt), count):
             part = list(prompt[begin : begin + count])
             last = len(part) - 1
-            kept, scores = self._extend(
+            kept, scores = self._decode_step(
                 "prefill", kept, part + [0] * (count - len(part)), begin, last
             )
         return kept, scores
 
-    def _extend(
+    def _decode_step(
         self, name: str, kept: Tree, tokens: list[int], begin: int, last: int
     ) -> tuple[Tree, np.ndarray]:
         """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]
-        copies = np.tile(np.array(tokens, np.int32), (self._program.batch.sequences, 1))
-        placed = self._backend.put(copies, graph.inputs("tokens"))
+        copies = np.tile(np.array(tokens, np.int32), (self._program.batch.global_batch_size, 1))
+        placed = self._backend.to_devices(copies, graph.inputs("tokens"))
         outputs = graph(self._parameters, kept, placed, np.int32(begin))
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
-def _chosen(config: Config, step: int | None) -> int | None:
-    """Return the step of the checkpoint to read, the last by default; None for run.initial.
+def _checkpoint_step(config: Config, step: int | None) -> int | None:
+    """Return the step of the checkpoint to read, the last by default; None for run.init_from.
 
     Raises:
         TrainingError: there is neither, or the run would start from an adapter.
@@ -192,34 +196,35 @@ def _chosen(config: Config, step: int | None) -> int | None:
         return steps[-1]
     if step in steps:
         return step
-    if step is not None or config.run.initial is None:
+    if step is not None or config.run.init_from is None:
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
-    if config.run.initial_adapter is not None:
+    if config.run.init_adapter_from is not None:
         raise TrainingError(
-            f"no checkpoint in {directory}, and generate does not read run.initial_adapter; remove "
-            "it to generate with run.initial alone, or train first (graphtrain run)"
+            f"no checkpoint in {directory}, and generate does not read run.init_adapter_from; "
+            "remove "
+            "it to generate with run.init_from alone, or train first (graphtrain run)"
         )
     return None
 
 
 def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
-    """Return the weights of a checkpoint; if `step` is None, those of run.initial."""
-    fill = lowering.backend(Target.parse(program.target)).fill
+    """Return the weights of a checkpoint; if `step` is None, those of run.init_from."""
+    fill = lowering.backend(Target.parse(program.target)).from_shards
     directory = Path(config.run.directory)
     if step is not None and config.program.adapter is None:
-        arrangement = arrangement_of(program)
+        arrangement = layer_order_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
-    from graphtrain.weights.sources import open_source
-    from graphtrain.weights.start import open_initial, start_parameters
-    from graphtrain.weights.torch_modules import ModuleWeights
+    from graphtrain.weights.sources import open_weights
+    from graphtrain.weights.start import load_initial_parameters, open_initial_weights
+    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
     adapter = config.program.adapter
-    weights = open_initial(config) if step is None else open_source(directory, step)
+    weights = open_initial_weights(config) if step is None else open_weights(directory, step)
     if step is None and adapter is not None:
-        from graphtrain.weights.merged import Kept
+        from graphtrain.weights.merged import QuantizedBase
 
-        assert weights is not None and not isinstance(weights, ModuleWeights)
-        weights = Kept(weights, adapter)
+        assert weights is not None and not isinstance(weights, HuggingFaceWeights)
+        weights = QuantizedBase(weights, adapter)
     assert weights is not None
-    return start_parameters(weights, program, described, fill)
+    return load_initial_parameters(weights, program, described, fill)

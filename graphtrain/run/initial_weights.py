@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import lowering
 from graphtrain.config.schema import Config, Program
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.metrics import writing
+from graphtrain.run.metrics import write_errors
 from lowering.machine.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
     from graphtrain.weights.peft import PeftAdapter
-    from graphtrain.weights.sources import Source
-    from graphtrain.weights.torch_modules import ModuleWeights
+    from graphtrain.weights.sources import WeightSource
+    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialWeights:
     """Initial weights, opened and checked before anything is loaded onto a device."""
 
     program: Program
-    weights: Source | ModuleWeights
-    adapter: PeftAdapter | None  # initial LoRA adapter, from run.initial_adapter
+    weights: WeightSource | HuggingFaceWeights
+    adapter: PeftAdapter | None  # initial LoRA adapter, from run.init_adapter_from
 
     @classmethod
-    def open(cls, config: Config, *, resumes: bool) -> Beginning | None:
-        """Open run.initial and run.initial_adapter.
+    def open(cls, config: Config, *, resuming: bool) -> InitialWeights | None:
+        """Open run.init_from and run.init_adapter_from.
 
         Args:
             config: Settings.
@@ -44,38 +44,38 @@ class Beginning:
                 those that the run started from.
         """
         keeps = has_frozen_weights(config.program)
-        if config.run.initial is None or (resumes and not keeps):
+        if config.run.init_from is None or (resuming and not keeps):
             return None
-        from graphtrain.weights.start import open_initial
+        from graphtrain.weights.start import open_initial_weights
 
-        weights = open_initial(config)
+        weights = open_initial_weights(config)
         assert weights is not None
         if not keeps:
             return cls(config.program, weights, None)
-        from graphtrain.weights.base import check_adapter, check_base
+        from graphtrain.weights.base import verify_adapter_settings, verify_base
         from graphtrain.weights.frozen import open_adapter
 
-        weights = _native(weights)
-        if resumes:
-            check_adapter(config, Path(config.run.directory))
-            check_base(weights, Path(config.run.directory))
-        return cls(config.program, weights, None if resumes else open_adapter(config, weights))
+        weights = _as_source(weights)
+        if resuming:
+            verify_adapter_settings(config, Path(config.run.directory))
+            verify_base(weights, Path(config.run.directory))
+        return cls(config.program, weights, None if resuming else open_adapter(config, weights))
 
-    def keep(self, directory: Path) -> None:
+    def save_run_files(self, directory: Path) -> None:
         """Write the files into a new run directory that exporting and resuming it need.
 
         These are the Hugging Face files of the weights and, with frozen weights, the path and
         digests of the base weights.
         """
-        from graphtrain.weights.base import keep_base
-        from graphtrain.weights.start import keep_side
+        from graphtrain.weights.base import record_base
+        from graphtrain.weights.start import copy_hf_files_to_run
 
-        with writing(directory):
-            keep_side(self.weights, directory)
+        with write_errors(directory):
+            copy_hf_files_to_run(self.weights, directory)
         if has_frozen_weights(self.program):
-            keep_base(_native(self.weights), directory)
+            record_base(_as_source(self.weights), directory)
 
-    def parameters(self, described: Tree, new: Tree | None = None) -> Tree:
+    def parameters(self, array_specs: Tree, init_parameters: Tree | None = None) -> Tree:
         """Return the trained parameters, on the devices.
 
         Args:
@@ -83,13 +83,15 @@ class Beginning:
             new: Parameters from the `init` graph, for new adapters; without it, they are zeros.
         """
         if self.program.adapter is None:
-            from graphtrain.weights.start import start_parameters
+            from graphtrain.weights.start import load_initial_parameters
 
-            return start_parameters(self.weights, self.program, described, self._fill)
-        from graphtrain.weights.frozen import trained_parameters
+            return load_initial_parameters(self.weights, self.program, array_specs, self._fill)
+        from graphtrain.weights.frozen import load_trainable_parameters
 
-        weights = _native(self.weights)
-        return trained_parameters(weights, self.adapter, self.program, described, self._fill, new)
+        weights = _as_source(self.weights)
+        return load_trainable_parameters(
+            weights, self.adapter, self.program, array_specs, self._fill, init_parameters
+        )
 
     def frozen(self, described: Tree) -> Tree:
         """Return the frozen weights, on the devices.
@@ -97,18 +99,18 @@ class Beginning:
         Args:
             described: Shapes, dtypes and shardings.
         """
-        from graphtrain.weights.frozen import frozen_parameters
+        from graphtrain.weights.frozen import load_frozen_parameters
 
-        return frozen_parameters(_native(self.weights), self.program, described, self._fill)
+        return load_frozen_parameters(_as_source(self.weights), self.program, described, self._fill)
 
     @property
     def _fill(self):
-        return lowering.backend(Target.parse(self.program.target)).fill
+        return lowering.backend(Target.parse(self.program.target)).from_shards
 
 
-def _native(weights: Source | ModuleWeights) -> Source:
+def _as_source(weights: WeightSource | HuggingFaceWeights) -> WeightSource:
     """Narrow the type: the configuration refuses frozen weights of an imported model."""
-    from graphtrain.weights.torch_modules import ModuleWeights
+    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
-    assert not isinstance(weights, ModuleWeights)
+    assert not isinstance(weights, HuggingFaceWeights)
     return weights

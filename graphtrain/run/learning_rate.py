@@ -2,10 +2,10 @@
 
 import math
 
-from graphtrain.config.schema import Schedule
+from graphtrain.config.schema import LearningRate
 
 
-def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
+def learning_rate(schedule: LearningRate, steps: int, step: int) -> float:
     """Return the learning rate of one step.
 
     The rate rises linearly and reaches the peak at the last warm-up step. It then decays, so that
@@ -19,10 +19,10 @@ def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
     Source: Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, equation 5
     """
     done = step + 1
-    if done <= schedule.warmup:
-        return schedule.peak * done / schedule.warmup
-    if schedule.shape == "constant":
+    if done <= schedule.warmup_steps:
+        return schedule.peak * done / schedule.warmup_steps
+    if schedule.schedule == "constant":
         return schedule.peak
-    progress = (done - schedule.warmup) / (steps - schedule.warmup)
-    left = 1 - progress if schedule.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return schedule.floor + (schedule.peak - schedule.floor) * left
+    progress = (done - schedule.warmup_steps) / (steps - schedule.warmup_steps)
+    left = 1 - progress if schedule.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return schedule.minimum + (schedule.peak - schedule.minimum) * left

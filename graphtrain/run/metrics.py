@@ -28,12 +28,12 @@ class Journal:
             tensorboard: Whether to write TensorBoard events too.
         """
         self._path = directory / "metrics.jsonl"
-        with writing(directory):
-            _keep_until(self._path, after)
-            self._lines = self._path.open("a")
-        self._events_in = directory / "tensorboard" if tensorboard else None
+        with write_errors(directory):
+            _drop_records_after(self._path, after)
+            self._jsonl_file = self._path.open("a")
+        self._tensorboard_dir = directory / "tensorboard" if tensorboard else None
         self._after = after
-        self._events: Any = None
+        self._tensorboard_writer: Any = None
 
     def write(self, record: Record) -> None:
         """Append a record, which contains "step" and metrics by name.
@@ -41,31 +41,33 @@ class Journal:
         Raises:
             TrainingError: the record cannot be written.
         """
-        with writing(self._path.parent):
-            self._lines.write(json.dumps(record) + "\n")
-            self._lines.flush()
-            if self._events_in is not None:
-                self._write_events(self._events_in, record)
+        with write_errors(self._path.parent):
+            self._jsonl_file.write(json.dumps(record) + "\n")
+            self._jsonl_file.flush()
+            if self._tensorboard_dir is not None:
+                self._write_events(self._tensorboard_dir, record)
 
     def _write_events(self, directory: Path, record: Record) -> None:
-        if self._events is None:
+        if self._tensorboard_writer is None:
             # Imported late, so as not to delay the first step, and without PyTorch, which it would
             # import (seconds, if installed) only to draw PyTorch models.
             tensorboard = import_without("tensorboardX", "torch")
-            self._events = tensorboard.SummaryWriter(str(directory), purge_step=self._after + 1)
+            self._tensorboard_writer = tensorboard.SummaryWriter(
+                str(directory), purge_step=self._after + 1
+            )
         for name, value in record.items():
             if name != "step" and value is not None:
-                self._events.add_scalar(name, value, record["step"])
+                self._tensorboard_writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         with suppress(OSError):  # write() has reported what could not be flushed
-            self._lines.close()
-        if self._events is not None:
-            self._events.close()
+            self._jsonl_file.close()
+        if self._tensorboard_writer is not None:
+            self._tensorboard_writer.close()
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
+def write_errors(directory: Path) -> Iterator[None]:
     """Convert an OSError on writing to a run directory to a TrainingError with a remedy.
 
     Raises:
@@ -92,7 +94,7 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_journal(path.parent) if record["step"] <= step]

@@ -13,7 +13,7 @@ from graphtrain.errors import MissingProgram
 from lowering.machine.target import Target
 
 
-class Programs:
+class LoadedPrograms:
     """Compiled graphs of a program, each loaded on first use.
 
     All graphs are looked up and checked at construction, so that a missing one is reported before
@@ -33,7 +33,7 @@ class Programs:
             MissingProgram: a graph is not in the cache; reports which part of its key differs.
         """
         keys = request_keys(program, names)
-        found = {name: cache.find(keys[name]) for name in names}
+        found = {name: cache.get_by_request(keys[name]) for name in names}
         missing = {name: keys[name] for name, artifact in found.items() if artifact is None}
         if missing:
             raise MissingProgram("\n".join([*_reasons(cache, missing), f"run: {remedy}"]))

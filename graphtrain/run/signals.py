@@ -17,12 +17,12 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    def is_due(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Return whether the run stops after this step. The result is the same on every rank."""
         return self.signal is not None
 
 
-class SharedStop(StopRequest):
+class DistributedStopRequest(StopRequest):
     """Request to stop that all processes share: a signal to one stops all after the same step."""
 
     def is_due(self, step: int) -> bool:
@@ -38,8 +38,8 @@ def stop_requests() -> Iterator[StopRequest]:
     In a single process, a second signal ends the process as usual.
     """
     if distributed.count() > 1:
-        with _interrupt_as_termination():
-            yield SharedStop()
+        with _sigint_as_sigterm():
+            yield DistributedStopRequest()
         return
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -61,7 +61,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def _interrupt_as_termination() -> Iterator[None]:
+def _sigint_as_sigterm() -> Iterator[None]:
     """Convert Ctrl-C to SIGTERM, which JAX's preemption service forwards to the other processes."""
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))

@@ -16,32 +16,32 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, saved_steps
 from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.agreement import check_programs, check_steps, together
-from graphtrain.run.directory_lock import owned
-from graphtrain.run.initial_weights import Beginning
+from graphtrain.run.agreement import check_same_checkpoints, check_same_executables, on_all_ranks
+from graphtrain.run.directory_lock import locked_run_directory
+from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
-from graphtrain.run.metrics import Journal, Record, read_journal, writing
-from graphtrain.run.programs import Programs
+from graphtrain.run.metrics import Journal, Record, read_journal, write_errors
+from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import distributed, host
-from lowering.machine.memory_pages import PagesAhead, merge_pages
+from lowering.machine.memory_pages import MemoryPrefault, use_huge_pages
 from lowering.machine.target import Target
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
-_USUAL = ("loss", "grad_norm", "targets")  # metrics of every loss function
+_COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Outcome of a run."""
 
     steps: int  # in total, including those before a resumption
@@ -50,7 +50,7 @@ class Summary:
     stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
 
 
-def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summary:
+def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
     Args:
@@ -69,24 +69,26 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
     directory = Path(run.directory)
     first = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     with ExitStack() as stack:
-        together(lambda: stack.enter_context(owned(directory)) if first else None)
+        on_all_ranks(
+            lambda: stack.enter_context(locked_run_directory(directory)) if first else None
+        )
         saved = saved_steps(directory / "checkpoints")
-        check_steps(run.directory, saved)
+        check_same_checkpoints(run.directory, saved)
         start = saved[-1] if saved else 0
-        beginning = together(lambda: Beginning.open(config, resumes=bool(saved)))
+        beginning = on_all_ranks(lambda: InitialWeights.open(config, resuming=bool(saved)))
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
-        programs = together(lambda: Programs(program, cache, names, remedy))
-        check_programs(programs)
-        ahead = _pages_ahead(programs, Target.parse(program.target))
+        programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
+        check_same_executables(programs)
+        ahead = _preallocate_memory(programs, Target.parse(program.target))
         stack.callback(ahead.stop)
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
-            together(lambda: [programs[name] for name in names])
+            on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
         given = ahead.stop()
-        began = host.forget_peak() - given
+        began = host.reset_peak() - given
         checkpoints = Checkpoints(
-            directory / "checkpoints", run.keep_checkpoints, arrangement_of(program)
+            directory / "checkpoints", run.keep_checkpoints, layer_order_of(program)
         )
         stack.callback(checkpoints.close)
         restored = None
@@ -100,40 +102,44 @@ def train(config: Config, cache: Cache, *, remedy: str, report: Report) -> Summa
             # started them.
             with ThreadPoolExecutor(1) as aside:
                 opened = aside.submit(_open_data, run, program, stack)
-                state = _new_state(programs, run.seed)
+                state = _init_state(programs, run.seed)
             loader = opened.result()
             if beginning is not None:
-                state = _start_from(beginning, programs, state)
+                state = _load_initial_weights(beginning, programs, state)
         step = programs["train"]
         frozen = ()
         if beginning is not None and has_frozen_weights(program):
             frozen = (beginning.frozen(step.inputs("frozen")),)
         if restored is not None:
-            loader.restore(restored.loader)
+            loader.restore(restored.data_position)
         if first:
-            stack.callback(_add_to_ledger, config, cache, programs, start, began)
+            stack.callback(_record_measurements, config, cache, programs, start, began)
         kept = None if saved else beginning
-        opens = partial(_open_journal, config, kept, start, report, stack) if first else _no_journal
-        loop = _Loop(config, programs, frozen, loader, checkpoints, opens, start)
+        opens = (
+            partial(_open_journal, config, kept, start, on_record, stack)
+            if first
+            else _discard_journal
+        )
+        loop = TrainingLoop(config, programs, frozen, loader, checkpoints, opens, start)
         gc.freeze()  # imported objects are not garbage; `graphtrain run` disabled collection so far
         gc.enable()
-        return loop.take_steps(state, stop)
+        return loop.run_steps(state, stop)
 
 
-def _pages_ahead(programs: Programs, target: Target) -> PagesAhead:
+def _preallocate_memory(programs: LoadedPrograms, target: Target) -> MemoryPrefault:
     """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
     here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
-    return PagesAhead(programs.peak_bytes() * here)
+    return MemoryPrefault(programs.peak_bytes() * here)
 
 
-def _new_state(programs: Programs, seed: int) -> Tree:
+def _init_state(programs: LoadedPrograms, seed: int) -> Tree:
     """Start to compute the initial state with random weights; meanwhile load the train graph."""
     state = programs["init"](np.uint32(seed))["state"]
     programs["train"]
     return state
 
 
-def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
+def _load_initial_weights(beginning: InitialWeights, programs: LoadedPrograms, state: Tree) -> Tree:
     """Return the state with its random weights replaced by the initial weights.
 
     The random weights are freed first, to limit the peak memory.
@@ -146,34 +152,34 @@ def _start_from(beginning: Beginning, programs: Programs, state: Tree) -> Tree:
     return others | {"parameters": beginning.parameters(described, new)}
 
 
-def _keep_side(config: Config, beginning: Beginning | None) -> None:
+def _copy_hf_files(config: Config, beginning: InitialWeights | None) -> None:
     """Copy the tokenizer and the Hugging Face files of the weights into the run directory.
 
     graphtrain convert graphtrain-to-hf exports them with the trained weights.
     """
-    from graphtrain.weights.sources import SIDE
-    from graphtrain.weights.tokenizer import keep_tokenizer
+    from graphtrain.weights.sources import HF_FILES
+    from graphtrain.weights.tokenizer import copy_tokenizer
 
     run = config.run
     directory = Path(run.directory)
     if beginning is not None:
-        beginning.keep(directory)
+        beginning.save_run_files(directory)
     data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
-    with writing(directory):
-        keep_tokenizer(data, directory / SIDE)
+    with write_errors(directory):
+        copy_tokenizer(data, directory / HF_FILES)
 
 
 def _open_journal(
-    config: Config, beginning: Beginning | None, start: int, report: Report, stack: ExitStack
+    config: Config, beginning: InitialWeights | None, start: int, report: Report, stack: ExitStack
 ) -> Report:
     """Write config.toml and the Hugging Face files, and open the journal of metrics.
 
     Called only after the first step has been started, when the run can no longer be refused.
     """
     directory = Path(config.run.directory)
-    with writing(directory):
+    with write_errors(directory):
         (directory / "config.toml").write_text(render(config))
-    _keep_side(config, beginning)
+    _copy_hf_files(config, beginning)
     journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
     stack.callback(journal.close)
 
@@ -184,7 +190,7 @@ def _open_journal(
     return write
 
 
-def _no_journal() -> Report:
+def _discard_journal() -> Report:
     """Return a function that discards records: metrics are equal on all ranks, rank 0 writes."""
     return lambda record: None
 
@@ -201,17 +207,17 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             check_validation(_validation(run, program), program)
         return Loader(
             run.data.train,
-            global_batch_size=program.batch.sequences,
-            seq_len=program.batch.length,
+            global_batch_size=program.batch.global_batch_size,
+            seq_len=program.batch.seq_len,
             seed=run.seed,
             vocab=program.model.vocab,
-            isolate_documents=program.batch.documents == "apart",
+            isolate_documents=not program.batch.cross_document_attention,
             packing=run.data.packing,
-            overlong=run.data.longer,
-            pairs=program.loss.kind == "preference",
+            overlong=run.data.overlong,
+            pairs=program.loss.kind == "dpo",
         )
 
-    loader = together(opened)
+    loader = on_all_ranks(opened)
     stack.callback(loader.close)
     return loader
 
@@ -222,14 +228,14 @@ def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
     return validation_batches(run.data, program, program.model.vocab, run.evaluate_batches)
 
 
-def _add_to_ledger(
-    config: Config, cache: Cache, programs: Programs, start: int, began: int
+def _record_measurements(
+    config: Config, cache: Cache, programs: LoadedPrograms, start: int, began: int
 ) -> None:
     """Record the measured time and memory in the ledger, however the run ended.
 
     The ledger calibrates the estimates of graphtrain plan. A failure to write it is a warning.
     """
-    from graphtrain.planning.measured import add_run
+    from graphtrain.planning.measured import record_run
 
     steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
     if not steps or sizes_unknown(config.program):
@@ -237,9 +243,9 @@ def _add_to_ledger(
     target = Target.parse(config.program.target)
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
-    each = (peak - began) / target.devices if target.on_host else peak
+    each = (peak - began) / target.devices if target.runs_on_cpu else peak
     try:
-        add_run(cache.root, config.program, programs["train"].record, steps, each)
+        record_run(cache.root, config.program, programs["train"].record, steps, each)
     except (OSError, ShardingError) as error:
         warnings.warn(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",
@@ -248,11 +254,11 @@ def _add_to_ledger(
 
 
 @dataclass
-class _Loop:
+class TrainingLoop:
     """Training loop without its state; reads the metrics of a step while the next one computes."""
 
     config: Config
-    programs: Programs
+    programs: LoadedPrograms
     frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
     loader: Any
     checkpoints: Checkpoints
@@ -261,7 +267,7 @@ class _Loop:
     _write: Report = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
     _pending: tuple[int, Tree, float, float] | None = None
-    _settled_at: float = field(default_factory=time.perf_counter)
+    _last_finished_at: float = field(default_factory=time.perf_counter)
     _target: Target = field(init=False)
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
@@ -273,36 +279,36 @@ class _Loop:
         else:
             self._flops = useful_flops_per_token(with_native_model(program))
 
-    def take_steps(self, state: Tree, stop: StopRequest) -> Summary:
+    def run_steps(self, state: Tree, stop: StopRequest) -> RunSummary:
         """Run the steps from the first to run.steps, with evaluations and checkpoints."""
         run = self.config.run
-        put = lowering.backend(self._target).put
+        put = lowering.backend(self._target).to_devices
         step, batches = self.programs["train"], self.programs["train"].inputs("batch")
         validation, done = None, self.start
         for index in range(self.start, run.steps):
-            rate = learning_rate(run.schedule, run.steps, index)
+            rate = learning_rate(run.learning_rate, run.steps, index)
             batch, waited = self._next_batch()
             outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
             state, done = outputs["state"], index + 1
             if index == self.start:
                 self._write = self.open_journal()  # while the step computes
-            self._settle()
+            self._finish_pending_step()
             if index == self.start + 1 and self._target.platform == "cpu":
-                merge_pages()  # heap of the first step, which has completed
+                use_huge_pages()  # heap of the first step, which has completed
             self._pending = done, outputs["metrics"], rate, waited
             last = done == run.steps
             if last or (run.evaluate_every and done % run.evaluate_every == 0):
                 validation = self._validate(done, state)
-            stopping = stop.is_due(done)
+            stopping = stop.should_stop(done)
             if last or done % run.save_every == 0 or stopping:
-                self._settle()  # check that the loss is finite before the state is saved
-                storable = lowering.backend(self._target).storable(state)
+                self._finish_pending_step()  # checks that the loss is finite before saving
+                storable = lowering.backend(self._target).checkpoint_arrays(state)
                 self.checkpoints.save(done, storable, self.loader.state())
             if stopping:
                 break
-        self._settle()
+        self._finish_pending_step()
         stopped = stop.signal.name if stop.signal and done < run.steps else None
-        return Summary(done, self.start or None, validation, stopped)
+        return RunSummary(done, self.start or None, validation, stopped)
 
     def _next_batch(self) -> tuple[Tree, float]:
         """Return the next batch, split into microbatches, and the seconds waited for it."""
@@ -313,7 +319,7 @@ class _Loop:
             name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()
         }, waited
 
-    def _settle(self) -> None:
+    def _finish_pending_step(self) -> None:
         """Wait for the metrics of the last started step, check that they are finite, write them.
 
         Raises:
@@ -324,9 +330,9 @@ class _Loop:
         done, metrics, rate, waited = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        further = {name: float(metrics[name]) for name in metrics if name not in _USUAL}
+        further = {name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS}
         now = time.perf_counter()
-        seconds, self._settled_at = now - self._settled_at, now
+        seconds, self._last_finished_at = now - self._last_finished_at, now
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(self._not_finite(done, loss, norm))
         tokens_per_second = self.config.program.batch.tokens / seconds
@@ -369,11 +375,11 @@ class _Loop:
             return None
         from graphtrain.run.evaluate import validation_loss
 
-        self._settle()
+        self._finish_pending_step()
         batches = _validation(run, program)
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self._target)
         self._write({"step": done, "validation_loss": loss})
-        self._settled_at = time.perf_counter()  # do not count the evaluation as step time
+        self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

@@ -18,33 +18,35 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import (
-    QUICKLY,
-    once,
-    real_module,
-    stacked,
+    UNOPTIMIZED,
+    disable_dropout,
+    module_with_weights,
+    run_check_once,
+    stack_weights,
     weights,
-    without_dropout,
 )
-from graphtrain.torch_frontend.shrink import shrunk
+from graphtrain.torch_frontend.shrink import shrink_model
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
-_SIZES = (5, 11)  # lengths of two documents, in tokens
-_MOST = 1e-4  # tolerance of logits in float32, relative to the largest
+_DOCUMENT_LENGTHS = (5, 11)  # lengths of two documents, in tokens
+_TOLERANCE = 1e-4  # tolerance of logits in float32, relative to the largest
 
 
-def ensure_apart(model: Imported, store: Path) -> None:
+def ensure_documents_isolated(model: TorchModel, store: Path) -> None:
     """Run check_apart, unless the store has a record of it for this model.
 
     Raises:
         ImportedModelError: as check_apart.
     """
-    once(model, store, "-apart", lambda: {"logits": check_apart(model)}, {"logits"})
+    run_check_once(
+        model, store, "-apart", lambda: {"logits": check_documents_isolated(model)}, {"logits"}
+    )
 
 
-def check_apart(model: Imported) -> float:
+def check_documents_isolated(model: TorchModel) -> float:
     """Compare logits of two documents packed in one row with those of each document alone.
 
     Returns:
@@ -53,29 +55,33 @@ def check_apart(model: Imported) -> float:
     Raises:
         ImportedModelError: they differ, or the module's attention cannot isolate documents.
     """
-    small, _ = shrunk(model)
+    small, _ = shrink_model(model)
     small = replace(small, dtype="float32")
-    opened, module = open_model(small), real_module(small)
-    without_dropout(opened.made.module)
+    opened, module = open_model(small), module_with_weights(small)
+    disable_dropout(opened.meta.module)
     assert small.vocab is not None
-    row = np.random.default_rng(0).integers(0, small.vocab, (1, sum(_SIZES)), np.int32)
-    documents = np.repeat(np.arange(2, dtype=np.int32), _SIZES)[None]
+    row = np.random.default_rng(0).integers(0, small.vocab, (1, sum(_DOCUMENT_LENGTHS)), np.int32)
+    documents = np.repeat(np.arange(2, dtype=np.int32), _DOCUMENT_LENGTHS)[None]
 
     def both(arrays: dict[str, jax.Array], row: jax.Array) -> Any:
         with isolate_documents(jnp.asarray(documents)):
             packed, _ = opened.forward(unflatten(arrays), row, None)
         # Tokens after a document do not affect it: attention is causal.
-        each = jnp.concatenate([row, jnp.roll(row, -_SIZES[0], 1)])
+        each = jnp.concatenate([row, jnp.roll(row, -_DOCUMENT_LENGTHS[0], 1)])
         (first, second), _ = opened.forward(unflatten(arrays), each, None)
-        return packed[0], jnp.concatenate([first[: _SIZES[0]], second[: _SIZES[1]]])
+        return packed[0], jnp.concatenate(
+            [first[: _DOCUMENT_LENGTHS[0]], second[: _DOCUMENT_LENGTHS[1]]]
+        )
 
-    arrays = stacked(opened, weights(module))
-    together, alone = jax.device_get(jax.jit(both).lower(arrays, row).compile(QUICKLY)(arrays, row))
+    arrays = stack_weights(opened, weights(module))
+    together, alone = jax.device_get(
+        jax.jit(both).lower(arrays, row).compile(UNOPTIMIZED)(arrays, row)
+    )
     off = float(np.abs(together - alone).max() / np.abs(alone).max())
-    if not off <= _MOST:
+    if not off <= _TOLERANCE:
         raise ImportedModelError(
             f"{type(module).__name__} mixes positions outside of attention, for example by a "
             "convolution, so documents of one row affect each other (logits differ by "
-            f'{off:.1e}): remove batch.documents = "apart" and the rules context'
+            f"{off:.1e}): remove batch.cross_document_attention = false and the rules context"
         )
     return off

@@ -14,22 +14,23 @@ from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.score_mods import soft_cap as bent
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
-from lowering.tracing.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
 
 
-def only_native() -> str | None:
+def feature_needing_native_attention() -> str | None:
     """Return the active feature that only the native attention supports, or None."""
     if segment_ids() is not None:
         return (
-            'isolating the documents of a row (batch.documents = "apart", the rules context, or '
+            "isolating the documents of a row (batch.cross_document_attention = false, the rules "
+            "context, or "
             "graphtrain generate)"
         )
-    if ring := split_of("attended"):
+    if ring := mesh_axes_of("attended"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
     return None if cache_offset() is None else "decoding with a KV cache"
 
 
-def attend_causally(
+def causal_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -51,39 +52,41 @@ def attend_causally(
         window: sliding window in tokens; None: unlimited.
         remat: activation checkpointing of the model.
         unroll: number of blocks per iteration of the scan over blocks.
-        how: attention implementation: "auto", "flash" or "scores".
+        how: attention implementation: "auto", "flash" or "dense".
 
     Returns:
         (batch, heads, seq, value_dim).
     """
     value_dim, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
-    query, key, value = (_wide(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value))
+    query, key, value = (
+        _pad_head_dim(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value)
+    )
     if (before := layer_cache()) is not None:
         key, value = before.update(key, value)
     elif window is not None and window >= query.shape[1]:
         window = None
     if key.shape[2] == 1:  # the only KV head is replicated over the mesh
-        key, value = (jnp.repeat(x, size_of("kv_heads"), 2) for x in (key, value))
+        key, value = (jnp.repeat(x, shards_of("kv_heads"), 2) for x in (key, value))
     mixed = native.attend(query, key, value, scoring, window, remat, unroll, how)
     return mixed[..., :value_dim].transpose(0, 2, 1, 3)
 
 
-def _wide(x: jax.Array, width: int) -> jax.Array:
+def _pad_head_dim(x: jax.Array, width: int) -> jax.Array:
     """Pad heads with zeros to a width, as values may be narrower than queries and keys."""
     missing = width - x.shape[-1]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
-def attend(
+def dense_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    seen: jax.Array | None = None,
+    mask: jax.Array | None = None,
     dropout: float = 0.0,
     causal: bool = False,
     scale: float | None = None,
     dropout_key: jax.Array | None = None,
-    cap: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute dense attention; the softmax is in float32.
 
@@ -121,10 +124,10 @@ def attend(
     products = dot(
         "bhgqd,bhkd->bhgqk", query.reshape(batch, *groups, queries, head_dim), key, jnp.float32
     )
-    scores = bent(products * (1 / math.sqrt(head_dim) if scale is None else scale), cap)
+    scores = bent(products * (1 / math.sqrt(head_dim) if scale is None else scale), softcap)
     mask = jnp.tril(jnp.ones((queries, keys), bool)) if causal else None
-    if seen is not None:
-        given = _grouped(seen, groups)
+    if mask is not None:
+        given = _grouped(mask, groups)
         if given.dtype == jnp.bool_:
             mask = given if mask is None else mask & given
         else:

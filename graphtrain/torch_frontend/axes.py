@@ -16,15 +16,17 @@ import torch
 Axes = tuple[str | None, ...]
 
 # Name components of projections that write to the residual stream.
-_BACK = re.compile(r"(^|[._])(o|out|wo|back|down|dense|c_proj|output|proj_out|out_proj|o_proj)$")
+_OUTPUT_PROJECTION = re.compile(
+    r"(^|[._])(o|out|wo|back|down|dense|c_proj|output|proj_out|out_proj|o_proj)$"
+)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedAxes:
     """The axes of a parameter, and the source of that information."""
 
     axes: Axes
-    by: Literal["settings", "name", "shape"]
+    source: Literal["settings", "name", "shape"]
 
 
 @cache
@@ -36,7 +38,7 @@ def known_names() -> dict[str, tuple[str | None, ...]]:
 
 def name_axes(
     module: torch.nn.Module, vocab: int, given: Mapping[str, Sequence[str]]
-) -> dict[str, Named]:
+) -> dict[str, NamedAxes]:
     """Determine the axes of every parameter, by name.
 
     Args:
@@ -45,12 +47,12 @@ def name_axes(
         given: axes by name pattern from program.model.axes, which take precedence.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    embed = _width(shapes, vocab)
-    named: dict[str, Named] = {}
+    embed = _residual_width(shapes, vocab)
+    named: dict[str, NamedAxes] = {}
     for name, shape in shapes.items():
-        own = next((axes for pattern, axes in given.items() if _fits(name, pattern)), None)
+        own = next((axes for pattern, axes in given.items() if _matches(name, pattern)), None)
         if own is not None:
-            named[name] = Named(tuple(axis or None for axis in own), "settings")
+            named[name] = NamedAxes(tuple(axis or None for axis in own), "settings")
         else:
             named[name] = _by_name(module, name, shape) or _by_shape(
                 name, shape, embed, vocab, shapes
@@ -58,23 +60,23 @@ def name_axes(
     return named
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _by_name(module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> Named | None:
+def _by_name(module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> NamedAxes | None:
     owner, _, last = name.rpartition(".")
     # Stacked experts are bare parameters; other modules have a weight and a bias.
     stem = owner if last in ("weight", "bias") else name
     for pattern, axes in known_names().items():
-        if not _fits(stem, pattern):
+        if not _matches(stem, pattern):
             continue
         if last == "bias":
             axes = axes[:1]
         elif type(module.get_submodule(owner)).__name__ == "Conv1D":
             axes = axes[::-1]
         if len(axes) == len(shape):
-            return Named(axes, "name")
+            return NamedAxes(axes, "name")
     return None
 
 
@@ -84,16 +86,16 @@ def _by_shape(
     embed: int,
     vocab: int,
     shapes: Mapping[str, tuple[int, ...]],
-) -> Named:
+) -> NamedAxes:
     """Determine axes by shape: column-parallel into a block, row-parallel out of it.
 
     Source: Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
     """
     if len(shape) == 1:
-        return Named((_of_vector(name, shape[0], embed, vocab, shapes),), "shape")
+        return NamedAxes((_vector_axis(name, shape[0], embed, vocab, shapes),), "shape")
     *leading, out, into = shape
     experts: Axes = ("experts",) * (len(leading) == 1) or (None,) * len(leading)
-    back = _BACK.search(name.removesuffix(".weight")) is not None
+    back = _OUTPUT_PROJECTION.search(name.removesuffix(".weight")) is not None
     if vocab in (out, into) and not leading:
         axes: Axes = ("vocab", "embed") if out == vocab else ("embed", "vocab")
     elif out == embed and into == embed:
@@ -105,10 +107,10 @@ def _by_shape(
     else:  # not connected to the residual stream: the longer side is sharded at rest
         axes = ("embed", None) if out >= into else (None, "embed")
     axes = tuple(None if size == 1 else axis for axis, size in zip(axes, (out, into), strict=True))
-    return Named((*experts, *axes), "shape")
+    return NamedAxes((*experts, *axes), "shape")
 
 
-def _of_vector(
+def _vector_axis(
     name: str, size: int, embed: int, vocab: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> str | None:
     """Return a vector's axis: a bias has its weight's output axis, a norm has "embed"."""
@@ -118,7 +120,7 @@ def _of_vector(
     return "embed" if size == embed else None
 
 
-def _width(shapes: Mapping[str, tuple[int, ...]], vocab: int) -> int:
+def _residual_width(shapes: Mapping[str, tuple[int, ...]], vocab: int) -> int:
     """Return the width of the residual stream, from the token embedding; 0 if there is none."""
     tables = [shape for shape in shapes.values() if len(shape) == 2 and vocab in shape]
     if not tables:

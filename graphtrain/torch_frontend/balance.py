@@ -18,11 +18,11 @@ import torch
 from graphtrain.errors import ImportedModelError
 
 # Per expert: share of tokens routed to it, and mean router probability.
-Sums = tuple[jax.Array, jax.Array]
+RouterStatistics = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Balance:
+class LoadBalancing:
     """The load-balancing loss that a configuration requests."""
 
     weight: float  # router_aux_loss_coef
@@ -31,7 +31,7 @@ class Balance:
     index: int  # index of the logits in a router's output
 
     @classmethod
-    def taken_from(cls, module: torch.nn.Module) -> Balance | None:
+    def from_module(cls, module: torch.nn.Module) -> LoadBalancing | None:
         """Return the loss if config.output_router_logits is set, and clear that setting.
 
         Raises:
@@ -55,9 +55,9 @@ class Balance:
         return cls(weight, config.num_experts_per_tok, recorder.target_class, recorder.index)
 
     @contextmanager
-    def recorded(self, block: torch.nn.Module) -> Iterator[list[Sums]]:
+    def recording(self, block: torch.nn.Module) -> Iterator[list[RouterStatistics]]:
         """Record the sums of each router of a block that is called inside."""
-        sums: list[Sums] = []
+        sums: list[RouterStatistics] = []
         with ExitStack() as stack:
             for inner in block.modules():
                 if isinstance(inner, self.router):
@@ -67,14 +67,14 @@ class Balance:
                     stack.callback(handle.remove)
             yield sums
 
-    def _sums(self, scores: Any) -> Sums:
+    def _sums(self, scores: Any) -> RouterStatistics:
         """Return each expert's share of tokens, and its mean router probability."""
         likely = jax.nn.softmax(scores.jax(), axis=-1)
         _, chosen = jax.lax.top_k(likely, self.per_token)
         counts = jax.nn.one_hot(chosen, likely.shape[-1], dtype=jnp.float32).sum(1)
         return counts.mean(0), likely.astype(jnp.float32).mean(0)
 
-    def loss(self, sums: list[Sums]) -> jax.Array:
+    def loss(self, sums: list[RouterStatistics]) -> jax.Array:
         """Compute the loss from the sums of all blocks, which a scan stacks.
 
         Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961; as in

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index", "block_idx")
+_INDEX_ATTRIBUTES = (
+    "layer_idx",
+    "layer_id",
+    "layer_index",
+    "layer_number",
+    "idx",
+    "index",
+    "block_idx",
+)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -40,13 +48,13 @@ class Stack:
         middle = f"{position}." if self.period > 1 else ""
         return f"{self.name}.{middle}{name}".replace(".", "/")
 
-    def names(self, position: int, name: str) -> list[str]:
+    def parameter_names(self, position: int, name: str) -> list[str]:
         """Return that parameter's names in the module, one per row."""
         return [f"{self.name}.{i}.{name}" for i in range(position, self.count, self.period)]
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class UnrolledBlocks:
     """Blocks of a ModuleList that are traced one by one, and why."""
 
     name: str
@@ -54,10 +62,10 @@ class Unrolled:
     reason: str
 
 
-def find_stacks(module: torch.nn.Module) -> list[Stack | Unrolled]:
+def find_stacks(module: torch.nn.Module) -> list[Stack | UnrolledBlocks]:
     """Return the lists of blocks of a module, without lists nested in other blocks."""
     own = set(dict(module.named_parameters()))  # without those tied to an earlier one
-    found: list[Stack | Unrolled] = []
+    found: list[Stack | UnrolledBlocks] = []
     for name, inner in module.named_modules():
         inside = any(name.startswith(f"{one.name}.") for one in found)
         if isinstance(inner, torch.nn.ModuleList) and len(inner) > 1 and not inside:
@@ -65,9 +73,9 @@ def find_stacks(module: torch.nn.Module) -> list[Stack | Unrolled]:
     return found
 
 
-def _stack(name: str, blocks: torch.nn.ModuleList, own: set[str]) -> Stack | Unrolled:
-    def unrolled(reason: str) -> Unrolled:
-        return Unrolled(name, len(blocks), reason)
+def _stack(name: str, blocks: torch.nn.ModuleList, own: set[str]) -> Stack | UnrolledBlocks:
+    def unrolled(reason: str) -> UnrolledBlocks:
+        return UnrolledBlocks(name, len(blocks), reason)
 
     local = [tuple(dict(block.named_parameters())) for block in blocks]
     for number, names in enumerate(local):
@@ -124,7 +132,7 @@ def _signature(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for name, buffer in inner.named_buffers(recurse=False):
             yield prefix + name, (buffer.dtype, tuple(buffer.shape), buffer.numpy().tobytes())
         for name, value in vars(inner).items():
-            if name not in _NUMBERS and not name.startswith("_"):
+            if name not in _INDEX_ATTRIBUTES and not name.startswith("_"):
                 yield prefix + name, _setting(value)
 
 

@@ -24,17 +24,21 @@ from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
 
 from graphtrain.config.schema import AttentionImplementation
-from graphtrain.errors import ImportedModelError, NeedsStrict
+from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.kv_cache import cache_offset
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_frontend.attention import attend, attend_causally, only_native
-from graphtrain.torch_frontend.causes import here, innermost, raised
+from graphtrain.torch_frontend.attention import (
+    causal_attention,
+    dense_attention,
+    feature_needing_native_attention,
+)
+from graphtrain.torch_frontend.causes import current_user_line, innermost_user_line, user_code_error
 from graphtrain.torch_frontend.functions import apply_function
-from graphtrain.torch_frontend.joint import changes_buffer
-from lowering.tracing.constrain import by_hand_now, constrain
+from graphtrain.torch_frontend.joint import buffer_changed_error
+from lowering.tracing.constrain import constrain, in_shard_map
 
 # Operations of several tensors, some of which may be scalars (0-dimensional).
 _PROMOTING = (
@@ -48,7 +52,7 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", "").partition(".")[0].strip("_")
 
 
-class Environment(TorchaxEnvironment):
+class TraceEnvironment(TorchaxEnvironment):
     """torchax's environment, with PyTorch's no_grad and dtype promotion and own attention."""
 
     def __init__(
@@ -66,14 +70,14 @@ class Environment(TorchaxEnvironment):
             vocab: rows of the token embedding.
             remat: activation checkpointing of the model.
             unroll: number of blocks per iteration of the scan over blocks.
-            how: attention implementation: "auto", "flash" or "scores".
+            how: attention implementation: "auto", "flash" or "dense".
         """
         super().__init__()
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
-        self._how: AttentionImplementation = how
-        self.attended = 0  # number of calls of the native attention
-        self._unread: list[jax.Array] = []
+        self._attention: AttentionImplementation = how
+        self.native_attention_calls = 0  # number of calls of the native attention
+        self._zero_placeholders: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
         for operation in (
             torch.nn.functional.scaled_dot_product_attention,
@@ -88,7 +92,7 @@ class Environment(TorchaxEnvironment):
         """Run one operation; stop gradients under no_grad, which torchax ignores."""
         result = super().dispatch(func, types, args, kwargs)
         if _name(func) in _PROMOTING:
-            result = self._promoted(args, result)
+            result = self._with_torch_promotion(args, result)
         if torch.is_grad_enabled():
             return result
         given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
@@ -102,7 +106,7 @@ class Environment(TorchaxEnvironment):
 
         return pytree.tree_map_only(Tensor, without_gradient, result)
 
-    def _promoted(self, args: Any, result: Any) -> Any:
+    def _with_torch_promotion(self, args: Any, result: Any) -> Any:
         """Cast a result to the dtype of the operands that have dimensions, as PyTorch does.
 
         JAX promotes bfloat16 times a 0-dimensional float32 to float32, and all results after it.
@@ -117,26 +121,26 @@ class Environment(TorchaxEnvironment):
         return Tensor(array.astype(dtype), self) if floating else result
 
     @contextmanager
-    def by_scores(self) -> Iterator[None]:
+    def without_kernels(self) -> Iterator[None]:
         """Disable attention kernels inside, where a trace needs only shapes."""
-        how, self._how = self._how, "scores"
+        how, self._attention = self._attention, "dense"
         try:
             yield
         finally:
-            self._how = how
+            self._attention = how
 
     def wrap(self, tree: Any) -> Any:
         """Wrap a tree of JAX arrays as torch tensors."""
         return jax.tree.map(lambda array: Tensor(array, self), tree)
 
-    def read(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    def array_or_zeros(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Return the array, or zeros if only its shape is given."""
         if isinstance(array, jax.ShapeDtypeStruct):
             array = jnp.zeros(array.shape, array.dtype)
-            self._unread.append(array)
+            self._zero_placeholders.append(array)
         return array
 
-    def real(self, tensor: torch.Tensor) -> Tensor:
+    def constant(self, tensor: torch.Tensor) -> Tensor:
         """Return the values of a PyTorch tensor as a constant of the traced program."""
         return Tensor(jnp.asarray(to_numpy(tensor)), self)
 
@@ -160,7 +164,7 @@ class Environment(TorchaxEnvironment):
                 "cannot be traced; remove max_norm"
             )
         table = weight.jax()
-        if any(table is one for one in self._unread):
+        if any(table is one for one in self._zero_placeholders):
             # XLA's partitioner crashes on a lookup inside a shard_map, even unused (jax 0.11.2).
             return Tensor(jnp.zeros((*input.shape, table.shape[1]), self.computes_in), self)
         if padding_idx is not None:
@@ -171,7 +175,7 @@ class Environment(TorchaxEnvironment):
             # While decoding, positions of prompt padding may be past the end of the table.
             mode = None if cache_offset() is None else "clip"
             return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
-        rows = jnp.asarray(embedding_lookup(table, tokens, self.computes_in, by_hand_now()))
+        rows = jnp.asarray(embedding_lookup(table, tokens, self.computes_in, in_shard_map()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -247,13 +251,13 @@ class Environment(TorchaxEnvironment):
         arrays = query.jax(), key.jax(), value.jax()
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
-            self.attended += 1
+            self.native_attention_calls += 1
             scoring = ScoreTransform(scale, cap)
-            mixed = attend_causally(
-                *arrays, scoring, window, self._remat, self._unroll, how=self._how
+            mixed = causal_attention(
+                *arrays, scoring, window, self._remat, self._unroll, how=self._attention
             )
             return Tensor(mixed, self)
-        if what := only_native():
+        if what := feature_needing_native_attention():
             how = "dropout" if dropout else "a mask, a bias, or is_causal = False"
             raise ImportedModelError(
                 f"{what} requires plain causal attention; the attention of this module has {how}"
@@ -263,7 +267,9 @@ class Environment(TorchaxEnvironment):
             distance = jnp.arange(query.shape[2])[:, None] - jnp.arange(key.shape[2])
             seen = distance < window
         dropout_key = self.get_and_rotate_prng_key() if dropout else None
-        return Tensor(attend(*arrays, seen, dropout, causal, scale, dropout_key, cap), self)
+        return Tensor(
+            dense_attention(*arrays, seen, dropout, causal, scale, dropout_key, cap), self
+        )
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -274,16 +280,16 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def integers_of_32_bits() -> Iterator[None]:
+def ignore_int64_warnings() -> Iterator[None]:
     """Silence JAX's warnings that PyTorch's int64 becomes int32."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype")
         yield
 
 
-def call(
+def call_module(
     module: torch.nn.Module,
-    environment: Environment,
+    environment: TraceEnvironment,
     arrays: Mapping[str, jax.Array],
     buffers: Mapping[str, torch.Tensor],
     key: jax.Array | None,
@@ -302,29 +308,29 @@ def call(
     Raises:
         ImportedModelError: the module cannot be traced, or a trace would be silently wrong.
     """
-    constants = {name: environment.real(buffer) for name, buffer in buffers.items()}
+    constants = {name: environment.constant(buffer) for name, buffer in buffers.items()}
     before = {name: constant.jax() for name, constant in constants.items()}
     state = {**environment.wrap(dict(arrays)), **constants}
     prng = jax.random.key(0) if key is None else key
     with ExitStack() as stack:
         stack.enter_context(environment.override_property(prng=prng))
-        stack.enter_context(_put_right(environment))
-        stack.enter_context(integers_of_32_bits())
+        stack.enter_context(_patch_torch(environment))
+        stack.enter_context(ignore_int64_warnings())
         stack.enter_context(environment)
         stack.enter_context(torch.device("jax"))
         stack.enter_context(
             stateless._reparametrize_module(module, state, tie_weights=True, strict=False)
         )
-        with explained(module):
+        with explain_errors(module):
             result = function()
     changed = [name for name in before if constants[name].jax() is not before[name]]
     if changed and module.training:
-        raise changes_buffer(module, changed[0])
+        raise buffer_changed_error(module, changed[0])
     return result
 
 
 @contextmanager
-def _put_right(environment: Environment) -> Iterator[None]:
+def _patch_torch(environment: TraceEnvironment) -> Iterator[None]:
     """Patch what torchax would silently ignore: autograd.Function, checkpoint and autocast."""
 
     def function(cls: Any, *args: Any) -> Any:
@@ -333,8 +339,8 @@ def _put_right(environment: Environment) -> Iterator[None]:
         return apply_function(cls, args, environment)
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        raise NeedsStrict(
-            f"torch.utils.checkpoint at {here()} is ignored by a trace",
+        raise StrictFrontEndRequired(
+            f"torch.utils.checkpoint at {current_user_line()} is ignored by a trace",
             "turn it off (gradient_checkpointing) and set program.model.remat",
         )
 
@@ -342,8 +348,8 @@ def _put_right(environment: Environment) -> Iterator[None]:
 
     def autocast(self: torch.autocast) -> Any:
         if getattr(self, "_enabled", False):
-            raise NeedsStrict(
-                f"torch.autocast at {here()} is ignored by a trace",
+            raise StrictFrontEndRequired(
+                f"torch.autocast at {current_user_line()} is ignored by a trace",
                 "remove it and set program.model.dtype",
             )
         return entering(self)
@@ -360,7 +366,7 @@ def _put_right(environment: Environment) -> Iterator[None]:
 
 
 @contextmanager
-def explained(module: torch.nn.Module) -> Iterator[None]:
+def explain_errors(module: torch.nn.Module) -> Iterator[None]:
     """Turn errors of JAX and torchax into ones that name the line of the module."""
     name = type(module).__name__
     try:
@@ -368,25 +374,25 @@ def explained(module: torch.nn.Module) -> Iterator[None]:
     except jax.errors.ConcretizationTypeError as error:
         raise ImportedModelError(
             f"{name} cannot be traced: it depends on the values of a tensor (.item(), an if, or "
-            f"indexing by a mask) at {_place(error)}"
+            f"indexing by a mask) at {_location(error)}"
         ) from error
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise ImportedModelError(
             f"{name} cannot be traced: it indexes by a mask, so the shape of the result is unknown "
-            f"at {_place(error)}"
+            f"at {_location(error)}"
         ) from error
     except Exception as error:
         if not isinstance(error, AssertionError) or "mixed math" not in str(error):
-            raise raised(f"{name} cannot be traced: it", error) from error
+            raise user_code_error(f"{name} cannot be traced: it", error) from error
         raise ImportedModelError(
-            f"{name} cannot be traced: at {_place(error)} it uses a tensor that is neither a "
+            f"{name} cannot be traced: at {_location(error)} it uses a tensor that is neither a "
             "parameter nor a buffer; register it with register_buffer"
         ) from error
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return the innermost line of the module's own code."""
-    return innermost(traceback.extract_tb(error.__traceback__))
+    return innermost_user_line(traceback.extract_tb(error.__traceback__))
 
 
-__all__ = ["Environment", "Tensor", "call", "explained", "to_numpy"]
+__all__ = ["Tensor", "TraceEnvironment", "call_module", "explain_errors", "to_numpy"]

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 import lowering
 from graphtrain.errors import ImportedModelError
 
-_OURS = ("graphtrain.", "lowering.", "sharding_rules.")
-_FOLLOWED = ("__getitem__",)  # views whose writes torchax propagates
+_OWN_PACKAGES = ("graphtrain.", "lowering.", "sharding_rules.")
+_PROPAGATED_VIEWS = ("__getitem__",)  # views whose writes torchax propagates
 
 
 def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
     """Return writes through views or under no_grad in an eager forward pass, with their lines."""
-    watch = Watch()
+    watch = InPlaceWriteRecorder()
     with watch:
         try:
             module(tokens)
@@ -33,7 +33,7 @@ def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
     return [one + advice for one in watch.through_views] + watch.without_gradients
 
 
-class Watch(TorchFunctionMode):
+class InPlaceWriteRecorder(TorchFunctionMode):
     """Mode that records in-place writes to tensors that share storage, or under no_grad."""
 
     def __init__(self) -> None:
@@ -56,17 +56,24 @@ class Watch(TorchFunctionMode):
                 break
         own, before = {id(tensor) for tensor in given}, {_storage(tensor) for tensor in given}
         for tensor in _tensors(result):
-            if id(tensor) not in own and _storage(tensor) in before and name not in _FOLLOWED:
+            if (
+                id(tensor) not in own
+                and _storage(tensor) in before
+                and name not in _PROPAGATED_VIEWS
+            ):
                 self._shared.add(_storage(tensor))
                 self._kept.append(tensor)
         return result
 
     def _written(self, tensor: torch.Tensor, name: str) -> None:
         if _storage(tensor) in self._shared:
-            found, what = self.through_views, f"{name} at {here()} writes through a view"
+            found, what = (
+                self.through_views,
+                f"{name} at {current_user_line()} writes through a view",
+            )
         elif not torch.is_grad_enabled():
             found = self.without_gradients
-            what = f"{name} at {here()} writes in place under no_grad"
+            what = f"{name} at {current_user_line()} writes in place under no_grad"
         else:
             return
         if what not in found:
@@ -81,31 +88,31 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def here() -> str:
+def current_user_line() -> str:
     """Return the line of the module's own code that is being executed."""
-    return innermost(traceback.extract_stack())
+    return innermost_user_line(traceback.extract_stack())
 
 
-def innermost(frames: Sequence[traceback.FrameSummary]) -> str:
+def innermost_user_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the last line outside graphtrain, JAX and PyTorch, for example "model.py:12"."""
-    last = (_of_author(frames) or frames)[-1]
+    last = (_user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}"
 
 
-def raised(who: str, error: Exception) -> Exception:
+def user_code_error(who: str, error: Exception) -> Exception:
     """Return an error that says what the module's code raised, and in which line.
 
     An error of graphtrain itself is returned unchanged.
     """
-    if type(error).__module__.startswith(_OURS):
+    if type(error).__module__.startswith(_OWN_PACKAGES):
         return error
-    frames = _of_author(traceback.extract_tb(error.__traceback__))
+    frames = _user_frames(traceback.extract_tb(error.__traceback__))
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = str(error).partition("\nFor simplicity, JAX")[0] or "without a message"
     return ImportedModelError(f"{who} raises {type(error).__name__}{at}: {said}")
 
 
-def _of_author(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+def _user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames outside graphtrain, JAX and PyTorch."""
     packages = (jax, torch, torchax, lowering)
     foreign = [str(Path(one.__file__ or "").parent) + os.sep for one in packages]

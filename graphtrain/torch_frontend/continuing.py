@@ -19,14 +19,14 @@ from graphtrain.models.attention.kv_cache import (
 )
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scanning import Scan, Through
+from graphtrain.torch_frontend.scanning import Scan, ScanHooks
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 
 _TOKENS = (1, 4)  # (batch, seq) of the trace that finds the shapes of the KV cache
 
 
-def kv_cache_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
+def kv_cache_specs(opened: OpenedModel, sequences: int, max_seq_len: int) -> Tree:
     """Return the specs of the model's KV cache, by block.
 
     Blocks of a stack share arrays with a leading layer axis, one pair for each position of its
@@ -43,7 +43,7 @@ def kv_cache_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
     """
     specs = {}
     for name, (kv_heads, head_dim) in _heads(opened).items():
-        shape: tuple[int, ...] = (sequences, longest, kv_heads, head_dim)
+        shape: tuple[int, ...] = (sequences, max_seq_len, kv_heads, head_dim)
         by_head = "kv_heads" if kv_heads > 1 else None
         axes: tuple[str | None, ...] = ("batch", None, by_head, "head_dim")
         if (rows := _rows(opened, name)) is not None:
@@ -54,7 +54,7 @@ def kv_cache_specs(opened: OpenedModel, sequences: int, longest: int) -> Tree:
 
 
 def decode_step(
-    opened: OpenedModel, parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array
+    opened: OpenedModel, parameters: Tree, cache: Tree, tokens: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Run one decode step; return float32 logits (batch, seq, vocab) and the updated KV cache.
 
@@ -65,7 +65,7 @@ def decode_step(
         tokens: the next token ids, (batch, seq).
         begin: cache offset, the position of the first of these tokens.
     """
-    before, after = flatten(kept), {}
+    before, after = flatten(cache), {}
 
     def of(name: str) -> dict[str, jax.Array]:
         return {one: before[f"{_path(name)}/{one}"] for one in ("key", "value")}
@@ -87,7 +87,7 @@ def decode_step(
             found = []
             for position in range(len(names)):
                 with use_cache(**kept[position]) as here:
-                    hidden = scan.through_block(position, hidden, arrays[position], keys[position])
+                    hidden = scan.run_block(position, hidden, arrays[position], keys[position])
                 found.append({"key": here.key, "value": here.value})
             return hidden, found
 
@@ -99,10 +99,10 @@ def decode_step(
         return hidden
 
     whole = _without_remat(opened)
-    arrays = whole.computed_in(flatten(parameters))
-    with at_cache_offset(begin):
-        out = whole.run(arrays, tokens, None, Through(leaving=leaving, around=around))
-        return whole.logits_of(out, tokens), unflatten(after)
+    arrays = whole.cast_parameters(flatten(parameters))
+    with at_cache_offset(offset):
+        out = whole.run(arrays, tokens, None, ScanHooks(run_blocks=leaving, around_block=around))
+        return whole.finish_logits(out, tokens), unflatten(after)
 
 
 def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
@@ -122,9 +122,9 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
         return scan.hidden
 
     def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> CacheShapeRecorder:
-        whole, through = _without_remat(opened), Through(leaving=leaving, around=around)
+        whole, through = _without_remat(opened), ScanHooks(run_blocks=leaving, around_block=around)
         with record_cache_shapes() as outside:
-            whole.run(whole.computed_in(arrays), tokens, None, through)
+            whole.run(whole.cast_parameters(arrays), tokens, None, through)
         return outside
 
     specs = {

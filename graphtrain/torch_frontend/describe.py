@@ -9,34 +9,34 @@ from typing import TYPE_CHECKING
 
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import known_parity
+from graphtrain.torch_frontend.parity import stored_parity
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
 
-def describe(model: Imported, store: Path) -> Iterator[str]:
+def describe(model: TorchModel, store: Path) -> Iterator[str]:
     """Yield lines on the front end, the scanned blocks, and axes that were inferred from shapes.
 
     Args:
         model: settings.
         store: directory of the cache, which may have the model's parity record.
     """
-    known = known_parity(model, store)
+    known = stored_parity(model, store)
     if known is not None and known.strict and model.front_end == "auto":
         model = replace(model, front_end="strict")
     opened = open_model(model)
     if opened.strict:
         yield f"front end: strict, because {known.strict if known else opened.strict}"
-    for one in opened.lists:
+    for one in opened.block_lists:
         if isinstance(one, Stack):
             every = f", {one.period} at a time" if one.period > 1 else ""
             yield f"{one.name}: {one.count} blocks in one scan{every}"
         else:
             yield f"{one.name}: {one.count} blocks traced one by one, because {one.reason}"
     specs = opened.specs()
-    for path, names in opened.stored().items():
+    for path, names in opened.parameter_names_by_path().items():
         named = opened.axes[names[0]]
-        if named.by == "shape" and len(named.axes) > 1:
+        if named.source == "shape" and len(named.axes) > 1:
             axes = ", ".join(axis or "unsharded" for axis in specs[path].axes)
             yield f"{path}: axes ({axes}) inferred from its shape; override by program.model.axes"

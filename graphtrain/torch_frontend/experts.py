@@ -17,13 +17,13 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.models.moe import dropless_experts
 from lowering.tracing.constrain import placement
 
-NAME = "graphtrain"
+IMPLEMENTATION = "graphtrain"
 
 
 def register() -> str:
     """Register the implementation with transformers; return its name."""
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    return NAME
+    moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+    return IMPLEMENTATION
 
 
 def _experts(
@@ -37,8 +37,8 @@ def _experts(
         top_k_index: experts of each token, (tokens, k).
         top_k_weights: their router weights, (tokens, k).
     """
-    if not (by_runs() and _plain(self) and isinstance(hidden_states, Tensor)):
-        return _every_expert(self, hidden_states, top_k_index, top_k_weights)
+    if not (has_grouped_matmul() and _plain(self) and isinstance(hidden_states, Tensor)):
+        return _dense_experts(self, hidden_states, top_k_index, top_k_weights)
     environment = hidden_states._env  # pyright: ignore[reportAttributeAccessIssue]
     first = self.gate_up_proj if self.has_gate else self.up_proj
     wide, down = first.jax(), self.down_proj.jax()
@@ -59,7 +59,7 @@ def _experts(
     return Tensor(mixed[:, 0], environment)
 
 
-def by_runs() -> bool:
+def has_grouped_matmul() -> bool:
     """Return true on TPUs, where a grouped matmul multiplies rows by only their expert's weights.
 
     XLA for GPUs and CPUs multiplies all rows by every expert (jaxlib 0.10.2: 16 experts take 3.7
@@ -76,7 +76,7 @@ def _plain(experts: Any) -> bool:
     return not (own_gate or more)
 
 
-def _every_expert(
+def _dense_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute all experts for all tokens, weighted by the router (zero for unselected experts).

@@ -23,11 +23,11 @@ from transformers.masking_utils import (
 
 from graphtrain.errors import ImportedModelError
 
-OWN = "graphtrain"
+IMPLEMENTATION = "graphtrain"
 
 
 @dataclass(frozen=True)
-class Causal:
+class CausalMask:
     """Marker in place of a causal mask."""
 
     window: int | None = None  # sliding window in tokens; None: unlimited
@@ -35,11 +35,11 @@ class Causal:
 
 def register() -> None:
     """Register the implementation with transformers under the name OWN."""
-    AttentionInterface.register(OWN, _attention)
-    AttentionMaskInterface.register(OWN, _mask)
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
-def asks(kind: Any, config: Any) -> bool:
+def uses_attention_interface(kind: Any, config: Any) -> bool:
     """Return true if a model class calls the implementation for all of its attention."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return kind._can_set_attn_implementation() and (kind._supports_sdpa or capped)
@@ -53,15 +53,17 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> Causal | torch.Tensor | None:
+) -> CausalMask | torch.Tensor | None:
     plain = causal_mask_function
     if local_size is not None:
         plain = sliding_window_causal_mask_function(local_size)
     # transformers takes position_ids that do not count up for packed sequences, and adds a mask. It
     # is not needed: such position_ids come from graphtrain, whose attention knows the segments.
     packed = packed_sequence_compatibility_function(plain, *_ANYTHING)
-    if attention_mask is None and (_alike(mask_function, plain) or _alike(mask_function, packed)):
-        return Causal(local_size)
+    if attention_mask is None and (
+        _same_function(mask_function, plain) or _same_function(mask_function, packed)
+    ):
+        return CausalMask(local_size)
     return sdpa_mask(
         *(batch_size, q_length, kv_length),
         mask_function=mask_function,
@@ -74,16 +76,16 @@ def _mask(
 _ANYTHING: Any = (..., ...)  # matches any value in _alike
 
 
-def _alike(found: Any, wanted: Any) -> bool:
+def _same_function(found: Any, wanted: Any) -> bool:
     """Return true if two functions have the same code and equal closure values."""
     if wanted is ...:
         return True
     if isinstance(wanted, tuple):
-        return len(found) == len(wanted) and all(map(_alike, found, wanted))
+        return len(found) == len(wanted) and all(map(_same_function, found, wanted))
     if not hasattr(wanted, "__code__"):
         return found == wanted
     return getattr(found, "__code__", None) is wanted.__code__ and all(
-        _alike(one.cell_contents, other.cell_contents)
+        _same_function(one.cell_contents, other.cell_contents)
         for one, other in zip(found.__closure__ or (), wanted.__closure__ or (), strict=True)
     )
 
@@ -93,7 +95,7 @@ def _attention(
     query: Any,
     key: Any,
     value: Any,
-    attention_mask: Causal | Any,
+    attention_mask: CausalMask | Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -105,10 +107,12 @@ def _attention(
             raise ImportedModelError(
                 f"{type(module).__name__} passes {name} to attention, which is not supported"
             )
-    plain = isinstance(attention_mask, Causal)
+    plain = isinstance(attention_mask, CausalMask)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not isinstance(query, Tensor):
-        mixed = _in_pytorch(query, key, value, attention_mask, causal, dropout, scaling, softcap)
+        mixed = _torch_attention(
+            query, key, value, attention_mask, causal, dropout, scaling, softcap
+        )
         return mixed.transpose(1, 2), None
     environment: Any = query._env
     mixed = environment.attend(
@@ -122,11 +126,11 @@ def _attention(
     return mixed.transpose(1, 2), None
 
 
-def _in_pytorch(
+def _torch_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Causal | torch.Tensor | None,
+    mask: CausalMask | torch.Tensor | None,
     causal: bool,
     dropout: float,
     scale: float | None,
@@ -139,11 +143,11 @@ def _in_pytorch(
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     seen = mask if isinstance(mask, torch.Tensor) else None
-    if isinstance(mask, Causal) or (mask is None and causal):
+    if isinstance(mask, CausalMask) or (mask is None and causal):
         places = torch.arange(query.shape[2], device=query.device)
         distance = places[:, None] - places
         seen = distance >= 0
-        if isinstance(mask, Causal) and mask.window is not None:
+        if isinstance(mask, CausalMask) and mask.window is not None:
             seen = seen & (distance < mask.window)
     if seen is not None and seen.dtype != torch.bool:
         scores = scores + seen

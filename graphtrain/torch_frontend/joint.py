@@ -23,16 +23,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.causes import Watch, innermost, raised
-from graphtrain.torch_frontend.making import Made
+from graphtrain.torch_frontend.causes import (
+    InPlaceWriteRecorder,
+    innermost_user_line,
+    user_code_error,
+)
+from graphtrain.torch_frontend.making import MetaModule
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 # Not decomposed: JAX computes these better than their decompositions.
-_WHOLE = ("aten::embedding_dense_backward", "aten::_softmax", "aten::_log_softmax")
+_NOT_DECOMPOSED = ("aten::embedding_dense_backward", "aten::_softmax", "aten::_log_softmax")
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointGraph:
     """Graph of parameters, buffers, tokens and the gradient of logits to logits and gradients."""
 
     module: torch.fx.GraphModule
@@ -53,8 +57,8 @@ class Joint:
 
 
 def trace_joint(
-    made: Made, dtype: str, tokens: tuple[int, ...], call: Call, *, training: bool
-) -> Joint:
+    made: MetaModule, dtype: str, tokens: tuple[int, ...], call: Call, *, training: bool
+) -> JointGraph:
     """Trace the joint graph of a module for tokens of one shape.
 
     Args:
@@ -80,7 +84,7 @@ def trace_joint(
             logits = call(flat[-1]).clone()
         changed = [name for name in buffers if state[name]._version]
         if training and changed:
-            raise changes_buffer(made.module, changed[0])
+            raise buffer_changed_error(made.module, changed[0])
         return (logits,)
 
     made.module.train(training)
@@ -92,16 +96,16 @@ def trace_joint(
             decompositions=_decompositions(),
         )
     assert isinstance(graph, torch.fx.GraphModule)
-    return Joint(graph, tuple(parameters), tuple(buffers))
+    return JointGraph(graph, tuple(parameters), tuple(buffers))
 
 
-def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> list[str]:
+def find_writes_through_views(made: MetaModule, tokens: tuple[int, ...], call: Call) -> list[str]:
     """Return descriptions, with lines, of in-place writes through views that a trace would lose.
 
     The module is called on fake tensors. If that fails the list is empty, as the trace will report
     the error.
     """
-    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), InPlaceWriteRecorder()
     with fake:
         parameters, buffers, given = _fakes(made, "float32", tokens)
         state = {**parameters, **{name: one.clone() for name, one in buffers.items()}}
@@ -118,7 +122,7 @@ def written_through_views(made: Made, tokens: tuple[int, ...], call: Call) -> li
 
 
 def _fakes(
-    made: Made, dtype: str, tokens: tuple[int, ...]
+    made: MetaModule, dtype: str, tokens: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Return empty parameters, buffers and tokens, on the CPU, for a FakeTensorMode."""
     parameters = {
@@ -129,7 +133,7 @@ def _fakes(
     return parameters, buffers, torch.empty(tokens, dtype=torch.long)
 
 
-def changes_buffer(module: torch.nn.Module, name: str) -> ImportedModelError:
+def buffer_changed_error(module: torch.nn.Module, name: str) -> ImportedModelError:
     """Return the error for a module that changes a buffer in its forward pass."""
     return ImportedModelError(
         f"{type(module).__name__} changes its buffer {name} in its forward pass, as BatchNorm does "
@@ -144,7 +148,7 @@ def _decompositions() -> dict[Any, Any]:
     return {
         operation: rule
         for operation, rule in table.items()
-        if not operation.name().startswith(_WHOLE)
+        if not operation.name().startswith(_NOT_DECOMPOSED)
     }
 
 
@@ -165,11 +169,11 @@ def _traced(module: torch.nn.Module) -> Iterator[None]:
             f"{name} cannot be traced: at {_place(error)} PyTorch reports: {error}"
         ) from error
     except Exception as error:
-        raise raised(f"{name} cannot be traced: it", error) from error
+        raise user_code_error(f"{name} cannot be traced: it", error) from error
 
 
 def _place(error: BaseException) -> str:
-    return innermost(traceback.extract_tb(error.__traceback__))
+    return innermost_user_line(traceback.extract_tb(error.__traceback__))
 
 
 @contextmanager
@@ -180,14 +184,14 @@ def _on_host() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(autocast_on_host())
+        stack.enter_context(autocast_on_cpu())
         # transformers skips checks of tensor values when it believes it is being compiled.
         stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: True))
         yield
 
 
 @contextmanager
-def autocast_on_host() -> Iterator[list[torch.dtype]]:
+def autocast_on_cpu() -> Iterator[list[torch.dtype]]:
     """Redirect torch.autocast of any device to the CPU; yield the dtypes it was enabled with."""
     begin, asked = torch.autocast.__init__, []
 

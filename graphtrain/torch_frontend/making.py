@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphtrain.errors import ImportedModelError
 
-_UNKNOWN = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
+_UNINITIALIZED = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
 # Methods of tensors and functions of torch.nn.init that overwrite all previous values.
 _OVERWRITING = (
     *("normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_"),
@@ -27,29 +27,29 @@ _OVERWRITING = (
 
 
 @dataclass(frozen=True)
-class Change:
+class InitOperation:
     """One in-place operation on a parameter, with its arguments."""
 
     method: str  # method of torch.Tensor, or function of torch.nn.init
     arguments: tuple[Any, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
-    of_init: bool = False  # true if it is a function of torch.nn.init
+    is_torch_init: bool = False  # true if it is a function of torch.nn.init
 
     def apply(self, tensor: torch.Tensor) -> None:
         """Repeat the operation on another tensor."""
         settings = dict(self.settings)
-        if self.of_init:
+        if self.is_torch_init:
             getattr(torch.nn.init, self.method)(tensor, *self.arguments, **settings)
         else:
             getattr(tensor, self.method)(*self.arguments, **settings)
 
 
 @dataclass
-class Made:
+class MetaModule:
     """A module on the device "meta", and how each of its parameters is initialised."""
 
     module: torch.nn.Module
-    beginnings: dict[str, tuple[Change, ...]]  # initialisation by name; empty: unknown
+    initializers: dict[str, tuple[InitOperation, ...]]  # initialisation by name; empty: unknown
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # with real values
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ class Made:
         return dict(self.module.named_parameters())
 
 
-def make(factory: Callable[[], torch.nn.Module]) -> Made:
+def build_on_meta(factory: Callable[[], torch.nn.Module]) -> MetaModule:
     """Build a module by its factory, and allocate nothing but its buffers.
 
     Raises:
@@ -71,7 +71,7 @@ def make(factory: Callable[[], torch.nn.Module]) -> Made:
             f"the factory returned a {type(module).__name__}, not a torch.nn.Module"
         )
     beginnings = {
-        name: recorder.beginning(parameter) for name, parameter in module.named_parameters()
+        name: recorder.initializer(parameter) for name, parameter in module.named_parameters()
     }
     buffers = dict(module.named_buffers())
     for name, buffer in buffers.items():
@@ -80,7 +80,7 @@ def make(factory: Callable[[], torch.nn.Module]) -> Made:
                 f"buffer {name} has no value: it is uninitialised (torch.empty) or random; compute "
                 "it from constants, or make it a parameter"
             )
-    return Made(module, beginnings, buffers)
+    return MetaModule(module, beginnings, buffers)
 
 
 class _Recorder(TorchFunctionMode):
@@ -88,7 +88,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._changes: dict[int, list[Change]] = {}
+        self._changes: dict[int, list[InitOperation]] = {}
         self._seen: list[torch.Tensor] = []  # referenced, so that ids stay unique
 
     def __torch_function__(
@@ -96,7 +96,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if func in _UNKNOWN and _on_host(kwargs.get("device")):
+        if func in _UNINITIALIZED and _on_host(kwargs.get("device")):
             kwargs["device"] = "meta"
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
         if isinstance(first, torch.nn.Parameter) and name[-1:] == "_" and name[-2:] != "__":
@@ -117,16 +117,16 @@ class _Recorder(TorchFunctionMode):
         kwargs = {key: value for key, value in kwargs.items() if key not in ("generator", "tensor")}
         given = tuple(_plain(one) for one in args)
         settings = tuple((key, _plain(value)) for key, value in sorted(kwargs.items()))
-        self._changes[id(parameter)].append(Change(name, given, settings, of_init))
+        self._changes[id(parameter)].append(InitOperation(name, given, settings, of_init))
 
-    def beginning(self, parameter: torch.Tensor) -> tuple[Change, ...]:
+    def initializer(self, parameter: torch.Tensor) -> tuple[InitOperation, ...]:
         """Return the operations that initialise a parameter; empty if unknown."""
         changes = self._changes.get(id(parameter), [])
         if not parameter.is_meta:
             values = parameter.detach().float()
             if values.numel() and bool((values == values.reshape(-1)[0]).all()):
-                return (Change("fill_", (float(values.reshape(-1)[0]),)),)
-            return (Change("copy_", (values.numpy().copy(),)),)
+                return (InitOperation("fill_", (float(values.reshape(-1)[0]),)),)
+            return (InitOperation("copy_", (values.numpy().copy(),)),)
         return tuple(changes) if changes and changes[0].method in _OVERWRITING else ()
 
 
@@ -141,6 +141,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def parameter_count(made: Made) -> int:
+def parameter_count(made: MetaModule) -> int:
     """Return the number of weights in all parameters."""
     return sum(math.prod(parameter.shape) for parameter in made.parameters().values())

@@ -20,35 +20,35 @@ import jax.numpy as jnp
 import torch
 
 from graphtrain.config.hf_config import read_config
-from graphtrain.errors import ImportedModelError, NeedsStrict
+from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
-from graphtrain.torch_frontend.attention import only_native
-from graphtrain.torch_frontend.axes import Named, name_axes
-from graphtrain.torch_frontend.balance import Balance
-from graphtrain.torch_frontend.blocks import Stack, Unrolled, find_stacks
-from graphtrain.torch_frontend.bridge import Environment, Tensor, call
-from graphtrain.torch_frontend.causes import raised
-from graphtrain.torch_frontend.joint import trace_joint, written_through_views
-from graphtrain.torch_frontend.making import Change, Made, make
-from graphtrain.torch_frontend.scanning import NotAlike, Scan, Through, blocks_scanned
-from graphtrain.torch_frontend.source import find, split_name, with_here
+from graphtrain.torch_frontend.attention import feature_needing_native_attention
+from graphtrain.torch_frontend.axes import NamedAxes, name_axes
+from graphtrain.torch_frontend.balance import LoadBalancing
+from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
+from graphtrain.torch_frontend.causes import user_code_error
+from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
+from graphtrain.torch_frontend.making import InitOperation, MetaModule, build_on_meta
+from graphtrain.torch_frontend.scanning import BlocksDiffer, Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.source import add_working_directory, find_module_file, split_name
 from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
-from lowering.tracing.constrain import by_hand_now, constrain
-from lowering.tracing.deferred_gradient import Pending, complete
+from lowering.tracing.constrain import constrain, in_shard_map
+from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
-    from graphtrain.torch_frontend.staged import Parts
+    from graphtrain.config.schema import TorchModel
+    from graphtrain.torch_frontend.staged import PipelineParts
 
 _TOKENS = (2, 4)  # (batch, seq) of the trace that checks which blocks are identical
 
 _opened: dict[str, OpenedModel] = {}
 
 
-def open_model(model: Imported) -> OpenedModel:
+def open_model(model: TorchModel) -> OpenedModel:
     """Return the opened model of these settings; each is built once per process.
 
     Raises:
@@ -56,28 +56,33 @@ def open_model(model: Imported) -> OpenedModel:
     """
     key = json.dumps(asdict(model), sort_keys=True)
     if key not in _opened:
-        _opened[key] = open_anew(model)
+        _opened[key] = open_uncached(model)
     return _opened[key]
 
 
-def open_anew(model: Imported) -> OpenedModel:
+def open_uncached(model: TorchModel) -> OpenedModel:
     """Build and open the model without the cache of open_model, so that the caller may change it.
 
     Raises:
         ImportedModelError: the module cannot be built or traced.
     """
-    made = make(factory(model))
+    made = build_on_meta(factory(model))
     _check_parameters(made)
     assert model.vocab is not None
-    axes, balance = name_axes(made.module, model.vocab, model.axes), Balance.taken_from(made.module)
+    axes, balance = (
+        name_axes(made.module, model.vocab, model.axes),
+        LoadBalancing.from_module(made.module),
+    )
     opened = OpenedModel(model, made, (), axes, balance)
     if model.front_end == "strict":
         return _strict(opened, 'program.model.front_end = "strict"')
-    if model.front_end == "auto" and (writes := written_through_views(made, _TOKENS, opened.call)):
+    if model.front_end == "auto" and (
+        writes := find_writes_through_views(made, _TOKENS, opened.call)
+    ):
         return _strict(opened, writes[0])
     try:
         return _traced(opened)
-    except NeedsStrict as found:
+    except StrictFrontEndRequired as found:
         if model.front_end == "trace":
             raise
         return _strict(opened, found.reason)
@@ -91,29 +96,29 @@ def _strict(opened: OpenedModel, because: str) -> OpenedModel:
             f"because {because}) does not support; set it to false in program.model.overrides"
         )
     lists = tuple(
-        Unrolled(one.name, one.count, "the strict front end traces a module as one graph")
-        for one in find_stacks(opened.made.module)
+        UnrolledBlocks(one.name, one.count, "the strict front end traces a module as one graph")
+        for one in find_stacks(opened.meta.module)
     )
-    opened = replace(opened, lists=lists, strict=because)
+    opened = replace(opened, block_lists=lists, strict=because)
     opened.check()
     return opened
 
 
 def _traced(opened: OpenedModel) -> OpenedModel:
     """Return the model for the trace front end; stacks whose blocks differ are unrolled."""
-    lists = find_stacks(opened.made.module)
+    lists = find_stacks(opened.meta.module)
     while True:
-        opened = replace(opened, lists=tuple(lists))
+        opened = replace(opened, block_lists=tuple(lists))
         try:
             opened.check()
             return opened
-        except NotAlike as found:
+        except BlocksDiffer as found:
             stack = found.stack
-            unrolled = Unrolled(stack.name, stack.count, found.reason)
+            unrolled = UnrolledBlocks(stack.name, stack.count, found.reason)
             lists = [unrolled if one is stack else one for one in lists]
 
 
-def factory(model: Imported) -> Callable[[], torch.nn.Module]:
+def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
     """Return a function that builds the module, with real weights unless a device is set.
 
     Raises:
@@ -130,7 +135,7 @@ def factory(model: Imported) -> Callable[[], torch.nn.Module]:
     try:
         made = getattr(_module(name), function, None)
     except Exception as error:
-        raise raised(f"{who}importing {name}", error) from error
+        raise user_code_error(f"{who}importing {name}", error) from error
     if not callable(made):
         raise ImportedModelError(f"{who}{name} has no function {function}")
 
@@ -139,19 +144,19 @@ def factory(model: Imported) -> Callable[[], torch.nn.Module]:
             return made(**model.overrides)  # pyright: ignore[reportReturnType]  (make checks it)
         except Exception as error:
             given = f" (overrides = {dict(model.overrides)})" if model.overrides else ""
-            raise raised(f"{who}{function}{given}", error) from error
+            raise user_code_error(f"{who}{function}{given}", error) from error
 
     return call
 
 
 def _module(name: str) -> Any:
-    path = find(name)
+    path = find_module_file(name)
     if not name.endswith(".py"):
         return importlib.import_module(name)
     stem = path.stem
     if (loaded := sys.modules.get(stem)) and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    with_here()
+    add_working_directory()
     spec = importlib.util.spec_from_file_location(stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -164,7 +169,7 @@ def _module(name: str) -> Any:
     return module
 
 
-def _check_parameters(made: Made) -> None:
+def _check_parameters(made: MetaModule) -> None:
     if not made.parameters():
         raise ImportedModelError(f"{type(made.module).__name__} has no parameters to train")
     for name, parameter in made.parameters().items():
@@ -180,31 +185,31 @@ def _check_parameters(made: Made) -> None:
 class OpenedModel:
     """An imported module without weights, and the layout of its parameters as arrays."""
 
-    settings: Imported
-    made: Made
-    lists: tuple[Stack | Unrolled, ...]  # the ModuleLists of blocks
-    axes: dict[str, Named]  # array axes of every parameter, by name
-    balance: Balance | None = None  # load-balancing loss of a mixture of experts
+    settings: TorchModel
+    meta: MetaModule
+    block_lists: tuple[Stack | UnrolledBlocks, ...]  # the ModuleLists of blocks
+    axes: dict[str, NamedAxes]  # array axes of every parameter, by name
+    balance: LoadBalancing | None = None  # load-balancing loss of a mixture of experts
     strict: str = ""  # why the strict front end is used; empty: the module is traced by JAX
 
     @property
     def stacks(self) -> list[Stack]:
         """Lists of blocks that run as one scan."""
-        return [one for one in self.lists if isinstance(one, Stack)]
+        return [one for one in self.block_lists if isinstance(one, Stack)]
 
-    def stored(self) -> dict[str, list[str]]:
+    def parameter_names_by_path(self) -> dict[str, list[str]]:
         """Return the module's parameter names by the path of the array that stores them.
 
         An array of several names is stacked: each name is one row.
         """
         places = {
-            stack.path(position, name): stack.names(position, name)
+            stack.path(position, name): stack.parameter_names(position, name)
             for stack in self.stacks
             for position, names in enumerate(stack.parameters)
             for name in names
         }
         stacked = {name for names in places.values() for name in names}
-        rest = [name for name in self.made.parameters() if name not in stacked]
+        rest = [name for name in self.meta.parameters() if name not in stacked]
         return {name.replace(".", "/"): [name] for name in rest} | places
 
     def is_stacked(self, path: str) -> bool:
@@ -219,9 +224,9 @@ class OpenedModel:
         Raises:
             ImportedModelError: program.model.axes names too many or too few axes for a parameter.
         """
-        parameters = self.made.parameters()
+        parameters = self.meta.parameters()
         specs = {}
-        for path, names in self.stored().items():
+        for path, names in self.parameter_names_by_path().items():
             shape, axes = tuple(parameters[names[0]].shape), self.axes[names[0]].axes
             if len(axes) != len(shape):
                 raise ImportedModelError(
@@ -234,7 +239,7 @@ class OpenedModel:
         return specs
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> PipelineParts:
         """Paths of the parameters before, inside and after the blocks.
 
         Raises:
@@ -259,7 +264,7 @@ class OpenedModel:
         key = jax.eval_shape(lambda: jax.random.key(0))
         jax.eval_shape(
             lambda arrays, tokens, key: self._logits(
-                self.computed_in(arrays), tokens, key, verify=True
+                self.cast_parameters(arrays), tokens, key, verify=True
             ),
             arrays,
             tokens,
@@ -272,13 +277,13 @@ class OpenedModel:
         Raises:
             ImportedModelError: the initial values of a parameter are unknown.
         """
-        stored = self.stored()
+        stored = self.parameter_names_by_path()
         keys = jax.random.split(key, len(stored))
-        parameters = self.made.parameters()
+        parameters = self.meta.parameters()
         arrays = {}
         for (path, names), own in zip(sorted(stored.items()), keys, strict=True):
             shape = tuple(parameters[names[0]].shape)
-            changes = [self._beginning(name) for name in names]
+            changes = [self._initializer(name) for name in names]
             if not self.is_stacked(path):
                 arrays[path] = _begin(changes[0], shape, own)
                 continue
@@ -292,8 +297,8 @@ class OpenedModel:
                 arrays[path] = jnp.stack(drawn)
         return unflatten(arrays)
 
-    def _beginning(self, name: str) -> tuple[Change, ...]:
-        if changes := self.made.beginnings[name]:
+    def _initializer(self, name: str) -> tuple[InitOperation, ...]:
+        if changes := self.meta.initializers[name]:
             return changes
         raise ImportedModelError(
             f"the initial values of {name} are unknown: its constructor does not fill it by "
@@ -311,7 +316,7 @@ class OpenedModel:
             tokens: token ids, (batch, seq).
             dropout_key: None disables dropout.
         """
-        arrays, terms = self.computed_in(flatten(parameters)), {}
+        arrays, terms = self.cast_parameters(flatten(parameters)), {}
         if self.balance is None:
             return self._logits(arrays, tokens, dropout_key), terms
         self._check_balanced()
@@ -319,28 +324,29 @@ class OpenedModel:
 
         def leaving(scan: Scan) -> jax.Array:
             hidden = scan.run()
-            terms["balance_loss"] = balance.loss(scan.routed)
+            terms["balance_loss"] = balance.loss(scan.router_statistics)
             return hidden
 
-        through = Through(leaving=leaving, balance=balance)
-        return self.logits_of(self.run(arrays, tokens, dropout_key, through), tokens), terms
+        through = ScanHooks(run_blocks=leaving, balance=balance)
+        return self.finish_logits(self.run(arrays, tokens, dropout_key, through), tokens), terms
 
     def _check_balanced(self) -> None:
         """Refuse programs that would balance experts over fewer tokens than the module does."""
-        if len(self.lists) > 1 or not self.stacks:
+        if len(self.block_lists) > 1 or not self.stacks:
             raise ImportedModelError(
                 "output_router_logits adds a load-balancing loss, which requires blocks that run "
                 "as one scan; `graphtrain plan` reports how these differ. Or set it to false in "
                 "program.model.overrides"
             )
-        if by_hand_now():
+        if in_shard_map():
             raise ShardingError(
-                'batch.reduce = "last" computes the loss of one replica\'s tokens at a time, but '
+                'batch.gradient_reduction = "per_step" computes the loss of one replica\'s tokens '
+                "at a time, but "
                 "output_router_logits balances experts over the tokens of all replicas; use "
-                'batch.reduce = "each"'
+                'batch.gradient_reduction = "per_microbatch"'
             )
 
-    def computed_in(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def cast_parameters(self, parameters: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Cast parameters to the dtype of the computation, except token embeddings and LM heads.
 
         Gradients of embedding rows are summed in the dtype of the table, so it stays float32.
@@ -349,9 +355,9 @@ class OpenedModel:
         specs, dtype = self.specs(), self.settings.dtype
 
         def computed(path: str, array: Any) -> Any:
-            if self.is_stacked(path) and isinstance(array, Pending):
+            if self.is_stacked(path) and isinstance(array, DeferredGradient):
                 return array
-            array = complete(array)
+            array = attach_reductions(array)
             return array if "vocab" in specs[path].axes else array.astype(dtype)
 
         return {path: computed(path, array) for path, array in parameters.items()}
@@ -365,14 +371,14 @@ class OpenedModel:
     ) -> jax.Array:
         if self.strict:
             return self._strict_logits(arrays, tokens, key)
-        return self.logits_of(self.run(arrays, tokens, key, verify=verify), tokens)
+        return self.finish_logits(self.run(arrays, tokens, key, verify=verify), tokens)
 
     def run(
         self,
         arrays: dict[str, Any],
         tokens: jax.Array,
         key: jax.Array | None,
-        through: Through | None = None,
+        through: ScanHooks | None = None,
         verify: bool = False,
     ) -> torch.Tensor:
         """Call the module and return its logits, in the dtype of the computation.
@@ -390,28 +396,30 @@ class OpenedModel:
             ImportedModelError: the module cannot be traced, or the program requires graphtrain's
                 attention and the module does not call it.
         """
-        module, settings = self.made.module, self.settings
-        unroll = 1 if self.lists and len(self.stacks) == len(self.lists) else 2
-        environment = Environment(
+        module, settings = self.meta.module, self.settings
+        unroll = 1 if self.block_lists and len(self.stacks) == len(self.block_lists) else 2
+        environment = TraceEnvironment(
             settings.dtype, settings.vocab, settings.remat, unroll, settings.attention
         )
         self._check_length(tokens.shape[1])
         module.train(key is not None)
         plain = {
-            names[0]: environment.read(arrays[path])
-            for path, names in self.stored().items()
+            names[0]: environment.array_or_zeros(arrays[path])
+            for path, names in self.parameter_names_by_path().items()
             if not self.is_stacked(path)
         }
 
         def run() -> torch.Tensor:
-            with blocks_scanned(
-                module, environment, self.lists, arrays, settings.remat, verify, through
+            with scanning_blocks(
+                module, environment, self.block_lists, arrays, settings.remat, verify, through
             ):
                 places = environment.wrap(self._positions(tokens.shape[1]))
                 return self._scores(Tensor(tokens, environment), places)
 
-        out: Any = call(module, environment, plain, self.made.buffers, key, run)
-        if not environment.attended and (what := self._takes_native()):
+        out: Any = call_module(module, environment, plain, self.meta.buffers, key, run)
+        if not environment.native_attention_calls and (
+            what := self._feature_needing_native_attention()
+        ):
             instead = "call scaled_dot_product_attention with is_causal = True"
             if settings.hf is not None:
                 instead = "use the native decoder (graphtrain convert hf-to-graphtrain)"
@@ -421,7 +429,7 @@ class OpenedModel:
             )
         return out
 
-    def logits_of(self, out: Any, tokens: jax.Array) -> jax.Array:
+    def finish_logits(self, out: Any, tokens: jax.Array) -> jax.Array:
         """Return the module's output for these tokens as float32 logits, placed by the rules.
 
         Raises:
@@ -433,26 +441,29 @@ class OpenedModel:
     def _strict_logits(
         self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        if what := self._takes_native():
+        if what := self._feature_needing_native_attention():
             raise ImportedModelError(
                 f"{what} requires graphtrain's attention, but the strict front end (used because "
                 f"{self.strict}) computes PyTorch's own; turn one of them off"
             )
         self._check_length(tokens.shape[1])
         settings, training = self.settings, key is not None
-        joint = trace_joint(self.made, settings.dtype, tokens.shape, self.call, training=training)
+        joint = trace_joint(self.meta, settings.dtype, tokens.shape, self.call, training=training)
         environment = StrictEnvironment(settings.dtype, settings.vocab)
-        graph = StrictGraph(joint, self.made.buffers, environment, self.embed, settings.remat)
+        graph = StrictGraph(joint, self.meta.buffers, environment, self.embed, settings.remat)
         by_name = {
-            names[0]: arrays[path].astype(settings.dtype) for path, names in self.stored().items()
+            names[0]: arrays[path].astype(settings.dtype)
+            for path, names in self.parameter_names_by_path().items()
         }
         out = graph.logits(by_name, tokens, jax.random.key(0) if key is None else key)
         return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
 
-    def _takes_native(self) -> str | None:
+    def _feature_needing_native_attention(self) -> str | None:
         """Return the requested feature that only graphtrain's attention supports, or None."""
         forced = self.settings.attention == "flash"
-        return only_native() or ('program.model.attention = "flash"' if forced else None)
+        return feature_needing_native_attention() or (
+            'program.model.attention = "flash"' if forced else None
+        )
 
     def call(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the module's logits of token ids (batch, seq).
@@ -468,8 +479,8 @@ class OpenedModel:
         """Return the module's logits of tokens; `places` holds position_ids, or is empty."""
         if self.settings.hf is not None:
             places = {"use_cache": False} | places
-            return scores(self.made.module(input_ids=tokens, **places))
-        return scores(self.made.module(tokens, **places))
+            return extract_logits(self.meta.module(input_ids=tokens, **places))
+        return extract_logits(self.meta.module(tokens, **places))
 
     def _check_scores(self, found: torch.Tensor, tokens: tuple[int, ...]) -> None:
         want = (*tokens, self.settings.vocab)
@@ -482,7 +493,7 @@ class OpenedModel:
     @property
     def embed(self) -> int:
         """Width of the residual stream; 0 if the module has no token embedding."""
-        for name, parameter in self.made.parameters().items():
+        for name, parameter in self.meta.parameters().items():
             axes = self.axes[name].axes
             if set(axes) == {"vocab", "embed"}:
                 return parameter.shape[axes.index("embed")]
@@ -494,30 +505,30 @@ class OpenedModel:
         Raises:
             ImportedModelError: the module does not accept position_ids.
         """
-        what = only_native()
+        what = feature_needing_native_attention()
         if what is None:
             return {}
-        if "position_ids" not in inspect.signature(self.made.module.forward).parameters:
+        if "position_ids" not in inspect.signature(self.meta.module.forward).parameters:
             raise ImportedModelError(
                 f"{what} requires a module whose forward accepts position_ids, but that of "
-                f"{type(self.made.module).__name__} does not"
+                f"{type(self.meta.module).__name__} does not"
             )
         found = positions(length)
         return {"position_ids": found if found.ndim == 2 else found[None]}
 
     def _check_length(self, length: int) -> None:
         """Refuse sequences longer than a table of positions, which JAX would read out of bounds."""
-        for name, parameter in self.made.parameters().items():
+        for name, parameter in self.meta.parameters().items():
             if "positions" in self.axes[name].axes:
                 rows = parameter.shape[self.axes[name].axes.index("positions")]
                 if length > rows:
                     raise ImportedModelError(
                         f"sequences of {length} tokens are longer than {name}, which has {rows} "
-                        "rows; lower program.batch.length"
+                        "rows; lower program.batch.seq_len"
                     )
 
 
-def scores(returned: Any) -> torch.Tensor:
+def extract_logits(returned: Any) -> torch.Tensor:
     """Return the logits in a module's output: the tensor, .logits, or the first of a tuple.
 
     Raises:
@@ -536,9 +547,9 @@ def scores(returned: Any) -> torch.Tensor:
     return found
 
 
-def _begin(changes: tuple[Change, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def _begin(changes: tuple[InitOperation, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return a float32 array that the changes initialise."""
-    environment = Environment()
+    environment = TraceEnvironment()
     tensor = Tensor(jnp.zeros(shape, jnp.float32), environment)
     with (
         environment.override_property(prng=key),
@@ -555,5 +566,5 @@ def _begin(changes: tuple[Change, ...], shape: tuple[int, ...], key: jax.Array) 
     return tensor.jax()
 
 
-def _alike(one: tuple[Change, ...], other: tuple[Change, ...]) -> bool:
+def _alike(one: tuple[InitOperation, ...], other: tuple[InitOperation, ...]) -> bool:
     return repr(one) == repr(other)

@@ -20,27 +20,30 @@ import torch
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.layout import Layout
-from graphtrain.cache.writing import replace_file, writing
+from graphtrain.cache.layout import StorePaths
+from graphtrain.cache.writing import replace_file, write_errors
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.bridge import to_numpy
-from graphtrain.torch_frontend.causes import likely_causes, raised
-from graphtrain.torch_frontend.joint import autocast_on_host
-from graphtrain.torch_frontend.model import OpenedModel, factory, open_anew, scores
-from graphtrain.torch_frontend.shrink import shrunk
-from graphtrain.torch_frontend.source import ingredients
-from graphtrain.torch_frontend.transformers_model import use_own_parts
+from graphtrain.torch_frontend.causes import likely_causes, user_code_error
+from graphtrain.torch_frontend.joint import autocast_on_cpu
+from graphtrain.torch_frontend.model import OpenedModel, extract_logits, factory, open_uncached
+from graphtrain.torch_frontend.shrink import shrink_model
+from graphtrain.torch_frontend.source import key_ingredients
+from graphtrain.torch_frontend.transformers_model import use_transformers_implementations
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
-LOSS, GRADIENT = 1e-5, 1e-4  # relative tolerances in float32
-ROUGH_LOSS, ROUGH_GRADIENT = 1e-3, 3e-2  # tolerances if the module uses torch.autocast
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative tolerances in float32
+AUTOCAST_LOSS_TOLERANCE, AUTOCAST_GRADIENT_TOLERANCE = (
+    1e-3,
+    3e-2,
+)  # tolerances if the module uses torch.autocast
 _TOKENS = (2, 16)  # (batch, seq)
 _SHOWN = 3  # parameters listed in an error
-QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}  # compiler options
+UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}  # compiler options
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,17 @@ class Parity:
 _PARITY = frozenset(field.name for field in fields(Parity))
 
 
-def ensure_parity(model: Imported, store: Path) -> Parity:
+def ensure_parity(model: TorchModel, store: Path) -> Parity:
     """Compare a model with eager PyTorch, unless the store has a record of its comparison.
 
     Raises:
         ImportedModelError: they differ, or the model cannot be compared.
     """
-    return Parity(**once(model, store, "", lambda: asdict(check_parity(model)), _PARITY))
+    return Parity(**run_check_once(model, store, "", lambda: asdict(check_parity(model)), _PARITY))
 
 
-def once(
-    model: Imported,
+def run_check_once(
+    model: TorchModel,
     store: Path,
     suffix: str,
     check: Callable[[], dict[str, Any]],
@@ -89,12 +92,12 @@ def once(
             return known
         found = check()
         text = (json.dumps(found) + "\n").encode()
-        with writing(path, len(text)):
-            replace_file(Layout(store), path, text)
+        with write_errors(path, len(text)):
+            replace_file(StorePaths(store), path, text)
     return found
 
 
-def known_parity(model: Imported, store: Path) -> Parity | None:
+def stored_parity(model: TorchModel, store: Path) -> Parity | None:
     """Return the stored comparison of a model, or None."""
     found = _read(_record(_key(model), store), _PARITY)
     return None if found is None else Parity(**found)
@@ -113,11 +116,11 @@ def _record(key: CacheKey, store: Path, suffix: str = "") -> Path:
     return store / "parity" / f"{key.digest}{suffix}.json"
 
 
-def _key(model: Imported) -> CacheKey:
-    return CacheKey.of(**ingredients(model))
+def _key(model: TorchModel) -> CacheKey:
+    return CacheKey.of(**key_ingredients(model))
 
 
-def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
+def check_parity(model: TorchModel, tokens: tuple[int, int] = _TOKENS) -> Parity:
     """Compare loss and gradients with eager PyTorch, in float32 on one batch of random tokens.
 
     If a trace differs and front_end is "auto", the strict front end is compared too.
@@ -129,14 +132,14 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     Raises:
         ImportedModelError: they differ; names the worst parameters and the likely causes.
     """
-    small, overrides = shrunk(model)
+    small, overrides = shrink_model(model)
     small = replace(small, dtype="float32")
     assert small.vocab is not None
     batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
     # A too small embedding fails in PyTorch; JAX would not notice.
     batch[0, 0] = small.vocab - 1
-    eager = _eager(real_module(small), batch, hf=small.hf is not None)
-    opened = open_anew(small)
+    eager = _eager(module_with_weights(small), batch, hf=small.hf is not None)
+    opened = open_uncached(small)
     found = _compare(opened, eager)
     if found.close:
         return Parity(*found.worst, overrides, opened.strict)
@@ -144,7 +147,7 @@ def check_parity(model: Imported, tokens: tuple[int, int] = _TOKENS) -> Parity:
     if model.front_end != "auto" or opened.strict:
         raise ImportedModelError(why)
     try:
-        second = _compare(open_anew(replace(small, front_end="strict")), eager)
+        second = _compare(open_uncached(replace(small, front_end="strict")), eager)
     except ImportedModelError as error:
         raise ImportedModelError(f"{why}; the strict front end fails too: {error}") from error
     if not second.close:
@@ -164,7 +167,7 @@ class _Eager:
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _Differences:
     """Differences of loss and gradients from eager PyTorch."""
 
     value: float  # the loss
@@ -180,18 +183,22 @@ class _Apart:
 
     @property
     def close(self) -> bool:
-        loss, gradient = (ROUGH_LOSS, ROUGH_GRADIENT) if self.rough else (LOSS, GRADIENT)
+        loss, gradient = (
+            (AUTOCAST_LOSS_TOLERANCE, AUTOCAST_GRADIENT_TOLERANCE)
+            if self.rough
+            else (LOSS_TOLERANCE, GRADIENT_TOLERANCE)
+        )
         return self.loss <= loss and self.worst[1] <= gradient
 
 
-def _compare(opened: OpenedModel, eager: _Eager) -> _Apart:
-    without_dropout(opened.made.module)
+def _compare(opened: OpenedModel, eager: _Eager) -> _Differences:
+    disable_dropout(opened.meta.module)
     value, gradients = _traced(opened, weights(eager.module), eager.batch)
     loss = abs(value - eager.loss) / max(abs(eager.loss), 1.0)
-    return _Apart(value, loss, _apart(gradients, eager.gradients), eager.rough)
+    return _Differences(value, loss, _gradient_differences(gradients, eager.gradients), eager.rough)
 
 
-def real_module(model: Imported) -> torch.nn.Module:
+def module_with_weights(model: TorchModel) -> torch.nn.Module:
     """Build the module with real weights, plus noise so that none is exactly zero or one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -199,13 +206,13 @@ def real_module(model: Imported) -> torch.nn.Module:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    without_dropout(module)
+    disable_dropout(module)
     if model.hf is not None:
-        use_own_parts(module)
+        use_transformers_implementations(module)
     return module.train()
 
 
-def without_dropout(module: torch.nn.Module) -> None:
+def disable_dropout(module: torch.nn.Module) -> None:
     """Set all dropout rates of a module to 0, as PyTorch's random numbers are not JAX's."""
     for inner in module.modules():
         for name, value in vars(inner).items():
@@ -232,26 +239,26 @@ def _traced(
         loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
         return loss + sum(terms.values())
 
-    arrays = stacked(opened, weights)
+    arrays = stack_weights(opened, weights)
     lowered = jax.jit(jax.value_and_grad(objective)).lower(arrays)
-    loss, gradients = lowered.compile(QUICKLY)(arrays)
-    return float(loss), unstacked(opened, gradients)
+    loss, gradients = lowered.compile(UNOPTIMIZED)(arrays)
+    return float(loss), unstack_weights(opened, gradients)
 
 
-def stacked(opened: OpenedModel, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def stack_weights(opened: OpenedModel, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Convert weights by parameter name to the stacked arrays by path that the model uses."""
     return {
         path: np.stack([weights[name] for name in names])
         if opened.is_stacked(path)
         else weights[names[0]]
-        for path, names in opened.stored().items()
+        for path, names in opened.parameter_names_by_path().items()
     }
 
 
-def unstacked(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def unstack_weights(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Convert arrays by path to weights by parameter name; the inverse of stacked."""
     by_name: dict[str, np.ndarray] = {}
-    for path, names in opened.stored().items():
+    for path, names in opened.parameter_names_by_path().items():
         rows = (
             np.asarray(arrays[path]) if opened.is_stacked(path) else np.asarray(arrays[path])[None]
         )
@@ -261,14 +268,14 @@ def unstacked(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.nd
 
 def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
     tokens = torch.tensor(batch, dtype=torch.long)
-    with torch.device("cpu"), autocast_on_host() as autocasts:
+    with torch.device("cpu"), autocast_on_cpu() as autocasts:
         try:
             loss = _eager_loss(module, tokens, hf=hf)
             loss.backward()
         except Exception as error:
             # For example an IndexError if a token id is past the end of the embedding.
             who = f"{type(module).__name__}, run by PyTorch on token ids up to {int(tokens.max())},"
-            raise raised(who, error) from error
+            raise user_code_error(who, error) from error
     gradients = {
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in module.named_parameters()
@@ -279,7 +286,7 @@ def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
 def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> torch.Tensor:
     given = tokens[:, :-1]
     returned = module(input_ids=given, use_cache=False) if hf else module(given)
-    out = scores(returned).float()
+    out = extract_logits(returned).float()
     loss = torch.nn.functional.cross_entropy(
         out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
     )
@@ -288,7 +295,7 @@ def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> t
     return loss
 
 
-def _apart(
+def _gradient_differences(
     gradients: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """Return, by parameter, the largest difference relative to its largest gradient element.
@@ -305,7 +312,7 @@ def _apart(
     return apart
 
 
-def _mismatch(found: _Apart, eager: _Eager) -> str:
+def _mismatch(found: _Differences, eager: _Eager) -> str:
     """Describe the mismatch: losses, worst parameters and likely causes."""
     apart, module = found.gradients, eager.module
     worst = sorted(apart, key=lambda name: -apart[name])[:_SHOWN]

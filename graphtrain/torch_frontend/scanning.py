@@ -21,16 +21,16 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_frontend.balance import Balance, Sums
-from graphtrain.torch_frontend.blocks import Stack, Unrolled
-from graphtrain.torch_frontend.bridge import Environment, Tensor
+from graphtrain.torch_frontend.balance import LoadBalancing, RouterStatistics
+from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from lowering.tracing.constrain import constrain
-from lowering.tracing.deferred_gradient import Pending, complete
+from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
 
 Arrays = Mapping[str, jax.Array]
 
 
-class NotAlike(Exception):
+class BlocksDiffer(Exception):
     """Blocks of a stack that compute different things, or that the module uses differently."""
 
     def __init__(self, stack: Stack, reason: str) -> None:
@@ -38,27 +38,27 @@ class NotAlike(Exception):
         self.stack, self.reason = stack, reason
 
 
-class Taken(Exception):
+class StopForward(Exception):
     """Signal that stops a module's forward pass once the wanted value is known."""
 
     def __init__(self, wanted: Any) -> None:
         super().__init__("the module's forward pass was stopped")
-        self.wanted = wanted
+        self.value = wanted
 
 
 @dataclass(frozen=True)
-class Through:
+class ScanHooks:
     """Hooks on a module's blocks; by default a stack is one scan."""
 
-    entering: Callable[[Scan], None] = lambda scan: None  # called before the first block
+    before_blocks: Callable[[Scan], None] = lambda scan: None  # called before the first block
     # Returns the hidden state after the last block of a stack.
-    leaving: Callable[[Scan], jax.Array] = lambda scan: scan.run()
+    run_blocks: Callable[[Scan], jax.Array] = lambda scan: scan.run()
     # Context in which a block outside of all stacks runs, by the name of the block.
-    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    balance: Balance | None = None  # load-balancing loss of routers; None: not recorded
+    around_block: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    balance: LoadBalancing | None = None  # load-balancing loss of routers; None: not recorded
 
 
-class _Awaited(Tensor):
+class _Placeholder(Tensor):
     """Placeholder for the output of a block; only its shape and dtype are known."""
 
     def jax(self) -> jax.Array:
@@ -66,21 +66,21 @@ class _Awaited(Tensor):
         raise self._why  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _awaited(array: Any, environment: Environment, why: NotAlike) -> _Awaited:
-    made = _Awaited(jax.ShapeDtypeStruct(array.shape, array.dtype), environment)  # pyright: ignore
+def _placeholder(array: Any, environment: TraceEnvironment, why: BlocksDiffer) -> _Placeholder:
+    made = _Placeholder(jax.ShapeDtypeStruct(array.shape, array.dtype), environment)  # pyright: ignore
     made._why = why  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
 @contextmanager
-def blocks_scanned(
+def scanning_blocks(
     module: torch.nn.Module,
-    environment: Environment,
-    lists: Sequence[Stack | Unrolled],
+    environment: TraceEnvironment,
+    lists: Sequence[Stack | UnrolledBlocks],
     arrays: Mapping[str, jax.Array],
     remat: str,
     verify: bool = False,
-    through: Through | None = None,
+    through: ScanHooks | None = None,
 ) -> Iterator[None]:
     """Replace the blocks of a module, so that calling it inside runs a scan over every stack.
 
@@ -96,7 +96,7 @@ def blocks_scanned(
     Raises:
         NotAlike: while the module is called, if blocks of a stack differ.
     """
-    changed, through = [], through or Through()
+    changed, through = [], through or ScanHooks()
     try:
         for one in lists:
             blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
@@ -106,11 +106,11 @@ def blocks_scanned(
                     for position, names in enumerate(one.parameters)
                 ]
                 scan = Scan(one, blocks, rows, environment, remat, verify, through)
-                stand_ins = [scan.stand_in(number) for number in range(one.count)]
+                stand_ins = [scan.replacement_forward(number) for number in range(one.count)]
             else:
                 stand_ins = [
                     _within(
-                        partial(through.around, f"{one.name}.{number}"),
+                        partial(through.around_block, f"{one.name}.{number}"),
                         _checkpointed(block, environment, remat),
                     )
                     for number, block in enumerate(blocks)
@@ -141,22 +141,24 @@ class Scan:
     stack: Stack
     blocks: list[torch.nn.Module]
     rows: list[dict[str, jax.Array]]  # stacked parameters, per position of the period, by name
-    environment: Environment
+    environment: TraceEnvironment
     remat: str
     verify: bool
-    through: Through
+    through: ScanHooks
     hidden: jax.Array | None = None  # input of the first block
     calls: list[_Call] = field(default_factory=list)  # one for each position of the period
-    handed: _Awaited | None = None  # placeholder output of the previous block
+    previous_output: _Placeholder | None = None  # placeholder output of the previous block
     programs: list[str] = field(default_factory=list)  # jaxprs of the first period, to compare
-    routed: list[Sums] = field(default_factory=list)  # one per router of a period, rows stacked
+    router_statistics: list[RouterStatistics] = field(
+        default_factory=list
+    )  # one per router of a period, rows stacked
 
-    def stand_in(self, number: int) -> Callable[..., Any]:
+    def replacement_forward(self, number: int) -> Callable[..., Any]:
         """Return the function that replaces the forward of one block."""
         return lambda *args, **kwargs: self._called(number, args, kwargs)
 
-    def _different(self, reason: str) -> NotAlike:
-        return NotAlike(self.stack, reason)
+    def _different(self, reason: str) -> BlocksDiffer:
+        return BlocksDiffer(self.stack, reason)
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor):
@@ -164,7 +166,7 @@ class Scan:
         position = number % self.stack.period
         if number == 0:
             self.hidden, self.calls = args[0].jax(), []  # pyright: ignore[reportAttributeAccessIssue]
-        elif args[0] is not self.handed:
+        elif args[0] is not self.previous_output:
             raise self._different(
                 f"the input of block {number} is not the output of block {number - 1}"
             )
@@ -172,7 +174,7 @@ class Scan:
             self.calls.append(_Call(args[1:], kwargs))
             self.describe(position)
             if number == 0:
-                self.through.entering(self)
+                self.through.before_blocks(self)
         elif not _same(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
@@ -180,7 +182,7 @@ class Scan:
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
-        return self._return(self.calls[position], self.through.leaving(self) if last else None)
+        return self._return(self.calls[position], self.through.run_blocks(self) if last else None)
 
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
@@ -195,7 +197,7 @@ class Scan:
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
         # Only shapes are needed; 1F1B calls the head on fewer positions than a kernel supports.
-        with self.environment.by_scores():
+        with self.environment.without_kernels():
             call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
@@ -221,15 +223,15 @@ class Scan:
     def _row(self, position: int) -> Any:
         return {
             name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
-            if isinstance(array, Pending)
+            if isinstance(array, DeferredGradient)
             else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
             for name, array in self.rows[position].items()
         }
 
-    def _here(self, array: Any) -> jax.Array:
+    def _reduced(self, array: Any) -> jax.Array:
         """Return a parameter inside the loop; there a deferred gradient is reduced."""
-        if isinstance(array, Pending):
-            return complete(array).astype(self.environment.computes_in)
+        if isinstance(array, DeferredGradient):
+            return attach_reductions(array).astype(self.environment.computes_in)
         return array
 
     def _key(self) -> Any:
@@ -252,25 +254,25 @@ class Scan:
     def run(self) -> jax.Array:
         """Return the hidden state after all blocks."""
         assert self.hidden is not None
-        return self.through_rows(self.hidden, self.rows, self.keys())
+        return self.scan_rows(self.hidden, self.rows, self.keys())
 
     def keys(self) -> jax.Array:
         """Draw dropout keys of every block, (rows, period)."""
         key = self.environment.get_and_rotate_prng_key()
         return jax.random.split(key, (self.stack.rows, self.stack.period))
 
-    def given(self) -> list[jax.Array]:
+    def block_arguments(self) -> list[jax.Array]:
         """Return the arrays that the first block gets in addition to the hidden state."""
         call = self.calls[0]
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def by_name(self, arrays: Arrays) -> Arrays:
+    def arrays_by_name(self, arrays: Arrays) -> Arrays:
         """Return stacked arrays by name inside a block instead of by path, for a period of 1."""
         (names,) = self.stack.parameters
         return {name: arrays[self.stack.path(0, name)] for name in names}
 
-    def through_rows(
+    def scan_rows(
         self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None
     ) -> jax.Array:
         """Scan over rows of blocks and return the hidden state after them.
@@ -282,32 +284,32 @@ class Scan:
             real: bool per row, false for padding rows, which pass the hidden state through.
         """
 
-        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[Sums]]:
+        def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[RouterStatistics]]:
             (arrays, keys, real), before = row, hidden
-            routed: list[Sums] = []
-            arrays = jax.tree.map(self._here, arrays, is_leaf=_is_pending)
+            routed: list[RouterStatistics] = []
+            arrays = jax.tree.map(self._reduced, arrays, is_leaf=_is_pending)
             for position in range(self.stack.period):
                 with self._recorded(self.blocks[position]) as sums:
-                    hidden = self.through_block(position, hidden, arrays[position], keys[position])
+                    hidden = self.run_block(position, hidden, arrays[position], keys[position])
                 routed += sums
             hidden = hidden if real is None else jnp.where(real, hidden, before)
-            return residual(hidden), routed
+            return constrain_residual(hidden), routed
 
         turn = _checkpoint(body, self.remat)
-        hidden, self.routed = jax.lax.scan(turn, hidden, (rows, keys, real))
+        hidden, self.router_statistics = jax.lax.scan(turn, hidden, (rows, keys, real))
         return hidden
 
-    def through_block(
+    def run_block(
         self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
     ) -> jax.Array:
         """Return the hidden state after one block, at a position of the period."""
         call = self.calls[position]
-        out = self._block(self.blocks[position], call, residual(hidden), arrays, key)
+        out = self._block(self.blocks[position], call, constrain_residual(hidden), arrays, key)
         return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
 
-    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[Sums]]:
+    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[RouterStatistics]]:
         balance = self.through.balance
-        return nullcontext([]) if balance is None else balance.recorded(block)
+        return nullcontext([]) if balance is None else balance.recording(block)
 
     def _hidden_leaf(self, call: _Call) -> int:
         """Return the index of the hidden state in the leaves that a block returns."""
@@ -325,22 +327,22 @@ class Scan:
         """Return a block's output: the hidden state if known, and placeholders for the rest."""
         why = self._different("code other than the next block reads the output of a block")
         leaves: list[Any] = [
-            None if shape is None else _awaited(shape, self.environment, why)
+            None if shape is None else _placeholder(shape, self.environment, why)
             for shape in call.shapes
         ]
         place = self._hidden_leaf(call)
         if hidden is not None:
             leaves[place] = Tensor(hidden, self.environment)
         else:
-            self.handed = leaves[place]
+            self.previous_output = leaves[place]
         return pytree.tree_unflatten(leaves, call.structure)
 
 
 def _is_pending(leaf: Any) -> bool:
-    return isinstance(leaf, Pending)
+    return isinstance(leaf, DeferredGradient)
 
 
-def residual(hidden: jax.Array) -> jax.Array:
+def constrain_residual(hidden: jax.Array) -> jax.Array:
     """Constrain the hidden state between blocks to the sharding of the residual stream."""
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
 
@@ -356,7 +358,7 @@ def _within(
 
 
 def _checkpointed(
-    block: torch.nn.Module, environment: Environment, remat: str
+    block: torch.nn.Module, environment: TraceEnvironment, remat: str
 ) -> Callable[..., Any]:
     """Return the forward of a block that is in no stack, under activation checkpointing."""
     forward = type(block).forward

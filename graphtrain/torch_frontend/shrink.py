@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.making import make, parameter_count
+from graphtrain.torch_frontend.making import build_on_meta, parameter_count
 from graphtrain.torch_frontend.model import factory
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
-AS_IT_IS = 20_000_000  # weights up to which a model is compared at full size
-_MOST = 200_000_000  # weights up to which a model is compared at all
+FULL_SIZE_LIMIT = 20_000_000  # weights up to which a model is compared at full size
+_LIMIT = 200_000_000  # weights up to which a model is compared at all
 _HEAD = 16  # head_dim
 
 
-def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
+def shrink_model(model: TorchModel) -> tuple[TorchModel, dict[str, Any]]:
     """Return the model to compare, and the overrides that make it smaller.
 
     Raises:
@@ -26,14 +26,14 @@ def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
     """
     given = dict(model.parity)
     small = replace(model, overrides={**model.overrides, **given}, parity={})
-    count = parameter_count(make(factory(small)))
-    if count <= AS_IT_IS:
+    count = parameter_count(build_on_meta(factory(small)))
+    if count <= FULL_SIZE_LIMIT:
         return small, given
     if model.hf is not None:
-        given = _narrow(read_config(model.hf, model.overrides)) | given
+        given = _small_overrides(read_config(model.hf, model.overrides)) | given
         small = replace(model, overrides={**model.overrides, **given}, parity={})
-        count = parameter_count(make(factory(small)))
-    if count > _MOST:
+        count = parameter_count(build_on_meta(factory(small)))
+    if count > _LIMIT:
         raise ImportedModelError(
             f"the model has {count:,} parameters, too many to compare with PyTorch on this host; "
             "set [program.model.parity] to overrides that make it small, for example {layers = 2}"
@@ -41,7 +41,7 @@ def shrunk(model: Imported) -> tuple[Imported, dict[str, Any]]:
     return small, given
 
 
-def _narrow(config: dict[str, Any]) -> dict[str, Any]:
+def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
     """Return overrides for few layers and narrow heads; ratios and layer types are unchanged."""
     from transformers import AutoConfig
 

@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
-from graphtrain.config.schema import AttentionImplementation, Mixture, Model
+from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, Model
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
 # Families that do not call graphtrain's attention; docs/torch.md, Attention.
-_ATTENDING_THEMSELVES = ("bloom", "falcon", "gptj", "gpt_neo")
+_OWN_ATTENTION = ("bloom", "falcon", "gptj", "gpt_neo")
 # Families whose MLP has no gate.
 _WITHOUT_GATE = (
     "bloom",
@@ -27,7 +27,7 @@ _WITHOUT_GATE = (
 )
 
 
-def native_equivalent(model: Imported) -> Model | None:
+def native_equivalent(model: TorchModel) -> Model | None:
     """Return a native model of about the same sizes; None if they are unknown.
 
     A module of the user is built to find its sizes, which imports PyTorch.
@@ -50,21 +50,21 @@ def native_equivalent(model: Imported) -> Model | None:
         mlp=sizes["mlp"] or 4 * sizes["embed"],
         vocab=model.vocab,
         activation="gelu" if config["model_type"] in _WITHOUT_GATE else "swiglu",
-        tied_head=bool(config.get("tie_word_embeddings")),
-        mixture=Mixture(experts=experts, per_token=per_token) if experts else None,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        moe=MixtureOfExperts(experts=experts, experts_per_token=per_token) if experts else None,
         dtype=model.dtype,
         remat=model.remat,
         attention=_attention(model, config["model_type"]),
     )
 
 
-def _attention(model: Imported, kind: str) -> AttentionImplementation:
-    """Return the attention implementation; "scores" if the module computes its own."""
-    own = kind in _ATTENDING_THEMSELVES or model.front_end == "strict"
-    return "scores" if own else model.attention
+def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
+    """Return the attention implementation; "dense" if the module computes its own."""
+    own = kind in _OWN_ATTENTION or model.front_end == "strict"
+    return "dense" if own else model.attention
 
 
-def _of_module(model: Imported) -> Model | None:
+def _of_module(model: TorchModel) -> Model | None:
     """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
     from graphtrain.torch_frontend.model import open_model
 
@@ -72,7 +72,7 @@ def _of_module(model: Imported) -> Model | None:
     if not opened.embed:
         return None
     assert model.vocab is not None
-    layers = max((one.count for one in opened.lists), default=1)
+    layers = max((one.count for one in opened.block_lists), default=1)
     specs = list(opened.specs().values())
     tables = [spec for spec in specs if {"vocab", "embed"} <= {*spec.axes}]
     matrices = [
@@ -98,7 +98,7 @@ def _of_module(model: Imported) -> Model | None:
         mlp=mlp,
         vocab=model.vocab,
         activation="gelu",
-        tied_head=len(tables) == 1,
+        tie_word_embeddings=len(tables) == 1,
         dtype=model.dtype,
         remat=model.remat,
     )

@@ -19,7 +19,7 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.versions import installed
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported
+    from graphtrain.config.schema import TorchModel
 
 # Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
@@ -30,7 +30,7 @@ _SOURCES = (
 )
 
 
-def ingredients(model: Imported) -> dict[str, Any]:
+def key_ingredients(model: TorchModel) -> dict[str, Any]:
     """Return all that can change the traced model, for its cache key.
 
     Files are represented by their contents, not by their names.
@@ -63,7 +63,7 @@ def split_name(name: str) -> tuple[str, str]:
     return module, function
 
 
-def find(name: str) -> Path:
+def find_module_file(name: str) -> Path:
     """Return the file of a module; the working directory is searched first.
 
     Raises:
@@ -72,7 +72,7 @@ def find(name: str) -> Path:
     if name.endswith(".py"):
         path = Path(name).resolve()
     else:
-        with_here()
+        add_working_directory()
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
@@ -86,7 +86,7 @@ def find(name: str) -> Path:
     return path
 
 
-def with_here() -> None:
+def add_working_directory() -> None:
     """Add the working directory to sys.path, as for a script that runs there."""
     here = str(Path.cwd())
     if here not in sys.path:
@@ -98,7 +98,7 @@ def _sources_of(name: str) -> Iterator[tuple[str, str]]:
 
     Names may repeat (__init__.py). Installed packages are not included.
     """
-    waiting, seen = [find(name)], set()
+    waiting, seen = [find_module_file(name)], set()
     while waiting:
         path = waiting.pop()
         if path in seen:
@@ -124,10 +124,10 @@ def _imported_by(path: Path) -> Iterator[Path]:
         else:
             continue
         for level, name in names:
-            yield from _beside(path, level, name)
+            yield from _local_module_files(path, level, name)
 
 
-def _beside(path: Path, level: int, name: str) -> Iterator[Path]:
+def _local_module_files(path: Path, level: int, name: str) -> Iterator[Path]:
     """Yield the files of a module, relative to `path` or to the working directory."""
     parts = name.split(".") if name else []
     roots = [path.parents[level - 1]] if level else [path.parent, Path.cwd()]

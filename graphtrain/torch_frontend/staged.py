@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
-from graphtrain.torch_frontend.blocks import Stack, Unrolled
+from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scanning import Scan, Taken, Through, residual
-from lowering.pipeline.ring import read_column
+from graphtrain.torch_frontend.scanning import Scan, ScanHooks, StopForward, constrain_residual
+from lowering.pipeline.ring import read_slot
 from lowering.pipeline.schedules import Pipeline
-from lowering.tracing.constrain import draw, placement
+from lowering.tracing.constrain import draw_shard, placement
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -36,7 +36,7 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Parts:
+class PipelineParts:
     """Paths of the parameters that each part of a pipeline reads.
 
     A tied weight is in two parts. The gradient of a weight in no part is zero.
@@ -45,15 +45,17 @@ class Parts:
     first: frozenset[str]
     stages: frozenset[str]
     last: frozenset[str]
-    by_tokens: bool  # arguments of blocks other than the hidden state depend on the tokens
+    arguments_depend_on_tokens: (
+        bool  # arguments of blocks other than the hidden state depend on the tokens
+    )
 
-    def divide(self, parameters: Tree) -> Tree:
+    def split_parameters(self, parameters: Tree) -> Tree:
         """Split parameters into the parts "first", "stages" and "last" of a Pipeline."""
         arrays = flatten(parameters)
         paths = {"first": self.first, "stages": self.stages, "last": self.last}
         return {part: {path: arrays[path] for path in paths[part]} for part in paths}
 
-    def join(self, gradients: Tree, parameters: Tree) -> Tree:
+    def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
         """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
 
         def total(path: str, array: jax.Array) -> jax.Array:
@@ -63,7 +65,7 @@ class Parts:
         return unflatten({path: total(path, array) for path, array in flatten(parameters).items()})
 
 
-def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
+def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
     """Reorder the layer rows of parameters, or of their specs, for pipeline stages.
 
     Raises:
@@ -73,7 +75,7 @@ def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
     if stack.count != sum(stages.layers):
         raise ShardingError(
             f"{stack.name} has {stack.count} blocks, but the stages hold {sum(stages.layers)}; set "
-            "program.pipeline.layers to the number of blocks in each stage"
+            "program.pipeline.layers_per_stage to the number of blocks in each stage"
         )
 
     def store(path: str, one: Any) -> Any:
@@ -84,7 +86,7 @@ def arrange(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tree:
     return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
 
 
-def find_parts(opened: OpenedModel) -> Parts:
+def find_parts(opened: OpenedModel) -> PipelineParts:
     """Trace a model to find the parameters used before, in and after its blocks.
 
     Raises:
@@ -99,12 +101,16 @@ def find_parts(opened: OpenedModel) -> Parts:
     key = jax.eval_shape(lambda: jax.random.key(0))
     of_module = arrays, jax.ShapeDtypeStruct(_TOKENS, jnp.int32), key
 
-    def at_blocks(wanted: Callable[[Scan], Any]) -> _Depends:
-        return _depends(
-            lambda arrays, tokens, key: _enter(opened, arrays, tokens, key, wanted), *of_module
+    def at_blocks(wanted: Callable[[Scan], Any]) -> _Dependencies:
+        return _find_dependencies(
+            lambda arrays, tokens, key: _run_until_blocks(opened, arrays, tokens, key, wanted),
+            *of_module,
         )
 
-    before, beside = at_blocks(lambda scan: scan.hidden), at_blocks(lambda scan: scan.given())
+    before, beside = (
+        at_blocks(lambda scan: scan.hidden),
+        at_blocks(lambda scan: scan.block_arguments()),
+    )
     x = before.results[0]
     if len(x.shape) != 3:
         raise _refused(f"its blocks get a hidden state of shape {x.shape}, not (2, 4, width)")
@@ -113,15 +119,15 @@ def find_parts(opened: OpenedModel) -> Parts:
         raise _refused(f"the blocks of {stack.name} get an argument that depends on {what}")
 
     def after(arrays: Arrays, tokens: jax.Array, key: jax.Array) -> jax.Array:
-        return _leave(opened, arrays, jnp.zeros(x.shape, x.dtype), tokens, key)
+        return _run_after_blocks(opened, arrays, jnp.zeros(x.shape, x.dtype), tokens, key)
 
-    last = _depends(after, *of_module)
+    last = _find_dependencies(after, *of_module)
     if last.tokens or last.key:
         what = "the tokens" if last.tokens else "dropout"
         raise _refused(f"the computation after {stack.name} depends on {what}")
     _check_by_position(opened, sorted(last.weights), x)
     stages = frozenset(path for path in arrays if opened.is_stacked(path))
-    return Parts(before.weights, stages, last.weights, beside.tokens)
+    return PipelineParts(before.weights, stages, last.weights, beside.tokens)
 
 
 def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
@@ -134,21 +140,21 @@ def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
     specs, draw = opened.specs(), np.random.default_rng(0).standard_normal
     weights = {name: jnp.asarray(draw(specs[name].shape, np.float32)) for name in names}
     tokens, x = jnp.zeros(_TOKENS, jnp.int32), jnp.asarray(draw(x.shape, np.float32), x.dtype)
-    whole = _leave(opened, weights, x, tokens)
-    pieces = [_leave(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
+    whole = _run_after_blocks(opened, weights, x, tokens)
+    pieces = [_run_after_blocks(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
     if not all(jnp.allclose(whole[:, at::2], pieces[at], 1e-2, 1e-2) for at in (0, 1)):
         raise _refused("the computation after its blocks mixes positions")
 
 
 def _only_stack(opened: OpenedModel) -> Stack:
     """Return the only stack of the model, which the stages divide."""
-    if not opened.lists:
+    if not opened.block_lists:
         raise _refused("its blocks are not in a torch.nn.ModuleList")
-    for one in opened.lists:
-        if isinstance(one, Unrolled):
+    for one in opened.block_lists:
+        if isinstance(one, UnrolledBlocks):
             raise _refused(f"{one.name} is traced block by block, because {one.reason}")
-    if len(opened.lists) > 1:
-        names = " and ".join(one.name for one in opened.lists)
+    if len(opened.block_lists) > 1:
+        names = " and ".join(one.name for one in opened.block_lists)
         raise _refused(f"its blocks are in several lists ({names}), and stages can divide only one")
     (stack,) = opened.stacks
     if stack.period > 1:
@@ -167,7 +173,7 @@ def _refused(reason: str) -> ShardingError:
 
 
 @dataclass(frozen=True)
-class _Depends:
+class _Dependencies:
     """Inputs that the results of a function depend on."""
 
     weights: frozenset[str]
@@ -176,7 +182,9 @@ class _Depends:
     results: list[Any]  # shapes and dtypes of the results
 
 
-def _depends(function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any) -> _Depends:
+def _find_dependencies(
+    function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any
+) -> _Dependencies:
     """Trace a function of weights, tokens and a key, and find the inputs its results depend on.
 
     Every result of an equation is taken to depend on all of its inputs.
@@ -188,10 +196,10 @@ def _depends(function: Callable[..., Any], arrays: Arrays, tokens: Any, key: Any
             needed |= {id(variable) for variable in equation.invars}
     *weights, of_tokens, of_key = (id(each) in needed for each in program.jaxpr.invars)
     names = [name for name, is_needed in zip(sorted(arrays), weights, strict=True) if is_needed]
-    return _Depends(frozenset(names), of_tokens, of_key, jax.tree.leaves(results))
+    return _Dependencies(frozenset(names), of_tokens, of_key, jax.tree.leaves(results))
 
 
-def _enter(
+def _run_until_blocks(
     opened: OpenedModel,
     arrays: Arrays,
     tokens: jax.Array,
@@ -201,16 +209,16 @@ def _enter(
     """Call the module up to its first block, and return `wanted` of the scan there."""
 
     def entering(scan: Scan) -> None:
-        raise Taken(wanted(scan))
+        raise StopForward(wanted(scan))
 
     try:
-        opened.run(_whole(opened, arrays), tokens, key, Through(entering=entering))
-    except Taken as taken:
-        return taken.wanted
+        opened.run(_all_weights(opened, arrays), tokens, key, ScanHooks(before_blocks=entering))
+    except StopForward as taken:
+        return taken.value
     raise AssertionError("the module returned before its first block")
 
 
-def _leave(
+def _run_after_blocks(
     opened: OpenedModel,
     arrays: Arrays,
     x: jax.Array,
@@ -218,11 +226,13 @@ def _leave(
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Compute logits from x, the hidden state after the last block."""
-    through = Through(leaving=lambda scan: x)
-    return opened.logits_of(opened.run(_whole(opened, arrays), tokens, key, through), tokens)
+    through = ScanHooks(run_blocks=lambda scan: x)
+    return opened.finish_logits(
+        opened.run(_all_weights(opened, arrays), tokens, key, through), tokens
+    )
 
 
-def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
+def _all_weights(opened: OpenedModel, given: Arrays) -> Arrays:
     """Return all weights in the dtype of the computation; those not given are only shapes."""
     specs = opened.specs()
     shapes = {
@@ -231,7 +241,7 @@ def _whole(opened: OpenedModel, given: Arrays) -> Arrays:
         )
         for path, spec in specs.items()
     }
-    return shapes | opened.computed_in(given)
+    return shapes | opened.cast_parameters(given)
 
 
 def imported_pipeline(
@@ -254,41 +264,45 @@ def imported_pipeline(
     parts = opened.parts
 
     def key_of(number: jax.Array) -> jax.Array | None:
-        return None if keys is None else _own_key(keys(number))
+        return None if keys is None else _replica_key(keys(number))
 
     def first(weights: Tree, microbatch: Tree, number: jax.Array) -> jax.Array:
         entered = microbatch["tokens"], key_of(number)
-        return residual(_enter(opened, weights, *entered, lambda scan: scan.hidden))
+        return constrain_residual(
+            _run_until_blocks(opened, weights, *entered, lambda scan: scan.hidden)
+        )
 
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
         begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        here = begin + jnp.arange(stages.depth)
-        real = here < begin + jnp.array(stages.layers)[chunk] if stages.waste else None
+        here = begin + jnp.arange(stages.rows_per_chunk)
+        real = here < begin + jnp.array(stages.layers)[chunk] if stages.padding_fraction else None
 
         def through(scan: Scan) -> jax.Array:
             keys = scan.keys()[jnp.minimum(here, scan.stack.count - 1)]
-            return scan.through_rows(x, [scan.by_name(opened.computed_in(rows))], keys, real)
+            return scan.scan_rows(
+                x, [scan.arrays_by_name(opened.cast_parameters(rows))], keys, real
+            )
 
         shape = x.shape[:2]
         seen = jnp.zeros(shape, jnp.int32)
-        if parts.by_tokens:
-            seen = draw(lambda _: read_column(tokens, number), shape, "batch", "seq")
-        return _enter(opened, {}, seen, key_of(number), through), {}
+        if parts.arguments_depend_on_tokens:
+            seen = draw_shard(lambda _: read_slot(tokens, number), shape, "batch", "seq")
+        return _run_until_blocks(opened, {}, seen, key_of(number), through), {}
 
     def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         none, unused = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
-        out = _leave(opened, weights, x, none, None if keys is None else unused)
+        out = _run_after_blocks(opened, weights, x, none, None if keys is None else unused)
         return score(out, microbatch)
 
     recompute = opened.settings.remat != "none"
-    return Pipeline(first, stage, last, rounds=stages.rounds, recompute=recompute)
+    return Pipeline(first, stage, last, virtual_stages=stages.rounds, remat=recompute)
 
 
-def _own_key(key: jax.Array) -> jax.Array:
+def _replica_key(key: jax.Array) -> jax.Array:
     """Fold the replica's index into a dropout key, where replicas are split manually."""
     found = placement()
-    if found is None or found.by_hand is None:
+    if found is None or found.unrestricted_rules is None:
         return key
-    of_batch = found.by_hand.activations.get("batch", ())
+    of_batch = found.unrestricted_rules.activations.get("batch", ())
     copies = tuple(name for name in found.manual if name in of_batch)
     return jax.random.fold_in(key, jax.lax.axis_index(copies)) if copies else key

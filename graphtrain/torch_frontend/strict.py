@@ -20,8 +20,8 @@ from torch.fx.node import map_arg
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.matmul import dot
-from graphtrain.torch_frontend.bridge import Environment, Tensor, integers_of_32_bits
-from graphtrain.torch_frontend.joint import Joint
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, ignore_int64_warnings
+from graphtrain.torch_frontend.joint import JointGraph
 from lowering.tracing.constrain import constrain
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -29,7 +29,7 @@ _IGNORED = (torch.ops.aten._assert_tensor_metadata.default,)
 Values = dict[Node, Any]
 
 
-class StrictEnvironment(Environment):
+class StrictEnvironment(TraceEnvironment):
     """Environment for the ATen operations that PyTorch's graphs consist of."""
 
     def __init__(self, dtype: str, vocab: int | None) -> None:
@@ -77,7 +77,7 @@ class StrictEnvironment(Environment):
 class StrictGraph:
     """A traced module as a function of JAX arrays."""
 
-    joint: Joint
+    joint: JointGraph
     constants: Mapping[str, torch.Tensor]  # buffers by name
     environment: StrictEnvironment
     embed: int  # width of the residual stream; 0 if unknown
@@ -102,17 +102,17 @@ class StrictGraph:
         """
 
         def forward(weights: list[jax.Array], tokens: jax.Array, key: jax.Array) -> Any:
-            values = self._given(weights, tokens)
+            values = self._input_values(weights, tokens)
             self._evaluate(self._forward, values, key)
             (logits, *_) = self.joint.outputs
             assert logits is not None
-            kept = [values[node].jax() for node in self._kept]
+            kept = [values[node].jax() for node in self._saved]
             return values[logits].jax(), (weights, tokens, key, kept)
 
         def backward(saved: Any, gradient: jax.Array) -> Any:
             weights, tokens, key, kept = saved
-            values = self._given(weights, tokens)
-            for node, array in zip(self._kept, kept, strict=True):
+            values = self._input_values(weights, tokens)
+            for node, array in zip(self._saved, kept, strict=True):
                 values[node] = Tensor(array, self.environment)
             values[self.joint.inputs[-1]] = Tensor(gradient, self.environment)
             self._evaluate_backward(values, gradient, key)
@@ -130,14 +130,14 @@ class StrictGraph:
     def _tokens(self) -> Node:
         return self.joint.inputs[-2]
 
-    def _given(self, weights: list[jax.Array], tokens: jax.Array) -> Values:
-        buffers = [self.environment.real(self.constants[name]) for name in self.joint.buffers]
+    def _input_values(self, weights: list[jax.Array], tokens: jax.Array) -> Values:
+        buffers = [self.environment.constant(self.constants[name]) for name in self.joint.buffers]
         arrays = [Tensor(array, self.environment) for array in (*weights, tokens)]
         first = arrays[: len(weights)]
         return dict(zip(self.joint.inputs[:-1], [*first, *buffers, arrays[-1]], strict=True))
 
     @cached_property
-    def _after(self) -> set[Node]:
+    def _backward_only(self) -> set[Node]:
         """Nodes that depend on the gradient of the logits."""
         found = {self.joint.inputs[-1]}
         for node in self.joint.module.graph.nodes:
@@ -150,36 +150,36 @@ class StrictGraph:
         """Nodes that compute the logits and the saved values."""
         (logits, *_) = self.joint.outputs
         assert logits is not None
-        return self._needed([logits, *self._kept])
+        return self._needed([logits, *self._saved])
 
     @cached_property
     def _backward(self) -> list[Node]:
         """Nodes of the backward pass."""
         ends = [node for node in self.joint.outputs[1:] if node is not None]
-        return [node for node in self._needed(ends) if node in self._after]
+        return [node for node in self._needed(ends) if node in self._backward_only]
 
     @cached_property
-    def _used(self) -> list[Node]:
+    def _residuals(self) -> list[Node]:
         """Nodes of the forward pass whose results the backward pass uses."""
         ends = [node for node in self.joint.outputs[1:] if node is not None]
         used = [node for late in self._backward for node in late.all_input_nodes]
-        own = {node: None for node in (*used, *ends) if node not in self._after}
+        own = {node: None for node in (*used, *ends) if node not in self._backward_only}
         return [node for node in own if node.op == "call_function"]
 
     @cached_property
-    def _kept(self) -> list[Node]:
+    def _saved(self) -> list[Node]:
         """Nodes whose values are saved for the backward pass, instead of recomputed."""
         if self.remat == "none":
-            return self._used
+            return self._residuals
         ends: dict[Node, None] = {}
         seen: set[Node] = set()
-        waiting = list(self._used)
+        waiting = list(self._residuals)
         while waiting:  # walk back to nodes that are saved by the policy
             node = waiting.pop()
             if node in seen or node.op != "call_function":
                 continue
             seen.add(node)
-            if self._is_kept(node):
+            if self._is_saved(node):
                 ends[node] = None
             else:
                 waiting += node.all_input_nodes
@@ -189,7 +189,7 @@ class StrictGraph:
     def _order(self) -> dict[Node, int]:
         return {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
 
-    def _is_kept(self, node: Node) -> bool:
+    def _is_saved(self, node: Node) -> bool:
         """Return true if the remat policy saves the value of this node."""
         source = node.args[0] if node.target is operator.getitem else node
         if _is_random(source):  # drawn again, the dropout mask would differ
@@ -232,21 +232,21 @@ class StrictGraph:
         environment = self.environment
         with (
             environment.override_property(prng=key),
-            integers_of_32_bits(),
+            ignore_int64_warnings(),
             environment,
             torch.device("jax"),
         ):
             for node in nodes:
                 if node.op == "get_attr":
                     constant = getattr(self.joint.module, str(node.target))
-                    values[node] = environment.real(constant)
+                    values[node] = environment.constant(constant)
                 elif node.target not in _IGNORED:
-                    values[node] = self._placed(node, self._call(node, values))
+                    values[node] = self._constrained(node, self._call(node, values))
 
     def _call(self, node: Node, values: Values) -> Any:
         args = map_arg(node.args, values.__getitem__)
         kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-        kwargs = {name: one for name, one in kwargs.items() if name not in _OF_MEMORY}
+        kwargs = {name: one for name, one in kwargs.items() if name not in _MEMORY_ARGUMENTS}
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("jax")
         assert callable(node.target)
@@ -257,7 +257,7 @@ class StrictGraph:
                 f"torchax has no JAX equivalent of {node.target}: {error}"
             ) from error
 
-    def _placed(self, node: Node, value: Any) -> Any:
+    def _constrained(self, node: Node, value: Any) -> Any:
         """Constrain the sharding of the residual stream and of its gradient."""
         if not self._is_residual(node):
             return value
@@ -276,7 +276,7 @@ class StrictGraph:
 
 
 # Arguments that describe memory, which has no meaning for JAX.
-_OF_MEMORY = ("pin_memory", "memory_format", "layout", "non_blocking")
+_MEMORY_ARGUMENTS = ("pin_memory", "memory_format", "layout", "non_blocking")
 
 
 def _is_random(node: Any) -> bool:

@@ -36,7 +36,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
             f"transformers {__version__} has no model_type {kind!r}; for a model whose code is in "
             'its folder, set program.model.torch = "module:factory" instead of hf'
         )
-    with _refusals(kind):
+    with _explain_config_errors(kind):
         made = AutoConfig.for_model(kind, **settings)
     if type(made) not in AutoModelForCausalLM._model_mapping:
         raise ImportedModelError(
@@ -48,15 +48,15 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
-    if interface.asks(AutoModelForCausalLM._model_mapping[type(made)], made):
+    if interface.uses_attention_interface(AutoModelForCausalLM._model_mapping[type(made)], made):
         interface.register()
-        options["attn_implementation"] = interface.OWN
-    with _refusals(kind):
+        options["attn_implementation"] = interface.IMPLEMENTATION
+    with _explain_config_errors(kind):
         return AutoModelForCausalLM.from_config(made, **options)
 
 
 @contextmanager
-def _refusals(kind: str) -> Iterator[None]:
+def _explain_config_errors(kind: str) -> Iterator[None]:
     """Turn any error about a configuration into an ImportedModelError."""
     try:
         yield
@@ -67,7 +67,7 @@ def _refusals(kind: str) -> Iterator[None]:
         ) from error
 
 
-def use_own_parts(module: Any) -> None:
+def use_transformers_implementations(module: Any) -> None:
     """Switch a model to transformers' own attention and experts, as the reference for parity."""
     module.set_attn_implementation(module.get_correct_attn_implementation(None))
     if hasattr(module.config, "num_experts_per_tok"):

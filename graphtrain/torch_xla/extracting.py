@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from graphtrain.errors import ExtractionError
-from graphtrain.torch_xla.graphs import MANIFEST, Extraction, read
+from graphtrain.torch_xla.graphs import MANIFEST, Extraction, read_extraction
 
-TESTED = "2.9.0"  # version of torch and torch-xla; the last release of torch-xla
+SUPPORTED_VERSION = "2.9.0"  # version of torch and torch-xla; the last release of torch-xla
 _RECORDER = Path(__file__).with_name("recorder.py")
 _STACK = "stack.txt"
 _PROBE = (
@@ -24,7 +24,7 @@ _PROBE = (
 _INSTALL = f"""\
 torch-xla needs a separate environment, because it requires an older PyTorch than graphtrain:
   python3.11 -m venv torch-xla
-  torch-xla/bin/pip install torch=={TESTED} torch-xla=={TESTED} numpy
+  torch-xla/bin/pip install torch=={SUPPORTED_VERSION} torch-xla=={SUPPORTED_VERSION} numpy
   graphtrain extract --python torch-xla/bin/python SCRIPT
 graphtrain need not be installed there; only the file {_RECORDER} runs in it"""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -54,10 +54,12 @@ def extract(
     options = ["--steps", str(steps), "--reads", reads, str(directory), str(script), *arguments]
     status = _run([python, "-u", str(_RECORDER), *options])
     if not (directory / MANIFEST).exists():
-        raise ExtractionError(_died(status, directory))
-    found = read(directory)
-    if found.problem:
-        raise ExtractionError(f"{script} stopped: {found.problem}{_left(found, directory)}")
+        raise ExtractionError(_process_end(status, directory))
+    found = read_extraction(directory)
+    if found.error:
+        raise ExtractionError(
+            f"{script} stopped: {found.error}{_remaining_graphs_remark(found, directory)}"
+        )
     if not found.graphs:
         raise ExtractionError(
             f"{script} ended without a graph: it computed nothing on an XLA device, or never ended "
@@ -80,10 +82,10 @@ def check_versions(python: str) -> None:
     if done.returncode:
         raise ExtractionError(f"torch-xla is not installed for {python}\n{_INSTALL}")
     torch, torch_xla = done.stdout.split()
-    if (torch, torch_xla) != (TESTED, TESTED):
+    if (torch, torch_xla) != (SUPPORTED_VERSION, SUPPORTED_VERSION):
         raise ExtractionError(
             f"{python} has torch {torch} and torch-xla {torch_xla}; extraction patches "
-            f"internals of torch-xla and needs {TESTED}\n{_INSTALL}"
+            f"internals of torch-xla and needs {SUPPORTED_VERSION}\n{_INSTALL}"
         )
 
 
@@ -107,7 +109,7 @@ def _run(command: Sequence[str]) -> int:
             process.wait()
 
 
-def _left(found: Extraction, directory: Path) -> str:
+def _remaining_graphs_remark(found: Extraction, directory: Path) -> str:
     """Return a remark on the graphs that were extracted before the script failed."""
     if not found.graphs:
         return ""
@@ -117,7 +119,7 @@ def _left(found: Extraction, directory: Path) -> str:
     )
 
 
-def _died(status: int, directory: Path) -> str:
+def _process_end(status: int, directory: Path) -> str:
     """Describe why there is no manifest: how the script's process ended, and where."""
     if status >= 0:
         return f"the script's process exited with status {status}; see its output above"

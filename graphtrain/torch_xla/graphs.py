@@ -17,7 +17,7 @@ FORMAT, MANIFEST, SUFFIX = 1, "graphs.json", ".hlo.pb"
 
 
 @dataclass(frozen=True)
-class Graph:
+class TracedGraph:
     """One graph that a script traced."""
 
     hash: str  # torch-xla's hash of the graph, as in its debug output
@@ -36,12 +36,12 @@ class Extraction:
     axes: tuple[Mapping[str, str], ...]  # for each mesh, graphtrain's axis name to the script's
     steps: int  # number of steps that ran
     warnings: tuple[str, ...]
-    problem: str  # why the script stopped early; empty if it did not
-    graphs: tuple[Graph, ...]  # in the order of their first use
+    error: str  # why the script stopped early; empty if it did not
+    graphs: tuple[TracedGraph, ...]  # in the order of their first use
 
 
 @dataclass(frozen=True)
-class Extracted:
+class ExtractedGraph:
     """One extracted graph and the target to compile it for."""
 
     name: str  # for example "train.py step 1": the script and the first step that runs it
@@ -51,7 +51,7 @@ class Extracted:
     target: str
 
 
-def read(directory: Path) -> Extraction:
+def read_extraction(directory: Path) -> Extraction:
     """Read the extraction in a directory.
 
     Raises:
@@ -76,7 +76,7 @@ def read(directory: Path) -> Extraction:
 
 def _extraction(directory: Path, found: Mapping[str, Any]) -> Extraction:
     graphs = tuple(
-        Graph(each["hash"], tuple(each["steps"]), directory / f"{each['hash']}{SUFFIX}")
+        TracedGraph(each["hash"], tuple(each["steps"]), directory / f"{each['hash']}{SUFFIX}")
         for each in found["graphs"]
     )
     if missing := [graph.file.name for graph in graphs if not graph.file.is_file()]:
@@ -93,7 +93,7 @@ def _extraction(directory: Path, found: Mapping[str, Any]) -> Extraction:
         axes=tuple(axes for _, axes in meshes),
         steps=found["steps"],
         warnings=tuple(found["warnings"]),
-        problem=found["error"]["message"] if found["error"] else "",
+        error=found["error"]["message"] if found["error"] else "",
         graphs=graphs,
     )
 
@@ -114,12 +114,12 @@ def _mesh(about: Mapping[str, Any]) -> tuple[MeshShape, Mapping[str, str]]:
         raise ExtractionError(
             f"the script's mesh has {len(sizes)} axes, but graphtrain supports at most 6"
         )
-    names = _our_names(list(sizes))
+    names = _mesh_axis_names(list(sizes))
     shape = MeshShape(dict(zip(names, sizes.values(), strict=True)))
     return shape, dict(zip(names, sizes, strict=True))
 
 
-def _our_names(theirs: list[str]) -> list[str]:
+def _mesh_axis_names(theirs: list[str]) -> list[str]:
     """Return the script's axis names if graphtrain has them in this order, else graphtrain's.
 
     Then the first axis is "data" and the last "tensor".

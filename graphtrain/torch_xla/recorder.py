@@ -54,19 +54,19 @@ from torch_xla.distributed.spmd import Mesh
 FORMAT = 1
 MANIFEST = "graphs.json"
 STACK = "stack.txt"  # Python stack, written if torch-xla crashes
-_LONGEST = 600  # timeout of lowering one graph, seconds
+_TIMEOUT = 600  # timeout of lowering one graph, seconds
 _PAUSE = 0.02  # polling interval, seconds
-_READERS = ("_to_cpu", "_to_copy", "_copy_from", "_local_scalar_dense")
+_DEVICE_TO_HOST_OPERATORS = ("_to_cpu", "_to_copy", "_copy_from", "_local_scalar_dense")
 _C = torch_xla._XLAC
 _get_cpu_tensors = _C._xla_get_cpu_tensors
-_own = (os.path.dirname(torch.__file__), os.path.dirname(torch_xla.__file__), __file__)
+_NOT_SCRIPT = (os.path.dirname(torch.__file__), os.path.dirname(torch_xla.__file__), __file__)
 
 
-class _Enough(BaseException):
+class _StepsDone(BaseException):
     """Signal that the requested number of steps is reached."""
 
 
-class Refused(BaseException):
+class Unsupported(BaseException):
     """The script does something unsupported; a BaseException, which scripts rarely catch."""
 
 
@@ -82,18 +82,18 @@ class Recorder:
         self.step = 0
         self._tied: list[tuple[weakref.ref, list[list[str]]]] = []
 
-    def mark(self, sync: Callable[[], Any]) -> None:
+    def end_step(self, sync: Callable[[], Any]) -> None:
         """End a step: record the graph of all pending tensors, which sync would compute."""
         pending = [tensor for tensor in _tensors() if _is_pending(tensor)]
         if not pending:
             return
         self._check_ties()
-        self.take(pending, sync)
+        self.record_sync(pending, sync)
         self.step += 1
         if self.step >= self.limit:
-            raise _Enough
+            raise _StepsDone
 
-    def take(self, tensors: Iterable[Any], sync: Callable[[], Any]) -> None:
+    def record_sync(self, tensors: Iterable[Any], sync: Callable[[], Any]) -> None:
         """Record the graph of those tensors that are pending, which sync would compute."""
         pending = [tensor for tensor in tensors if _is_pending(tensor)]
         if not pending:
@@ -104,7 +104,7 @@ class Recorder:
         else:
             _replace(pending)
 
-    def read(self, tensor: Any) -> Any:
+    def read_value(self, tensor: Any) -> Any:
         """Return the value of a tensor that the script reads: zeros, or real under SPMD.
 
         Raises:
@@ -112,7 +112,7 @@ class Recorder:
         """
         is_spmd = torch_xla.runtime.is_spmd()
         if not is_spmd and self.reads != "zeros":
-            raise Refused(
+            raise Unsupported(
                 f"{_line_of_script()} reads a value from the device (as .item(), print, .cpu(), if "
                 "and torch.save do), but extraction computes no values; remove the read, move it "
                 "after the extracted steps, or set --reads zeros"
@@ -234,16 +234,16 @@ def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
         warnings.simplefilter("ignore")  # Python warns of threads, which the fork does not need
         process = os.fork()
     if process == 0:
-        _begin(sync)
+        _start_in_fork(sync)
     try:
-        return _awaited(process, known)
+        return _wait_for_dump(process, known)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
 
 
-def _begin(sync: Callable[[], Any]) -> NoReturn:
+def _start_in_fork(sync: Callable[[], Any]) -> NoReturn:
     """Start to compute, in the fork, which is killed before it compiles."""
     try:
         sync()
@@ -254,9 +254,9 @@ def _begin(sync: Callable[[], Any]) -> NoReturn:
         os._exit(1)
 
 
-def _awaited(process: int, known: Iterable[str]) -> tuple[str, str]:
+def _wait_for_dump(process: int, known: Iterable[str]) -> tuple[str, str]:
     """Wait until the fork has dumped its graph; return the hash and the HLO file."""
-    deadline = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + _TIMEOUT
     digest = ""
     while time.monotonic() < deadline:
         digest = digest or _saved_hash()
@@ -267,9 +267,9 @@ def _awaited(process: int, known: Iterable[str]) -> tuple[str, str]:
         if digest and written and is_whole:
             return digest, written[0]
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            raise Refused("torch-xla could not lower a graph; see its output above")
+            raise Unsupported("torch-xla could not lower a graph; see its output above")
         time.sleep(_PAUSE)
-    raise Refused(f"torch-xla did not lower a graph within {_LONGEST} s; see its output above")
+    raise Unsupported(f"torch-xla did not lower a graph within {_TIMEOUT} s; see its output above")
 
 
 def _saved_hash() -> str:
@@ -288,21 +288,21 @@ def install(recorder: Recorder) -> None:
     sync_live, sync_some = _C._xla_sync_live_tensors, _C._xla_sync_multi
 
     def mark(*arguments: Any, **named: Any) -> None:
-        recorder.mark(lambda: step_marker(*arguments, **named))
+        recorder.end_step(lambda: step_marker(*arguments, **named))
         is_spmd, before = torch_xla.runtime.is_spmd(), _compilations()
         step_marker(*arguments, **named)  # nothing is pending; it advances the random seed
         if not is_spmd and _compilations() != before:
-            raise Refused(
+            raise Unsupported(
                 "a step ended with a pending tensor that is not reachable from Python, for example "
                 f"one saved for a later backward pass ({_line_of_script()}); end the step after "
                 "the backward pass"
             )
 
     _C._xla_step_marker = mark
-    _C._xla_sync_live_tensors = lambda *arguments, **named: recorder.take(
+    _C._xla_sync_live_tensors = lambda *arguments, **named: recorder.record_sync(
         _tensors(), lambda: sync_live(*arguments, **named)
     )
-    _C._xla_sync_multi = lambda tensors, *arguments, **named: recorder.take(
+    _C._xla_sync_multi = lambda tensors, *arguments, **named: recorder.record_sync(
         tensors, lambda: sync_some(tensors, *arguments, **named)
     )
     for name in ("_run_cached_graph", "_xla_warm_up_cache"):
@@ -337,13 +337,13 @@ def _watch_reads(recorder: Recorder) -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns about replaced operators
-        for name in _READERS:
+        for name in _DEVICE_TO_HOST_OPERATORS:
             library.impl(name, _reader(name, recorder), "XLA", with_keyset=True)
     install.library = library  # pyright: ignore[reportFunctionMemberAccess]  (keeps it alive)
 
     def get(tensors: list[Any]) -> list[Any]:
         return [
-            recorder.read(each) if _has_no_value(each) else _get_cpu_tensors([each])[0]
+            recorder.read_value(each) if _has_no_value(each) else _get_cpu_tensors([each])[0]
             for each in tensors
         ]
 
@@ -356,7 +356,7 @@ def _reader(name: str, recorder: Recorder) -> Callable[..., Any]:
     def read(keys: Any, first: Any, *others: Any, **named: Any) -> Any:
         if name == "_to_cpu":
             return (
-                [recorder.read(each) if _has_no_value(each) else each for each in first]
+                [recorder.read_value(each) if _has_no_value(each) else each for each in first]
                 if any(map(_has_no_value, first))
                 else kernel.call_boxed(keys, first)
             )
@@ -367,7 +367,7 @@ def _reader(name: str, recorder: Recorder) -> Callable[..., Any]:
         )
         if not (to_host and first.device.type == "xla" and _has_no_value(first)):
             return kernel.call_boxed(keys, first, *others, **named)
-        value = recorder.read(first)
+        value = recorder.read_value(first)
         if name == "_local_scalar_dense":
             return value.item()
         if name == "_copy_from":
@@ -384,7 +384,7 @@ def _has_no_value(tensor: Any) -> bool:
 
 
 def _refuse_dynamo(*arguments: Any) -> NoReturn:
-    raise Refused(
+    raise Unsupported(
         f"{_line_of_script()} calls a function compiled by torch.compile, which extraction does "
         "not support; extract without torch.compile"
     )
@@ -393,7 +393,7 @@ def _refuse_dynamo(*arguments: Any) -> NoReturn:
 def _in_this_process(start: Callable[[], Any], *arguments: Any, **named: Any) -> dict[int, Any]:
     """Run torch_xla.launch or xmp.spawn in this process, as they do for one device."""
     if int(os.environ.get("CPU_NUM_DEVICES", "1")) > 1:
-        raise Refused(
+        raise Unsupported(
             f"{_line_of_script()} starts a process or thread for each device; extraction supports "
             "one device (unset CPU_NUM_DEVICES), or several by SPMD (torch_xla.runtime.use_spmd)"
         )
@@ -409,7 +409,7 @@ def _line_of_script() -> str:
 
 
 def _is_of_script(file: str) -> bool:
-    return not file.startswith((*_own, "<")) and f"{os.sep}site-packages{os.sep}" not in file
+    return not file.startswith((*_NOT_SCRIPT, "<")) and f"{os.sep}site-packages{os.sep}" not in file
 
 
 def run(script: str, arguments: list[str]) -> dict[str, Any] | None:
@@ -423,9 +423,9 @@ def run(script: str, arguments: list[str]) -> dict[str, Any] | None:
         with open(script, "rb") as file:
             code = compile(file.read(), script, "exec")
         exec(code, main.__dict__)
-    except _Enough:
+    except _StepsDone:
         return None
-    except Refused as error:
+    except Unsupported as error:
         return {"kind": "refused", "message": str(error)}
     except SystemExit as error:
         said = error.code

@@ -15,25 +15,25 @@ from typing import Any
 from graphtrain.config import load_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import WeightsError
-from graphtrain.run.metrics import writing
-from graphtrain.weights.sources import Source, open_source
+from graphtrain.run.metrics import write_errors
+from graphtrain.weights.sources import WeightSource, open_weights
 
 _NAME = "base.json"
 
 
-def keep_base(weights: Source, directory: Path) -> None:
+def record_base(weights: WeightSource, directory: Path) -> None:
     """Record in base.json which base weights a run starts from.
 
     Raises:
         TrainingError: the run directory is not writable.
     """
     about = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
-    with writing(directory):
+    with write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _NAME).write_text(json.dumps(about, indent=2) + "\n")
 
 
-def check_base(weights: Source, directory: Path) -> None:
+def verify_base(weights: WeightSource, directory: Path) -> None:
     """Raise unless these are the base weights that a run started from.
 
     Files with the recorded size and modification time count as unchanged; others are read.
@@ -41,7 +41,7 @@ def check_base(weights: Source, directory: Path) -> None:
     Raises:
         WeightsError: a file differs, is missing or was added; the message names it.
     """
-    kept = _kept(directory)["files"]
+    kept = _read_record(directory)["files"]
     now = _describe(weights, kept)
     for name in kept | now:
         if kept.get(name, {}).get("sha256") != now.get(name, {}).get("sha256"):
@@ -51,7 +51,7 @@ def check_base(weights: Source, directory: Path) -> None:
             )
 
 
-def check_adapter(config: Config, directory: Path) -> None:
+def verify_adapter_settings(config: Config, directory: Path) -> None:
     """Raise unless the adapter settings are those with which the run was started.
 
     Array shapes do not reveal such a change; for example another alpha would rescale the saved
@@ -66,7 +66,7 @@ def check_adapter(config: Config, directory: Path) -> None:
         return
     differ = [
         f"{name} = {getattr(mine, name)!r} (instead of {getattr(theirs, name)!r})"
-        for name in ("rank", "alpha", "root_rank", "base")
+        for name in ("rank", "alpha", "use_rslora", "base")
         if getattr(mine, name) != getattr(theirs, name)
     ]
     if differ:
@@ -76,20 +76,20 @@ def check_adapter(config: Config, directory: Path) -> None:
         )
 
 
-def open_base(config: Config, directory: Path) -> Source:
-    """Open a run's base weights, from run.initial if it is a directory, else as recorded.
+def open_base_weights(config: Config, directory: Path) -> WeightSource:
+    """Open a run's base weights, from run.init_from if it is a directory, else as recorded.
 
     Raises:
         WeightsError: the base weights are missing or differ from the recorded ones.
     """
-    assert config.run.initial is not None
-    named = Path(config.run.initial)
-    weights = open_source(named if named.is_dir() else Path(_kept(directory)["folder"]))
-    check_base(weights, directory)
+    assert config.run.init_from is not None
+    named = Path(config.run.init_from)
+    weights = open_weights(named if named.is_dir() else Path(_read_record(directory)["folder"]))
+    verify_base(weights, directory)
     return weights
 
 
-def _kept(directory: Path) -> dict[str, Any]:
+def _read_record(directory: Path) -> dict[str, Any]:
     path = directory / _NAME
     try:
         kept = json.loads(path.read_text())
@@ -101,7 +101,7 @@ def _kept(directory: Path) -> dict[str, Any]:
         ) from error
 
 
-def _describe(weights: Source, known: dict[str, Any]) -> dict[str, Any]:
+def _describe(weights: WeightSource, known: dict[str, Any]) -> dict[str, Any]:
     """Return size, modification time and digest of each file; reuse the digest if unchanged."""
 
     def describe(path: Path) -> dict[str, Any]:
@@ -121,6 +121,6 @@ def _describe(weights: Source, known: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _name(weights: Source, path: Path) -> str:
+def _name(weights: WeightSource, path: Path) -> str:
     inside = path.is_relative_to(weights.directory)
     return (path.relative_to(weights.directory) if inside else path).as_posix()

@@ -19,18 +19,28 @@ from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.models.flops import parameter_count
-from graphtrain.weights.families import Family, family_for, family_of, mathematics
-from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
-from graphtrain.weights.files import CODES, Folder, open_folder
-from graphtrain.weights.sources import SIDE, checkpoint_step, open_source, stored_name
-from graphtrain.weights.writer import Writer
+from graphtrain.weights.families import (
+    Family,
+    family_of_config,
+    family_of_model,
+    functional_settings,
+)
+from graphtrain.weights.families.family import (
+    LayerWeights,
+    array_shape,
+    to_decoder,
+    to_hugging_face,
+)
+from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
+from graphtrain.weights.sources import HF_FILES, checkpoint_step, open_weights, stored_name
+from graphtrain.weights.writer import SafetensorsWriter
 
 Progress = Callable[[int, int], None]  # called with the numbers of finished and of all pieces
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)|.*\.index\.json")
 
 
 @dataclass(frozen=True)
-class Summary:
+class ConversionSummary:
     """Summary of a conversion."""
 
     family: str
@@ -39,7 +49,7 @@ class Summary:
     dtype: str
 
 
-def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Summary:
+def import_hugging_face(source: Path, destination: Path, progress: Progress) -> ConversionSummary:
     """Convert a folder that transformers can load into a converted folder.
 
     Args:
@@ -51,18 +61,18 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
         WeightsError: the family is not supported, or the weights do not match config.json.
     """
     config = read_config(source)
-    family = family_of(config)
-    model = family.model(config)
-    folder = open_folder(source)
-    pieces = [_renamed(piece, family, folder) for piece in family.pieces(model)]
+    family = family_of_config(config)
+    model = family.model_from_config(config)
+    folder = open_weight_files(source)
+    pieces = [_renamed(piece, family, folder) for piece in family.weights(model)]
     _check_names(pieces, family, model, folder)
     arrays = {}
     for piece in pieces:
         dtype = dtype_of(piece, folder)
         for path in piece.row.paths:
             arrays[stored_name(path, piece.layer)] = dtype, array_shape(path, model)
-    with making(destination) as directory:
-        writer = Writer(directory / "weights", arrays)
+    with create_directory(destination) as directory:
+        writer = SafetensorsWriter(directory / "weights", arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
             tensors = [folder.read(name) for name in piece.names]
@@ -71,14 +81,14 @@ def from_hugging_face(source: Path, destination: Path, progress: Progress) -> Su
                 writer.write(stored_name(path, piece.layer), array)
         writer.close()
         (directory / "model.toml").write_text(render_model(model))
-        copy_side(source, directory / SIDE)
+        copy_hf_files(source, directory / HF_FILES)
     progress(len(pieces), len(pieces))
-    return summary(family, model, arrays)
+    return summarize(family, model, arrays)
 
 
-def to_hugging_face_folder(
+def export_hugging_face(
     source: Path, destination: Path, progress: Progress, step: int | None = None
-) -> Summary:
+) -> ConversionSummary:
     """Convert a converted folder or a run into a folder that transformers can load.
 
     The family, the dtypes, the unpadded vocabulary and all files other than weights come from the
@@ -96,32 +106,35 @@ def to_hugging_face_folder(
     """
     if (run := _run_of_pytorch(source)) is not None:
         return _export(run, source, destination, progress, step)
-    weights = open_source(source, step)
+    weights = open_weights(source, step)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
-    family = family_of(config) if config else family_for(weights.model)
-    model = without_padding(weights.model, config)
-    pieces = list(family.pieces(model))
+    family = family_of_config(config) if config else family_of_model(weights.model)
+    model = with_unpadded_vocab(weights.model, config)
+    pieces = list(family.weights(model))
     usual = np.dtype(_config_dtype(config))
     arrays = {}
     for piece in pieces:
         dtype = weights.dtype(piece.row.paths[0]) or usual
         for name, shape in _shapes(piece, model):
             arrays[name] = dtype, shape
-    with making(destination) as directory:
-        writer = Writer(directory, arrays)
+    with create_directory(destination) as directory:
+        writer = SafetensorsWriter(directory, arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
             whole = weights.read(piece.row.paths, piece.layer)
-            cut = [_cut(path, one, model) for path, one in zip(piece.row.paths, whole, strict=True)]
+            cut = [
+                _remove_padding(path, one, model)
+                for path, one in zip(piece.row.paths, whole, strict=True)
+            ]
             for name, tensor in to_hugging_face(piece, cut, model):
                 writer.write(name, tensor.astype(arrays[name][0], copy=False))
         writer.close()
         if weights.side.is_dir():
-            copy_side(weights.side, directory)
+            copy_hf_files(weights.side, directory)
         _write_config(directory, family, model, config, arrays)
     progress(len(pieces), len(pieces))
-    return summary(family, model, arrays)
+    return summarize(family, model, arrays)
 
 
 def _run_of_pytorch(source: Path) -> Program | None:
@@ -136,15 +149,15 @@ def _run_of_pytorch(source: Path) -> Program | None:
 
 def _export(
     program: Program, source: Path, destination: Path, progress: Progress, step: int | None
-) -> Summary:
+) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
     at = checkpoint_step(source, step)
-    with making(destination) as directory:
-        if (source / SIDE).is_dir():
-            copy_side(source / SIDE, directory)
+    with create_directory(destination) as directory:
+        if (source / HF_FILES).is_dir():
+            copy_hf_files(source / HF_FILES, directory)
         kind, numbers, arrays = export(program, source, at, directory, progress)
-    return Summary(kind, numbers, arrays, "float32")
+    return ConversionSummary(kind, numbers, arrays, "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -163,34 +176,40 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _renamed(piece: Piece, family: Family, folder: Folder) -> Piece:
+def _renamed(piece: LayerWeights, family: Family, folder: WeightFiles) -> LayerWeights:
     """Return the piece without the family's name prefix, if the folder omits that prefix."""
     if piece.names[0] in folder.names or not family.prefix:
         return piece
     return replace(piece, names=tuple(name.removeprefix(family.prefix) for name in piece.names))
 
 
-def _check_names(pieces: list[Piece], family: Family, model: Model, folder: Folder) -> None:
+def _check_names(
+    pieces: list[LayerWeights], family: Family, model: Model, folder: WeightFiles
+) -> None:
     wanted = {name for piece in pieces for name in piece.names}
     there = set(folder.names)
     if missing := sorted(wanted - there):
-        raise WeightsError(f"the weights do not contain {some(missing)}, required by config.json")
-    head = ("lm_head\\.weight",) if model.tied_head else ()  # a second copy of the embedding
-    empty = re.compile("|".join((*family.without_weights, *head)))
+        raise WeightsError(
+            f"the weights do not contain {first_names(missing)}, required by config.json"
+        )
+    head = (
+        ("lm_head\\.weight",) if model.tie_word_embeddings else ()
+    )  # a second copy of the embedding
+    empty = re.compile("|".join((*family.ignored_tensors, *head)))
     if left := sorted(name for name in there - wanted if not empty.fullmatch(name)):
         raise WeightsError(
-            f"the weights contain {some(left)}, which a {family.model_type} model with this "
+            f"the weights contain {first_names(left)}, which a {family.model_type} model with this "
             "config.json does not have"
         )
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Return the first three names, and the number of the others, for an error message."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 
 
-def dtype_of(piece: Piece, folder: Folder) -> np.dtype:
+def dtype_of(piece: LayerWeights, folder: WeightFiles) -> np.dtype:
     """Return the common dtype of a piece's tensors.
 
     Raises:
@@ -208,21 +227,21 @@ def dtype_of(piece: Piece, folder: Folder) -> np.dtype:
 def _config_dtype(config: dict[str, Any] | None) -> str:
     told = config or {}
     named = str(told.get("dtype") or told.get("torch_dtype"))
-    return named if named in {str(dtype) for dtype in CODES} else "float32"
+    return named if named in {str(dtype) for dtype in DTYPE_CODES} else "float32"
 
 
-def without_padding(model: Model, config: dict[str, Any] | None) -> Model:
+def with_unpadded_vocab(model: Model, config: dict[str, Any] | None) -> Model:
     """Return the model with the vocabulary size of config.json, if that is smaller."""
     vocab = (config or {}).get("vocab_size", model.vocab)
     return replace(model, vocab=min(vocab, model.vocab))
 
 
-def _cut(path: str, array: np.ndarray, model: Model) -> np.ndarray:
+def _remove_padding(path: str, array: np.ndarray, model: Model) -> np.ndarray:
     """Return the array without rows of vocabulary padding."""
     return array[tuple(slice(size) for size in array_shape(path, model))]
 
 
-def _shapes(piece: Piece, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(piece: LayerWeights, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of a piece's tensors, computed from arrays that need no memory."""
     empty = [np.broadcast_to(np.int8(0), array_shape(path, model)) for path in piece.row.paths]
     for name, tensor in to_hugging_face(piece, empty, model):
@@ -237,14 +256,16 @@ def _write_config(
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
     """Write config.json, unless the copied one already describes this model."""
-    if config is not None and mathematics(family.model(config)) == mathematics(model):
+    if config is not None and functional_settings(
+        family.model_from_config(config)
+    ) == functional_settings(model):
         return
     usual = Counter(dtype for dtype, _ in arrays.values()).most_common(1)[0][0]
-    told = (config or {}) | family.config(model) | {"torch_dtype": str(usual)}
+    told = (config or {}) | family.config_from_model(model) | {"torch_dtype": str(usual)}
     (directory / "config.json").write_text(json.dumps(told, indent=2) + "\n")
 
 
-def copy_side(source: Path, destination: Path) -> None:
+def copy_hf_files(source: Path, destination: Path) -> None:
     """Copy all files except weights: configuration, tokenizer, chat template, code, licence."""
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():
@@ -253,7 +274,7 @@ def copy_side(source: Path, destination: Path) -> None:
 
 
 @contextmanager
-def making(destination: Path) -> Iterator[Path]:
+def create_directory(destination: Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `destination` if the block succeeds.
 
     Raises:
@@ -284,12 +305,12 @@ def _remove(directory: Path) -> None:
         time.sleep(0.1)
 
 
-def summary(
+def summarize(
     family: Family, model: Model, arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
-) -> Summary:
+) -> ConversionSummary:
     """Summarize the conversion of a model to these arrays, given by name as dtype and shape."""
     dtypes = Counter(str(dtype) for dtype, _ in arrays.values())
-    return Summary(
+    return ConversionSummary(
         family.model_type,
         parameter_count(model),
         len(arrays),

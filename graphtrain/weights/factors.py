@@ -17,58 +17,63 @@ import numpy as np
 
 from graphtrain.config.schema import Adapter, Model
 from graphtrain.models.lora.trainable import fully_trained_paths, lora_paths
-from graphtrain.weights.convert import read_config, without_padding
-from graphtrain.weights.families import Family, family_for, family_of
-from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
+from graphtrain.weights.convert import read_config, with_unpadded_vocab
+from graphtrain.weights.families import Family, family_of_config, family_of_model
+from graphtrain.weights.families.family import (
+    LayerWeights,
+    array_shape,
+    to_decoder,
+    to_hugging_face,
+)
 
 EMBEDDING = "embedding/tokens"
 
 
 @dataclass(frozen=True)
-class Table:
+class AdapterTable:
     """Family, model and weights that an adapter trains."""
 
     family: Family
     model: Model
     adapter: Adapter
     targets: frozenset[str]  # paths of weights with LoRA factors
-    whole: frozenset[str]  # paths of weights trained in full (PEFT: modules_to_save)
+    modules_to_save: frozenset[str]  # paths of weights trained in full (PEFT: modules_to_save)
 
     @classmethod
-    def of(cls, side: Path, model: Model, adapter: Adapter) -> Table:
+    def from_folder(cls, side: Path, model: Model, adapter: Adapter) -> AdapterTable:
         """Return the table for a model whose Hugging Face files are in the folder `side`."""
         config = read_config(side) if (side / "config.json").is_file() else None
-        family = family_of(config) if config else family_for(model)
+        family = family_of_config(config) if config else family_of_model(model)
         targets = frozenset(lora_paths(model, adapter))
         whole = frozenset(fully_trained_paths(model, adapter))
-        return cls(family, without_padding(model, config), adapter, targets, whole)
+        return cls(family, with_unpadded_vocab(model, config), adapter, targets, whole)
 
     @property
-    def tied_head(self) -> str | None:
+    def tie_word_embeddings(self) -> str | None:
         """Tensor name of an LM head tied to an embedding that is trained in full, else None.
 
         PEFT ties only heads with certain names to its copy of the embedding, so the exported folder
         contains a copy of its own for the head.
         """
-        if not (self.model.tied_head and EMBEDDING in self.whole):
+        if not (self.model.tie_word_embeddings and EMBEDDING in self.modules_to_save):
             return None
-        rows = (row.name for row in self.family.rows if row.paths == ("head",))
+        rows = (row.name for row in self.family.mappings if row.paths == ("head",))
         return next(rows, "lm_head.weight")
 
-    def adapted(self) -> Iterator[Piece]:
+    def adapted_weights(self) -> Iterator[LayerWeights]:
         """Yield the pieces that have LoRA factors."""
-        for piece in self.family.pieces(self.model):
+        for piece in self.family.weights(self.model):
             if self.targets & set(piece.row.paths):
                 yield piece
 
-    def saved(self) -> Iterator[Piece]:
+    def fully_trained_weights(self) -> Iterator[LayerWeights]:
         """Yield the pieces that are trained in full."""
-        for piece in self.family.pieces(self.model):
-            if self.whole & set(piece.row.paths):
+        for piece in self.family.weights(self.model):
+            if self.modules_to_save & set(piece.row.paths):
                 yield piece
 
 
-def module_of(piece: Piece) -> str:
+def module_of(piece: LayerWeights) -> str:
     """Return the name of the PyTorch module that owns a piece's weight."""
     return piece.names[0].removesuffix(".weight")
 
@@ -78,12 +83,14 @@ def embed_is_input(path: str, model: Model) -> bool:
     return array_shape(path, replace(model, embed=1))[0] == 1
 
 
-def rank_axis(piece: Piece, model: Model) -> int:
+def rank_axis(piece: LayerWeights, model: Model) -> int:
     """Return the index of the axis embed in Hugging Face's two-dimensional tensor."""
     return _shape(piece, replace(model, embed=1)).index(1)
 
 
-def peft_shapes(piece: Piece, rank: int, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def peft_shapes(
+    piece: LayerWeights, rank: int, model: Model
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of PEFT's factors lora_A (rank, in) and lora_B (out, rank)."""
     other = max(_shape(piece, replace(model, embed=1)))
     inward = embed_is_input(piece.row.paths[0], model)
@@ -91,14 +98,14 @@ def peft_shapes(piece: Piece, rank: int, model: Model) -> tuple[tuple[int, ...],
     return (rank, into), (out, rank)
 
 
-def _shape(piece: Piece, model: Model) -> tuple[int, ...]:
+def _shape(piece: LayerWeights, model: Model) -> tuple[int, ...]:
     empty = [np.zeros(array_shape(path, model), np.int8) for path in piece.row.paths]
     ((_, tensor),) = to_hugging_face(piece, empty, model)
     return tensor.shape
 
 
 def to_peft(
-    piece: Piece, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
+    piece: LayerWeights, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert the decoder's factor pairs, by path, to lora_A (rank, in) and lora_B (out, rank)."""
     axis, firsts, seconds = rank_axis(piece, model), [], []
@@ -119,7 +126,7 @@ def to_peft(
 
 
 def from_peft(
-    piece: Piece, first: np.ndarray, second: np.ndarray, model: Model
+    piece: LayerWeights, first: np.ndarray, second: np.ndarray, model: Model
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Convert lora_A (rank, in) and lora_B (out, rank) to the decoder's factor pairs by path."""
     inward = embed_is_input(piece.row.paths[0], model)

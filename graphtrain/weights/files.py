@@ -23,12 +23,12 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
 
 
-class Folder(Protocol):
+class WeightFiles(Protocol):
     """Arrays by name, in files of one folder."""
 
     @property
@@ -61,7 +61,7 @@ class _Entry:
     offset: int  # bytes from the beginning of the file
 
 
-class SafetensorsFolder:
+class SafetensorsFiles:
     """Arrays in safetensors files.
 
     Raises:
@@ -120,7 +120,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
     }
 
 
-class BinFolder:
+class BinFiles:
     """Arrays in PyTorch's .bin files, loaded with weights_only, so that no code in them runs.
 
     Raises:
@@ -161,7 +161,7 @@ def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
     return whole.numpy().view(dtype)
 
 
-def torch_dtype(name: str, kind: str) -> np.dtype:
+def numpy_dtype_of(name: str, kind: str) -> np.dtype:
     """Return the NumPy dtype for PyTorch's name of a dtype.
 
     Args:
@@ -206,7 +206,9 @@ def _known(name: str, code: str) -> np.dtype:
     return DTYPES[code]
 
 
-def open_folder(directory: Path, stem: str = "model", bin_stem: str = "pytorch_model") -> Folder:
+def open_weight_files(
+    directory: Path, stem: str = "model", bin_stem: str = "pytorch_model"
+) -> WeightFiles:
     """Open the weights in a folder: safetensors if there are any, else .bin.
 
     Args:
@@ -217,7 +219,7 @@ def open_folder(directory: Path, stem: str = "model", bin_stem: str = "pytorch_m
     Raises:
         WeightsError: there are no weights, or a file named in an index is missing.
     """
-    kinds = ((".safetensors", stem, SafetensorsFolder), (".bin", bin_stem, BinFolder))
+    kinds = ((".safetensors", stem, SafetensorsFiles), (".bin", bin_stem, BinFiles))
     for suffix, name, kind in kinds:
         index = directory / f"{name}{suffix}.index.json"
         if index.is_file():

@@ -11,28 +11,30 @@ from graphtrain.models.lora.quantize import QuantizationKind, block_size, quanti
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.peft import PeftAdapter
-from graphtrain.weights.sources import Source
-from graphtrain.weights.start import Fill, Index, Read, reader
+from graphtrain.weights.sources import WeightSource
+from graphtrain.weights.start import ArrayLoader, Index, PartReader, part_reader
 from lowering.trees import Tree, flatten, unflatten
 
 
-def open_adapter(config: Config, weights: Source) -> PeftAdapter | None:
-    """Open the adapter that run.initial_adapter names, or return None if it is not set.
+def open_adapter(config: Config, weights: WeightSource) -> PeftAdapter | None:
+    """Open the adapter that run.init_adapter_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the adapter does not match [program.adapter].
     """
-    if config.run.initial_adapter is None:
+    if config.run.init_adapter_from is None:
         return None
-    return PeftAdapter(Path(config.run.initial_adapter), config.program, weights.side)
+    return PeftAdapter(Path(config.run.init_adapter_from), config.program, weights.side)
 
 
-def frozen_parameters(weights: Source, program: Program, described: Tree, fill: Fill) -> Tree:
+def load_frozen_parameters(
+    weights: WeightSource, program: Program, described: Tree, fill: ArrayLoader
+) -> Tree:
     """Load the frozen weights, quantized to the base dtype of the adapter settings."""
-    read, adapter = reader(weights, program), program.adapter
-    if adapter is None or adapter.base not in ("int8", "nf4"):
+    read, adapter = part_reader(weights, program), program.adapter
+    if adapter is None or adapter.base_dtype not in ("int8", "nf4"):
         return fill(described, read)
-    blocks = _Blocks(read, program, adapter.base)
+    blocks = _QuantizedWeights(read, program, adapter.base_dtype)
 
     def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         stem, _, kind = path.rpartition("/")
@@ -43,12 +45,12 @@ def frozen_parameters(weights: Source, program: Program, described: Tree, fill: 
     return fill(described, part)
 
 
-def trained_parameters(
-    weights: Source,
+def load_trainable_parameters(
+    weights: WeightSource,
     adapter: PeftAdapter | None,
     program: Program,
     described: Tree,
-    fill: Fill,
+    fill: ArrayLoader,
     new: Tree | None,
 ) -> Tree:
     """Load the trainable parameters: LoRA factors, and weights that are trained in full.
@@ -68,7 +70,7 @@ def trained_parameters(
         for path, like in flatten(described).items()
         if not (path in begun and path.endswith((f"/{LORA_A}", f"/{LORA_B}")))
     }
-    read = reader(weights, program)
+    read = part_reader(weights, program)
 
     def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         if adapter is not None and path in adapter.arrays:
@@ -81,10 +83,10 @@ def trained_parameters(
     return unflatten({path: filled.get(path, begun.get(path)) for path in flatten(described)})
 
 
-class _Blocks:
+class _QuantizedWeights:
     """Codes and scales of block-wise quantized weights; caches the weight that was read last."""
 
-    def __init__(self, read: Read, program: Program, kind: QuantizationKind) -> None:
+    def __init__(self, read: PartReader, program: Program, kind: QuantizationKind) -> None:
         self._read = read
         self._kind: QuantizationKind = kind
         self._arrays = parameter_arrays(program.model)

@@ -20,11 +20,11 @@ from graphtrain.models.lora.trainable import (
     lora_paths,
 )
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.weights.base import open_base
-from graphtrain.weights.sources import RunCheckpoint, Source
+from graphtrain.weights.base import open_base_weights
+from graphtrain.weights.sources import RunCheckpoint, WeightSource
 
 
-class Merged:
+class MergedWeights:
     """Weights of a run with the adapter merged into its (rounded or quantized) base weights.
 
     Raises:
@@ -35,7 +35,7 @@ class Merged:
         assert run.program.adapter is not None
         self.run, self.adapter = run, run.program.adapter
         self.directory, self.side, self.model = run.directory, run.side, run.model
-        self.base = open_base(load_config(run.directory / "config.toml"), run.directory)
+        self.base = open_base_weights(load_config(run.directory / "config.toml"), run.directory)
         self._adapted = set(lora_paths(self.model, self.adapter))
         self._whole = set(fully_trained_paths(self.model, self.adapter))
 
@@ -63,17 +63,17 @@ class Merged:
         if path in trained:
             return trained[path]
         (base,) = self.base.read([path], layer)
-        kept = as_kept(path, base, self.model, self.adapter)
+        kept = round_trip_base_dtype(path, base, self.model, self.adapter)
         if path not in self._adapted:
             return kept
         product = np.tensordot(trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"], 1)
         return kept.astype(np.float32) + np.float32(self.adapter.scale) * product
 
 
-class Kept:
+class QuantizedBase:
     """Base weights as a run with an adapter computes with them: rounded or quantized."""
 
-    def __init__(self, base: Source, adapter: Adapter) -> None:
+    def __init__(self, base: WeightSource, adapter: Adapter) -> None:
         self._base, self._adapter = base, adapter
         self.directory, self.side, self.model = base.directory, base.side, base.model
         self.files = base.files
@@ -85,7 +85,9 @@ class Kept:
     def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
         found = zip(paths, self._base.read(paths, layer), strict=True)
         return [
-            weights if path in self._whole else as_kept(path, weights, self.model, self._adapter)
+            weights
+            if path in self._whole
+            else round_trip_base_dtype(path, weights, self.model, self._adapter)
             for path, weights in found
         ]
 
@@ -93,12 +95,14 @@ class Kept:
         return self.read([path], layer)[0][index]
 
 
-def as_kept(path: str, weights: np.ndarray, model: Model, adapter: Adapter) -> np.ndarray:
+def round_trip_base_dtype(
+    path: str, weights: np.ndarray, model: Model, adapter: Adapter
+) -> np.ndarray:
     """Return an array of the base weights after rounding or quantization to its stored dtype."""
     spec = parameter_arrays(model)[path]
     if is_bfloat16(path, spec, adapter):
         return weights.astype(ml_dtypes.bfloat16).astype(np.float32)
     if is_quantized(path, spec, adapter):
-        assert adapter.base in ("int8", "nf4")
-        return fake_quantize(weights, adapter.base)
+        assert adapter.base_dtype in ("int8", "nf4")
+        return fake_quantize(weights, adapter.base_dtype)
     return weights

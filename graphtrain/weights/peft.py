@@ -16,10 +16,10 @@ import numpy as np
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
-from graphtrain.weights.convert import Summary, making
+from graphtrain.weights.convert import ConversionSummary, create_directory
 from graphtrain.weights.factors import (
     EMBEDDING,
-    Table,
+    AdapterTable,
     embed_is_input,
     from_peft,
     module_of,
@@ -27,7 +27,12 @@ from graphtrain.weights.factors import (
     rank_axis,
     to_peft,
 )
-from graphtrain.weights.families.family import Piece, array_shape, to_decoder, to_hugging_face
+from graphtrain.weights.families.family import (
+    LayerWeights,
+    array_shape,
+    to_decoder,
+    to_hugging_face,
+)
 from graphtrain.weights.sources import RunCheckpoint
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,7 +41,7 @@ _PREFIX = "base_model.model."
 Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
 
 
-def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> Summary:
+def export_peft(source: Path, destination: Path, step: int | None = None) -> ConversionSummary:
     """Export the adapter of a run as a folder that PEFT can load.
 
     Args:
@@ -53,10 +58,12 @@ def to_peft_folder(source: Path, destination: Path, step: int | None = None) -> 
         raise WeightsError(
             f"{source} trained all weights, not an adapter ([program.adapter] is not set)"
         )
-    return write_adapter(Table.of(run.side, run.model, adapter), run.read, destination)
+    return write_peft_folder(
+        AdapterTable.from_folder(run.side, run.model, adapter), run.read, destination
+    )
 
 
-def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
+def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> ConversionSummary:
     """Write an adapter as a folder that PEFT can load.
 
     Args:
@@ -69,12 +76,12 @@ def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
     """
     _check_modules(table)
     tensors: dict[str, np.ndarray] = {}
-    for piece in table.adapted():
+    for piece in table.adapted_weights():
         paths = [path for path in piece.row.paths if path in table.targets]
         found = read([f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)], piece.layer)
         pairs = dict(zip(paths, zip(found[::2], found[1::2], strict=True), strict=True))
         tensors |= _named(piece, *to_peft(piece, pairs, table.model))
-    for piece in table.saved():
+    for piece in table.fully_trained_weights():
         whole = read(piece.row.paths, piece.layer)
         cut = [
             array[tuple(slice(size) for size in array_shape(path, table.model))]
@@ -82,16 +89,16 @@ def write_adapter(table: Table, read: Read, destination: Path) -> Summary:
         ]
         for name, tensor in to_hugging_face(piece, cut, table.model):
             tensors[_PREFIX + name] = tensor
-            if piece.row.paths == (EMBEDDING,) and (head := table.tied_head):
+            if piece.row.paths == (EMBEDDING,) and (head := table.tie_word_embeddings):
                 tensors[_PREFIX + head] = tensor
-    with making(destination) as directory:
+    with create_directory(destination) as directory:
         from safetensors.numpy import save_file
 
         plain = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(plain, directory / _WEIGHTS, {"format": "pt"})
         (directory / _CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
     count = sum(tensor.size for tensor in tensors.values())
-    return Summary(table.family.model_type, count, len(tensors), "float32")
+    return ConversionSummary(table.family.model_type, count, len(tensors), "float32")
 
 
 class PeftAdapter:
@@ -105,7 +112,7 @@ class PeftAdapter:
         assert program.adapter is not None
         self.directory, self.adapter = directory, program.adapter
         self.config = _read(directory)
-        self._table = Table.of(side, program.model, program.adapter)
+        self._table = AdapterTable.from_folder(side, program.model, program.adapter)
         self._tensors = _load(directory / _WEIGHTS)
         self.arrays = self._stack(program)
         if self._tensors:
@@ -117,12 +124,12 @@ class PeftAdapter:
     def _stack(self, program: Program) -> dict[str, np.ndarray]:
         specs = trained_arrays(program)
         arrays = {path: np.zeros(spec.shape, np.float32) for path, spec in specs.items()}
-        for piece in self._table.adapted():
+        for piece in self._table.adapted_weights():
             for path, (first, second) in self._pairs(piece).items():
                 arrays[f"{path}/{LORA_A}"][piece.layer] = first
                 arrays[f"{path}/{LORA_B}"][piece.layer] = second
-        for piece in self._table.saved():
-            tensors = [self._take(name, _PREFIX + name) for name in piece.names]
+        for piece in self._table.fully_trained_weights():
+            tensors = [self._pop_tensor(name, _PREFIX + name) for name in piece.names]
             if piece.row.paths == (EMBEDDING,):
                 self._drop_head(tensors[0])
             model = self._table.model
@@ -137,18 +144,18 @@ class PeftAdapter:
 
     def _drop_head(self, embedding: np.ndarray) -> None:
         """Discard the copy of the embedding that PEFT saves for a tied LM head."""
-        head = self._table.tied_head
+        head = self._table.tie_word_embeddings
         copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
         if copy is not None and not np.array_equal(copy, embedding):
             raise WeightsError(
                 f"{self.directory}: {head} differs from the embedding, but config.json ties them"
             )
 
-    def _pairs(self, piece: Piece) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def _pairs(self, piece: LayerWeights) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return both factors of each weight in a piece, by path."""
         module = module_of(piece)
-        first = self._take(module, f"{_PREFIX}{module}.lora_A.weight")
-        second = self._take(module, f"{_PREFIX}{module}.lora_B.weight")
+        first = self._pop_tensor(module, f"{_PREFIX}{module}.lora_A.weight")
+        second = self._pop_tensor(module, f"{_PREFIX}{module}.lora_B.weight")
         rank, count = self.adapter.rank, first.shape[0] if first.ndim else 0
         self._check_shapes(module, [first, second], peft_shapes(piece, count, self._table.model))
         targets = [path for path in piece.row.paths if path in self._table.targets]
@@ -168,7 +175,7 @@ class PeftAdapter:
             if separate and any(own[other][1].any() for other in others - set(targets)):
                 raise WeightsError(
                     f"{self.directory}: {module} also adapts {', '.join(sorted(others))}; "
-                    "add them to program.adapter.targets"
+                    "add them to program.adapter.target_modules"
                 )
             if count != rank and any(own[other][1].any() for other in others):
                 raise WeightsError(
@@ -188,7 +195,7 @@ class PeftAdapter:
                 f"{_say(wanted)}; the adapter belongs to another model"
             )
 
-    def _take(self, module: str, name: str) -> np.ndarray:
+    def _pop_tensor(self, module: str, name: str) -> np.ndarray:
         if name not in self._tensors:
             raise WeightsError(
                 f"{self.directory} has no {name}, but [program.adapter] trains {module}; remove it "
@@ -201,49 +208,51 @@ def _say(shapes: Sequence[tuple[int, ...]]) -> str:
     return " and ".join(str(list(shape)) for shape in shapes)
 
 
-def _check_modules(table: Table) -> None:
+def _check_modules(table: AdapterTable) -> None:
     """Raise if a module is only partly trained in full: PEFT saves complete modules."""
-    modules = {name.rpartition(".")[0] for piece in table.saved() for name in piece.names}
-    for piece in table.family.pieces(table.model):
+    modules = {
+        name.rpartition(".")[0] for piece in table.fully_trained_weights() for name in piece.names
+    }
+    for piece in table.family.weights(table.model):
         for name in piece.names:
-            left = set(piece.row.paths) - table.whole
+            left = set(piece.row.paths) - table.modules_to_save
             if name.rpartition(".")[0] in modules and left:
                 raise WeightsError(
                     f"PEFT saves complete modules, and {name.rpartition('.')[0]} also contains "
-                    f"{', '.join(sorted(left))}; train with them in program.adapter.whole"
+                    f"{', '.join(sorted(left))}; train with them in program.adapter.modules_to_save"
                 )
 
 
-def _named(piece: Piece, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
+def _named(piece: LayerWeights, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
     module = _PREFIX + module_of(piece)
     return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
 
 
-def _config(table: Table) -> dict[str, Any]:
+def _config(table: AdapterTable) -> dict[str, Any]:
     adapter, packed, turned = table.adapter, {}, False
     targets: dict[str, None] = {}
-    for piece in table.adapted():
-        name = _inside(module_of(piece))
+    for piece in table.adapted_weights():
+        name = _name_within_layer(module_of(piece))
         targets[name] = None
         packed[name] = len(table.targets & set(piece.row.paths))
         inward = embed_is_input(piece.row.paths[0], table.model)
         turned |= rank_axis(piece, table.model) == (0 if inward else 1)
     several = {name: count for name, count in packed.items() if count > 1}
-    names = [name for piece in table.saved() for name in piece.names]
-    names += [table.tied_head] if table.tied_head else []
-    saved = {_inside(name.rpartition(".")[0]) for name in names}
+    names = [name for piece in table.fully_trained_weights() for name in piece.names]
+    names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
+    saved = {_name_within_layer(name.rpartition(".")[0]) for name in names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.root_rank,
+        "use_rslora": adapter.use_rslora,
         "lora_dropout": adapter.dropout,
         "target_modules": list(targets),
         "rank_pattern": {name: adapter.rank * count for name, count in several.items()},
         "alpha_pattern": {
-            name: adapter.alpha * (count**0.5 if adapter.root_rank else count)
+            name: adapter.alpha * (count**0.5 if adapter.use_rslora else count)
             for name, count in several.items()
         },
         "modules_to_save": sorted(saved) or None,
@@ -253,7 +262,7 @@ def _config(table: Table) -> dict[str, Any]:
     }
 
 
-def _inside(module: str) -> str:
+def _name_within_layer(module: str) -> str:
     """Return a module's name within its layer; the full name for a module outside the layers."""
     in_layer = re.fullmatch(r".*?\.\d+\.(.*)", module)
     return in_layer[1] if in_layer else module
@@ -295,9 +304,9 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    from graphtrain.weights.files import SafetensorsFolder
+    from graphtrain.weights.files import SafetensorsFiles
 
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; write it with PEFT's save_pretrained")
-    folder = SafetensorsFolder([path])
+    folder = SafetensorsFiles([path])
     return {name: folder.read(name) for name in folder.names}

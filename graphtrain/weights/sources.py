@@ -11,17 +11,17 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from graphtrain.config.resolve import rows_of_layers
+from graphtrain.config.resolve import layer_rows
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.weights.files import SafetensorsFolder, open_folder
+from graphtrain.weights.files import SafetensorsFiles, open_weight_files
 
-SIDE = "hugging_face"  # folder of Hugging Face files other than weights
+HF_FILES = "hugging_face"  # folder of Hugging Face files other than weights
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Readable arrays of the decoder; arrays in the layers are read one layer at a time."""
 
     @property
@@ -62,7 +62,7 @@ def stored_name(path: str, layer: int | None) -> str:
     return path if layer is None else path.replace("layers/", f"layers/{layer}/", 1)
 
 
-class Converted:
+class ConvertedFolder:
     """Folder written by `graphtrain convert hf-to-graphtrain`.
 
     Raises:
@@ -70,10 +70,10 @@ class Converted:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.side = directory, directory / SIDE
+        self.directory, self.side = directory, directory / HF_FILES
         self.model = read_model(directory / "model.toml")
-        folder = open_folder(directory / "weights")
-        assert isinstance(folder, SafetensorsFolder)
+        folder = open_weight_files(directory / "weights")
+        assert isinstance(folder, SafetensorsFiles)
         self.folder = folder
         for path, spec in parameter_arrays(self.model).items():
             inside = path.startswith("layers/")
@@ -115,15 +115,15 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoints.checkpoint import read_about
+        from graphtrain.checkpoints.checkpoint import read_checkpoint_info
         from graphtrain.config import load_config
 
-        self.directory, self.side = directory, directory / SIDE
+        self.directory, self.side = directory, directory / HF_FILES
         self._checkpoints = directory / "checkpoints"
         self.step = checkpoint_step(directory, step)
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
-        rows = read_about(self._checkpoints, self.step).rows or rows_of_layers(program)
+        rows = read_checkpoint_info(self._checkpoints, self.step).rows or layer_rows(program)
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
 
@@ -175,7 +175,7 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def open_source(directory: Path, step: int | None = None) -> Source:
+def open_weights(directory: Path, step: int | None = None) -> WeightSource:
     """Open a converted folder or a run directory; the adapter of a run is merged.
 
     Args:
@@ -190,14 +190,14 @@ def open_source(directory: Path, step: int | None = None) -> Source:
             raise WeightsError(
                 f"{directory} is a converted folder, which has no checkpoints; do not pass a step"
             )
-        return Converted(directory)
+        return ConvertedFolder(directory)
     if (directory / "checkpoints").is_dir():
         run = RunCheckpoint(directory, step)
         if run.program.adapter is None:
             return run
-        from graphtrain.weights.merged import Merged
+        from graphtrain.weights.merged import MergedWeights
 
-        return Merged(run)
+        return MergedWeights(run)
     raise WeightsError(
         f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
         "checkpoints); convert weights of other formats first: graphtrain convert -h"

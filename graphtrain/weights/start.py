@@ -10,43 +10,44 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.config.resolve import rows_of_layers, stages_of
+from graphtrain.config.resolve import layer_rows, stages_of
 from graphtrain.config.schema import Config, Program, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.weights.families.family import mathematics
-from graphtrain.weights.sources import SIDE, Source, open_source
-from graphtrain.weights.torch_modules import ModuleWeights
+from graphtrain.weights.families.family import functional_settings
+from graphtrain.weights.sources import HF_FILES, WeightSource, open_weights
+from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
     from lowering.trees import Tree
 
 Index = tuple[slice, ...]
-Read = Callable[
+PartReader = Callable[
     [str, tuple[int, ...], Index], np.ndarray
 ]  # reads a part, by path and unsharded shape
-Fill = Callable[["Tree", Read], "Tree"]  # loads the described arrays onto the devices
+ArrayLoader = Callable[["Tree", PartReader], "Tree"]  # loads the described arrays onto the devices
 
 
-def open_initial(config: Config) -> Source | ModuleWeights | None:
-    """Open the weights that run.initial names, or return None if it is not set.
+def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | None:
+    """Open the weights that run.init_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the weights are incomplete, or do not match program.model.
     """
-    if config.run.initial is None:
+    if config.run.init_from is None:
         return None
-    directory = Path(config.run.initial)
+    directory = Path(config.run.init_from)
     if is_imported(config.program.model):
-        return ModuleWeights(directory)
-    weights = open_source(directory)
+        return HuggingFaceWeights(directory)
+    weights = open_weights(directory)
     theirs, mine = weights.model, config.program.model
     if mine.vocab < theirs.vocab:
         raise WeightsError(
-            f"run.initial: {directory} has a vocabulary of {theirs.vocab}, but program.model.vocab "
+            f"run.init_from: {directory} has a vocabulary of {theirs.vocab}, but "
+            "program.model.vocab "
             f"= {mine.vocab} is smaller; set it to at least {theirs.vocab}"
         )
-    theirs, mine = mathematics(replace(theirs, vocab=mine.vocab)), mathematics(mine)
+    theirs, mine = functional_settings(replace(theirs, vocab=mine.vocab)), functional_settings(mine)
     differ = [
         f"{field.name} = {getattr(mine, field.name)} (instead of {getattr(theirs, field.name)})"
         for field in fields(mine)
@@ -54,28 +55,28 @@ def open_initial(config: Config) -> Source | ModuleWeights | None:
     ]
     if differ:
         raise WeightsError(
-            f"run.initial: {directory} contains another model than [program.model], which has "
+            f"run.init_from: {directory} contains another model than [program.model], which has "
             f'{", ".join(differ)}; to use its settings, set preset = "{directory}/model.toml"'
         )
     return weights
 
 
-def start_parameters(
-    weights: Source | ModuleWeights, program: Program, described: Tree, fill: Fill
+def load_initial_parameters(
+    weights: WeightSource | HuggingFaceWeights, program: Program, described: Tree, fill: ArrayLoader
 ) -> Tree:
     """Load a program's parameters onto its devices; each host reads only its devices' shards."""
-    if isinstance(weights, ModuleWeights):
+    if isinstance(weights, HuggingFaceWeights):
         return weights.parameters(described, fill, stages_of(program))
-    return fill(described, reader(weights, program))
+    return fill(described, part_reader(weights, program))
 
 
-def reader(weights: Source, program: Program) -> Read:
+def part_reader(weights: WeightSource, program: Program) -> PartReader:
     """Return a function that reads parts of the weights in a program's layout.
 
     Layers are in the order of the program's pipeline stages. Padding rows of stages and of the
     vocabulary are zeros.
     """
-    layers = np.array([-1 if layer is None else layer for layer in rows_of_layers(program)])
+    layers = np.array([-1 if layer is None else layer for layer in layer_rows(program)])
     arrays = parameter_arrays(weights.model)
 
     def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
@@ -94,7 +95,7 @@ def reader(weights: Source, program: Program) -> Read:
 
 
 def _part(
-    weights: Source, path: str, layer: int | None, shape: tuple[int, ...], index: Index
+    weights: WeightSource, path: str, layer: int | None, shape: tuple[int, ...], index: Index
 ) -> np.ndarray:
     """Return a part in float32; zeros outside the array, and for the padding layer -1."""
     part = np.zeros([one.stop - one.start for one in index], np.float32)
@@ -109,11 +110,11 @@ def _part(
     return part
 
 
-def keep_side(weights: Source | ModuleWeights, directory: Path) -> None:
+def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: Path) -> None:
     """Copy config.json, tokenizer etc. of the weights into a run directory, for later export."""
-    if isinstance(weights, ModuleWeights):
-        from graphtrain.weights.convert import copy_side
+    if isinstance(weights, HuggingFaceWeights):
+        from graphtrain.weights.convert import copy_hf_files
 
-        copy_side(weights.side, directory / SIDE)
+        copy_hf_files(weights.side, directory / HF_FILES)
     elif weights.side.is_dir():
-        shutil.copytree(weights.side, directory / SIDE, dirs_exist_ok=True)
+        shutil.copytree(weights.side, directory / HF_FILES, dirs_exist_ok=True)

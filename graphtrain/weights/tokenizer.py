@@ -10,7 +10,7 @@ from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def keep_tokenizer(prefix: str, side: Path) -> None:
+def copy_tokenizer(prefix: str, side: Path) -> None:
     """Copy a dataset's chat template, and its tokenizer unless `side` contains one already.
 
     Copies nothing for a dataset that graphtrain did not prepare, because its tokenizer is unknown.

@@ -16,19 +16,19 @@ import numpy as np
 from graphtrain.config.hf_config import read_config
 from graphtrain.config.resolve import stages_of
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import SafetensorsFolder, open_folder
+from graphtrain.weights.files import SafetensorsFiles, open_weight_files
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Imported, Program
+    from graphtrain.config.schema import Program, TorchModel
     from sharding_rules.pipeline import Stages
 
 Index = tuple[slice, ...]
 Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
 
 
-class ModuleWeights:
+class HuggingFaceWeights:
     """Weights in a folder that transformers can load, for a run of an imported model.
 
     Raises:
@@ -38,9 +38,9 @@ class ModuleWeights:
     def __init__(self, directory: Path) -> None:
         """Open the folder; tensors are read later."""
         if not directory.is_dir():
-            raise WeightsError(f"run.initial: the folder {directory} does not exist")
+            raise WeightsError(f"run.init_from: the folder {directory} does not exist")
         self.side = directory  # folder of config.json and the tokenizer
-        self._directory, self._folder = directory, open_folder(directory)
+        self._directory, self._folder = directory, open_weight_files(directory)
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
         """Read the parameters onto their devices; only the shards of this process are read.
@@ -71,7 +71,7 @@ class ModuleWeights:
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
             return np.zeros([one.stop - one.start for one in index], np.float32)
-        if isinstance(self._folder, SafetensorsFolder):
+        if isinstance(self._folder, SafetensorsFiles):
             return self._folder.part(name, index).astype(np.float32)
         return self._folder.read(name)[index].astype(np.float32)
 
@@ -86,16 +86,16 @@ class ModuleWeights:
                 return name
             for rows in _rows(name, count, there):
                 if all(self._folder.shape(row) == shape[leading:] for row in rows):
-                    return _in_rows(rows, shape[:leading], stages)
+                    return _in_layer_order(rows, shape[:leading], stages)
         owner = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
         alike = [name for name in there if name.rpartition(".")[0].endswith(owner)]
         found = f"; it contains {alike[0]} of shape {self._folder.shape(alike[0])}" if alike else ""
         raise WeightsError(
-            f"run.initial: {self._directory} does not contain {dotted} of shape {shape}{found}"
+            f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{found}"
         )
 
 
-def _in_rows(names: list[str], shape: tuple[int, ...], stages: Stages | None) -> np.ndarray:
+def _in_layer_order(names: list[str], shape: tuple[int, ...], stages: Stages | None) -> np.ndarray:
     """Arrange names in the run's order of layer rows; None for padding rows."""
     order = range(len(names)) if stages is None else stages.rows
     ordered = [None if row is None else names[row] for row in order]
@@ -110,11 +110,11 @@ def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
     words = name.split(".")
     for place in range(1, len(words)):
         before, after = ".".join(words[:place]), ".".join(words[place:])
-        yield from _counted(lambda n, b=before, a=after: f"{b}.{n}.{a}", 0, 1, count, there)
+        yield from _existing_rows(lambda n, b=before, a=after: f"{b}.{n}.{a}", 0, 1, count, there)
         if words[place].isdigit() and place + 1 < len(words):
             after = ".".join(words[place + 1 :])
             for period in range(2, 9):
-                yield from _counted(
+                yield from _existing_rows(
                     lambda n, b=before, a=after: f"{b}.{n}.{a}",
                     int(words[place]),
                     period,
@@ -123,7 +123,7 @@ def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
                 )
 
 
-def _counted(
+def _existing_rows(
     name: Callable[[int], str], first: int, step: int, count: int, there: set[str]
 ) -> Iterator[list[str]]:
     """Yield the names of all rows if exactly these exist."""
@@ -154,19 +154,21 @@ def export(
     import lowering
     from graphtrain.checkpoints.checkpoint import restore_array
     from graphtrain.torch_frontend.model import open_model
-    from graphtrain.weights.writer import Writer
+    from graphtrain.weights.writer import SafetensorsWriter
 
-    model: Imported = program.model  # pyright: ignore[reportAssignmentType]
+    model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
-    lowering.backend(host).described_devices(host)  # keeps JAX from initialising other devices
+    lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
     opened, stages = open_model(model), stages_of(program)
-    shapes = {name: tuple(one.shape) for name, one in opened.made.parameters().items()}
-    writer = Writer(destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()})
-    stored = opened.stored()
+    shapes = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
+    writer = SafetensorsWriter(
+        destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()}
+    )
+    stored = opened.parameter_names_by_path()
     for done, (path, names) in enumerate(stored.items()):
         progress(done, len(stored))
         array = restore_array(directory / "checkpoints", step, f"parameters/{path}")
-        rows = _of_blocks(array, stages) if opened.is_stacked(path) else array[None]
+        rows = _block_rows(array, stages) if opened.is_stacked(path) else array[None]
         for name, row in zip(names, rows, strict=True):
             writer.write(name, row)
     writer.close()
@@ -174,7 +176,7 @@ def export(
     return _write_config(model, destination), numbers, len(shapes)
 
 
-def _of_blocks(array: np.ndarray, stages: Stages | None) -> np.ndarray:
+def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
     """Return one row per block, in order, of an array that may be ordered for a pipeline."""
     if stages is None:
         return array
@@ -183,7 +185,7 @@ def _of_blocks(array: np.ndarray, stages: Stages | None) -> np.ndarray:
     return array.reshape(len(stages.rows), *array.shape[leading:])[rows]
 
 
-def _write_config(model: Imported, destination: Path) -> str:
+def _write_config(model: TorchModel, destination: Path) -> str:
     """Write config.json, unless the model is a module of the user; return the model_type."""
     if model.hf is None:
         return str(model.torch)

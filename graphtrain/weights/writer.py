@@ -17,18 +17,20 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.weights.files import CODES
+from graphtrain.weights.files import DTYPE_CODES
 
-_MOST = 5_000_000_000  # bytes per file; the default limit of transformers
-_BLOCK = 16 << 20  # bytes copied at once
+_MAX_FILE_BYTES = 5_000_000_000  # bytes per file; the default limit of transformers
+_COPY_BLOCK_BYTES = 16 << 20  # bytes copied at once
 
 Specs = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
-class Writer:
+class SafetensorsWriter:
     """Writer of the safetensors files of one folder, with an index if there are several."""
 
-    def __init__(self, directory: Path, arrays: Specs, most: int = _MOST) -> None:
+    def __init__(
+        self, directory: Path, arrays: Specs, max_file_bytes: int = _MAX_FILE_BYTES
+    ) -> None:
         """Create the files for these arrays.
 
         Args:
@@ -41,12 +43,12 @@ class Writer:
         self._where: dict[str, tuple[str, int]] = {}
         self._bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
-        shards = _divide(arrays, most)
+        shards = _divide(arrays, max_file_bytes)
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors"
             if len(shards) > 1:
                 name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            self._begin(name, shard)
+            self._create_file(name, shard)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Write an array to its position; its memory layout does not matter."""
@@ -54,7 +56,7 @@ class Writer:
         assert (array.dtype, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
         file_name, offset = self._where[name]
         rows = array.reshape(1) if array.ndim == 0 else array
-        step = max(1, _BLOCK // max(1, array.nbytes // len(rows)))
+        step = max(1, _COPY_BLOCK_BYTES // max(1, array.nbytes // len(rows)))
         with (self._directory / file_name).open("r+b") as file:
             file.seek(offset)
             for begin in range(0, len(rows), step):
@@ -69,13 +71,13 @@ class Writer:
             path = self._directory / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n")
 
-    def _begin(self, file_name: str, arrays: Specs) -> None:
+    def _create_file(self, file_name: str, arrays: Specs) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
         end = 0
         for name, (dtype, shape) in arrays.items():
             begin, end = end, end + _size(dtype, shape)
             header[name] = {
-                "dtype": CODES[dtype],
+                "dtype": DTYPE_CODES[dtype],
                 "shape": list(shape),
                 "data_offsets": [begin, end],
             }

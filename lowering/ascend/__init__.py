@@ -1,6 +1,6 @@
-"""Huawei Ascend: from a graph to a MindIR file, to MindSpore's graph mode, to a run.
+"""Huawei Ascend backend: translate a graph to a MindIR file and run it in MindSpore's graph mode.
 
     Graph ─► per-device HLO ─► MindIR ─► GraphCell, one process for each rank
 
-The words of the road: docs/ascend.md.
+docs/ascend.md explains the steps and the terms. Imports `lowering` and `sharding_rules` only.
 """

@@ -1,4 +1,4 @@
-"""The backend of Ascend: what lowering.xla.backend is to XLA's own targets."""
+"""Ascend backend: the counterpart of lowering.xla.backend, which serves XLA's own targets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax
 
 from lowering.artifact import Artifact
 from lowering.ascend import here, launch
-from lowering.ascend.device import DeviceArray, Program
+from lowering.ascend.device import RankArray, RankProgram
 from lowering.ascend.ranks import Ranks
-from lowering.ascend.translate import Translated, translate
+from lowering.ascend.translate import MindirGraph, translate
 from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo import collectives
@@ -22,49 +22,49 @@ from lowering.lowered import Lowered
 from lowering.machine import distributed, host
 from lowering.machine.target import Target
 from lowering.per_device import backend as per_device
-from lowering.per_device.backend import OneDevice
+from lowering.per_device.backend import DeviceLowering
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla.backend import (
     Device,
     Executable,
-    fill,
     forbid_tracing,
+    from_shards,
     make_mesh,
     plan_graph,
-    put,
+    to_devices,
 )
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 __all__ = [
+    "checkpoint_arrays",
     "compile",
-    "described_devices",
+    "compile_devices",
     "devices",
-    "fill",
     "forbid_tracing",
+    "from_global_program",
+    "from_shards",
     "load",
     "lower",
     "make_mesh",
     "memory_in_use",
     "peak_memory",
     "plan_graph",
-    "put",
-    "storable",
-    "take",
+    "to_devices",
 ]
 
 
-def described_devices(target: Target) -> list[Device]:
-    """Devices of the CPU, for which a graph is traced and split."""
+def compile_devices(target: Target) -> list[Device]:
+    """Return CPU devices, one for each target device, for tracing and partitioning a graph."""
     return per_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
-    """Devices of the CPU, which hold what is on its way to the ranks, and from them.
+    """Return CPU devices, which hold arrays on their way to the ranks and from them.
 
-    Of several processes each has as many as it has ranks, in the same order.
+    If a run has several processes, each has as many devices as ranks, in the same order.
     """
     count = distributed.count()
     if count == 1:
@@ -73,39 +73,50 @@ def devices(target: Target) -> list[Device]:
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """The program of one device; raises as per_device.lower."""
-    with operator_regions.marked("attention"):
+    """Lower a graph to the program of one device.
+
+    Raises:
+        ShardingError: see `per_device.lower`.
+        LoweringError: see `per_device.lower`.
+    """
+    with operator_regions.enable_regions("attention"):
         program = per_device.lower(graph, rules, mesh_shape, target, rank_input=_takes_rank(target))
     return _translated(program, target)
 
 
-def take(whole: Lowered, target: Target) -> Lowered:
-    """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
-    return _translated(per_device.take(whole, target, rank_input=_takes_rank(target)), target)
+def from_global_program(whole: Lowered, target: Target) -> Lowered:
+    """Return the program of one device for a program lowered for as many CPU devices.
+
+    Raises:
+        LoweringError: see `per_device.from_global_program`.
+    """
+    return _translated(
+        per_device.from_global_program(whole, target, rank_input=_takes_rank(target)), target
+    )
 
 
 def _takes_rank(target: Target) -> bool:
-    """On a CPU every collective is made of sums, in which each rank has its place."""
-    return target.on_host and target.devices > 1
+    """Return whether a program needs its rank: on a CPU, for the collectives made of sums."""
+    return target.runs_on_cpu and target.devices > 1
 
 
-def _translated(program: OneDevice, target: Target) -> Lowered:
+def _translated(program: DeviceLowering, target: Target) -> Lowered:
     hlo = hashlib.sha256(program.normalised.hlo).hexdigest()
     return program.lowered(target, "ascend", {"hlo": hlo, "translator": _translator()})
 
 
 @functools.cache
 def _translator() -> str:
-    """A digest of the code that writes graphs: it is this target's compiler."""
+    """Return a digest of the code that writes graphs, which acts as this target's compiler."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def compile(lowered: Lowered) -> Artifact:
-    """Write the graph as MindIR, which takes no MindSpore and no device.
+    """Translate the program to MindIR; neither MindSpore nor a device is needed.
 
     Raises:
-        LoweringError: an operation that MindSpore has nothing for.
+        LoweringError: an operation is not supported.
     """
     target, facts = lowered.target, lowered.facts["ascend"]
     began = time.perf_counter()
@@ -113,7 +124,7 @@ def compile(lowered: Lowered) -> Artifact:
         lowered.handle,
         name=lowered.name,
         ranks=target.devices,
-        native=not target.on_host,
+        native=not target.runs_on_cpu,
         in_place=dict(facts["aliases"]),
     )
     record = lowered.facts | {
@@ -127,8 +138,8 @@ def compile(lowered: Lowered) -> Artifact:
     return Artifact(translated.mindir, record)
 
 
-def _loading(translated: Translated) -> dict[str, Any]:
-    """What a loader has to know."""
+def _loading(translated: MindirGraph) -> dict[str, Any]:
+    """Return the entries of the record that a loader needs."""
     return {
         "stored": [[list(each.shape), each.dtype] for each in translated.inputs],
         "variables": list(translated.variables),
@@ -144,49 +155,55 @@ def load(artifact: Artifact, target: Target) -> Executable:
     """Load a graph on the ranks of this host.
 
     Raises:
-        LoweringError: MindSpore or CANN is not here, or the graph is for another machine.
+        LoweringError: MindSpore or CANN is not installed, or the graph is for another target.
     """
     about = artifact.record
     if Target.parse(about["target"]) != target:
-        raise LoweringError(f"the compiled {about['graph']} step is for {about['target']}")
+        raise LoweringError(
+            f"the compiled {about['graph']} step is for {about['target']}, not for {target}"
+        )
     mesh = make_mesh(MeshShape(about["mesh"]), devices(target))
-    program = Program(artifact.payload, about, mesh, _ranks(target), _device(target))
+    program = RankProgram(artifact.payload, about, mesh, _ranks(target), _device(target))
     return Executable(program, about, mesh)
 
 
 def _device(target: Target) -> str:
-    """MindSpore's name of what a rank computes on."""
-    return "CPU" if target.on_host else "Ascend"
+    """Return MindSpore's name of the kind of device."""
+    return "CPU" if target.runs_on_cpu else "Ascend"
 
 
 @functools.cache
 def _ranks(target: Target) -> Ranks:
-    """The ranks of this process, started when first asked for; all processes of a run ask."""
-    missing = "" if here.has_mindspore() else f"{target} runs on MindSpore, which is not installed"
-    cluster = launch.agree(target.devices, missing and f"{missing}: {here.INSTALL}")
-    if target.on_host:
+    """Return the ranks of this process, started on first use by all processes of a run."""
+    missing = "" if here.has_mindspore() else f"{target} needs MindSpore, which is not installed"
+    cluster = launch.agree_on_cluster(
+        target.devices, missing and f"{missing}; run {here.INSTALL_COMMAND}"
+    )
+    if target.runs_on_cpu:
         return Ranks(cluster, _device(target))
     try:
         return Ranks(cluster, _device(target))
     except LoweringError as error:
         raise LoweringError(
-            f"{target} needs its devices and CANN on this machine, with CANN's set_env.sh sourced; "
-            f"the compiled graphs are complete, and the same command runs them there ({error})"
+            f"{target} needs its devices and CANN, with CANN's set_env.sh sourced, but starting "
+            f"the ranks on this machine failed ({error}); the compiled graphs are complete, so run "
+            "the same command on a machine that has both"
         ) from None
 
 
-def storable(tree: Tree) -> Tree:
-    """What a checkpoint can write: arrays of the ranks as copies in this process."""
-    return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
-    )
+def checkpoint_arrays(tree: Tree) -> Tree:
+    """Return a tree that a checkpoint can write: arrays on the ranks are copied to this process."""
+    return jax.tree.map(lambda leaf: leaf.to_host() if isinstance(leaf, RankArray) else leaf, tree)
 
 
 def memory_in_use() -> int:
-    """Bytes that this process holds; the ranks hold theirs, which MindSpore does not tell."""
+    """Return this process's memory in bytes, without that of the ranks.
+
+    MindSpore does not report the memory of the ranks.
+    """
     return host.resident_bytes()
 
 
 def peak_memory() -> int:
-    """Most bytes that this process held at once; as memory_in_use."""
+    """Return the peak of this process's memory in bytes, without that of the ranks."""
     return host.peak_resident_bytes()

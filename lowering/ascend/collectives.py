@@ -1,8 +1,8 @@
 """Collectives: HCCL's operators for Ascend devices, sums of masked arrays for CPUs.
 
-MindSpore's CPUs have AllReduce of a sum and nothing else, so there every rank puts what it has into
-its own place of an array of zeros, and the sum is what all have. Groups are named by number; a
-loader puts in the name of the one group that its own rank is in.
+On CPUs, MindSpore supports only an AllReduce that sums. There each rank writes its value into its
+row of an array of zeros, and the sum of these arrays contains the values of all ranks. Groups are
+numbered; a loader replaces each number by the name of the group that contains its rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.mindir import Tensor
-from lowering.ascend.operations import hlo_type, reduced, settled, shape_of, signed
-from lowering.ascend.values import Value, known
+from lowering.ascend.mindir import TensorInfo
+from lowering.ascend.operations import hlo_type, reduce, shape_of, to_signed, wrap_to_hlo_type
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import Message
 from lowering.hlo.replica_groups import Groups
 
@@ -27,41 +27,44 @@ _HCCL = {
     "or": "max",
     "and": "min",
 }
-EXCHANGE = "graphtrain.exchange"  # an attribute, in place of those that differ by rank
-_SUMMED = ("f32", "f16")  # what AllReduce takes on a CPU
+EXCHANGE = "graphtrain.exchange"  # attribute that the loader replaces by those that differ by rank
+_ALL_REDUCE_TYPES = ("f32", "f16")  # types that AllReduce supports on a CPU
 
 
 class Collectives:
-    """Writes collectives, and remembers the groups and the exchanges that a loader fills in."""
+    """Writer of collectives; records the groups and exchanges that a loader fills in."""
 
-    def __init__(self, emit: Emitter, ranks: int, rank: Value | None) -> None:
-        """rank: the program's own rank, where it has it as an input."""
+    def __init__(self, emit: Emitter, ranks: int, rank: ArrayValue | None) -> None:
+        """Create a writer; `rank` is the input with the program's own rank, if it has one."""
         self._emit, self._ranks = emit, ranks
         self.rank = rank
         self.groups: list[Groups] = []
-        self.exchanges: list[list[int]] = []  # by rank: who sends to it
+        self.exchanges: list[list[int]] = []  # each: source rank by rank
 
-    def all_reduce(self, instruction: Message, kind: str, x: Value) -> Value:
+    def all_reduce(self, instruction: Message, kind: str, x: ArrayValue) -> ArrayValue:
+        """Translate all-reduce of one array by the operation `kind`."""
         groups = _groups(instruction)
         if len(groups[0]) == 1:
             return x
         emit, shape, dtype = self._emit, x.shape, x.dtype
-        if emit.native or (kind == "add" and dtype in _SUMMED):
+        if emit.native or (kind == "add" and dtype in _ALL_REDUCE_TYPES):
             x = emit.cast(x, "s32") if dtype == "pred" else x
-            x = emit.reshape(x, shape or (1,))  # it takes no scalars
+            x = emit.reshape(x, shape or (1,))  # AllReduce accepts no scalars
             attributes = self._attributes(groups) | {"op": _HCCL[kind]}
             x = emit.apply("AllReduce", [x], x.shape, x.dtype, attributes)
             x = emit.reshape(x, shape)
             x = emit.cast(x, dtype) if dtype == "pred" else x
-            return settled(emit, x, hlo_type(instruction))
-        return reduced(emit, kind, self._all(groups, x), [0], hlo_type(instruction))
+            return wrap_to_hlo_type(emit, x, hlo_type(instruction))
+        return reduce(emit, kind, self._all(groups, x), [0], hlo_type(instruction))
 
-    def all_gather(self, instruction: Message, x: Value) -> Value:
+    def all_gather(self, instruction: Message, x: ArrayValue) -> ArrayValue:
+        """Translate all-gather along one array axis."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
         every = self._all(groups, x)
         return self._emit.reshape(_moved(self._emit, every, 0, axis), shape_of(instruction))
 
-    def reduce_scatter(self, instruction: Message, kind: str, x: Value) -> Value:
+    def reduce_scatter(self, instruction: Message, kind: str, x: ArrayValue) -> ArrayValue:
+        """Translate reduce-scatter along one array axis by the operation `kind`."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
         emit, count = self._emit, len(groups[0])
         order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
@@ -71,13 +74,13 @@ class Collectives:
             attributes = self._attributes(groups) | {"op": _HCCL[kind], "rank_size": count}
             part = emit.apply("ReduceScatter", [front], shape, x.dtype, attributes)
         else:
-            whole = reduced(emit, kind, self._all(groups, front), [0], hlo_type(instruction))
+            whole = reduce(emit, kind, self._all(groups, front), [0], hlo_type(instruction))
             blocks = emit.reshape(whole, (count, *shape))
-            part = emit.reshape(emit.take(blocks, self._place(groups), 0), shape)
-        return settled(emit, emit.transpose(part, inverse(order)), hlo_type(instruction))
+            part = emit.reshape(emit.gather_axis(blocks, self._place(groups), 0), shape)
+        return wrap_to_hlo_type(emit, emit.transpose(part, inverse(order)), hlo_type(instruction))
 
-    def all_to_all(self, instruction: Message, operands: Sequence[Value]) -> Any:
-        """One operand that is split along an axis, or as many as the group has ranks."""
+    def all_to_all(self, instruction: Message, operands: Sequence[ArrayValue]) -> Any:
+        """Translate all-to-all of one operand split along an axis, or of one operand per rank."""
         groups, emit = _groups(instruction), self._emit
         count = len(groups[0])
         if len(operands) > 1 or not instruction.dimensions:
@@ -94,8 +97,8 @@ class Collectives:
         parts = self._exchanged(groups, _moved(emit, split, axis, 0))
         return emit.reshape(_moved(emit, parts, 0, axis), x.shape)
 
-    def _exchanged(self, groups: Groups, parts: Value) -> Value:
-        """Part i of every rank on rank i: (ranks, ...) to (ranks, ...)."""
+    def _exchanged(self, groups: Groups, parts: ArrayValue) -> ArrayValue:
+        """Exchange parts so that rank i has part i of every rank: (ranks, ...) to (ranks, ...)."""
         emit, count = self._emit, len(groups[0])
         if emit.native:
             attributes = self._attributes(groups) | {
@@ -105,11 +108,11 @@ class Collectives:
             }
             return emit.apply("AlltoAll", [parts], parts.shape, parts.dtype, attributes)
         every = self._all(groups, parts)
-        mine = emit.take(every, self._place(groups), 1)
+        mine = emit.gather_axis(every, self._place(groups), 1)
         return emit.reshape(mine, parts.shape)
 
-    def permute(self, instruction: Message, x: Value) -> Value:
-        """What another rank sends; zeros where none does."""
+    def permute(self, instruction: Message, x: ArrayValue) -> ArrayValue:
+        """Translate collective-permute; ranks to which no rank sends receive zeros."""
         emit = self._emit
         pairs = [[pair.source, pair.target] for pair in instruction.source_target_pairs]
         sources = np.full(self._ranks, -1)
@@ -117,12 +120,12 @@ class Collectives:
             sources[target] = source
         if emit.native and (sources >= 0).all():
             return self._sent(sources, x)
-        source = emit.take(known(sources, "s64"), self._own_rank(), 0)
+        source = emit.gather_axis(constant_value(sources, "s64"), self._own_rank(), 0)
         if emit.native:
             found = self._sent(sources, x)
         else:
             every = self._all((tuple(range(self._ranks)),), x)
-            found = emit.take(every, emit.maximum(source, emit.integer(0, source)), 0)
+            found = emit.gather_axis(every, emit.maximum(source, emit.integer(0, source)), 0)
             found = emit.reshape(found, x.shape)
         if (sources >= 0).all():
             return found
@@ -131,9 +134,11 @@ class Collectives:
         return emit.select(given, found, emit.broadcast_to(
             emit.literal(np.zeros((1,) * len(x.shape)), x.dtype), x.shape))  # fmt: skip
 
-    def _sent(self, sources: np.ndarray, x: Value) -> Value:
-        """By NeighborExchange, in which every rank sends once and receives once: those to whom
-        nobody sends are sent something by those who send to nobody."""
+    def _sent(self, sources: np.ndarray, x: ArrayValue) -> ArrayValue:
+        """Send by NeighborExchange, in which every rank sends once and receives once.
+
+        Ranks without a source receive unused values from ranks without a target.
+        """
         idle = iter(sorted(set(range(self._ranks)) - set(sources.tolist())))
         whole = [int(source) if source >= 0 else next(idle) for source in sources]
         self.exchanges.append(whole)
@@ -144,13 +149,13 @@ class Collectives:
             "recv_shapes": [list(x.shape)],
             "send_shapes": [list(x.shape)],
         }
-        writer, tensor = self._emit.writer, Tensor(x.shape, x.dtype)
+        writer, tensor = self._emit.writer, TensorInfo(x.shape, x.dtype)
         given = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
         taken = writer.node("NeighborExchange", [given], [tensor], attributes)
-        return self._emit.part(taken, 0, tensor)
+        return self._emit.tuple_element(taken, 0, tensor)
 
-    def _all(self, groups: Groups, x: Value) -> Value:
-        """What every rank of the group has: (ranks of the group, *shape), in the group's order."""
+    def _all(self, groups: Groups, x: ArrayValue) -> ArrayValue:
+        """Gather x from all ranks of the group, in group order: (ranks of the group, *shape)."""
         emit, count = self._emit, len(groups[0])
         shape = (count, *x.shape)
         if count == 1:
@@ -160,20 +165,20 @@ class Collectives:
             one = emit.reshape(emit.cast(x, "s8") if x.dtype == "pred" else x, (1, *x.shape))
             every = emit.apply("AllGather", [one], shape, one.dtype, attributes)
             return emit.cast(every, x.dtype) if x.dtype == "pred" else every
-        if x.dtype not in _SUMMED:
+        if x.dtype not in _ALL_REDUCE_TYPES:
             return self._all_integers(groups, x)
-        numbers = known(np.arange(count).reshape(count, *(1 for _ in x.shape)), "s64")
+        numbers = constant_value(np.arange(count).reshape(count, *(1 for _ in x.shape)), "s64")
         is_own = emit.compare("Equal", numbers, self._place(groups))
         zero = emit.literal(np.zeros((1,) * len(shape)), x.dtype)
         placed = emit.select(is_own, emit.reshape(x, (1, *x.shape)), zero)
         attributes = self._attributes(groups) | {"op": "sum"}
         return emit.apply("AllReduce", [placed], shape, x.dtype, attributes)
 
-    def _all_integers(self, groups: Groups, x: Value) -> Value:
-        """The same of integers, 16 bits at a time, which floats of 32 bits hold exactly."""
+    def _all_integers(self, groups: Groups, x: ArrayValue) -> ArrayValue:
+        """Gather integers, 16 bits at a time, which float32 represents exactly."""
         emit, stored = self._emit, x.dtype
         if stored in ("f64", "bf16"):
-            raise unsupported(f"collective of {stored} on a CPU")
+            raise unsupported(f"a collective of {stored} on a CPU")
         wide, whole = emit.cast(x, "s64"), None
         for shift in range(0, 64 if stored == "s64" else 32, 16):
             by, mask = emit.integer(shift, wide), emit.integer(0xFFFF, wide)
@@ -185,18 +190,18 @@ class Collectives:
         assert whole is not None
         if stored == "s64":
             return whole
-        return emit.cast(signed(emit, whole), stored)
+        return emit.cast(to_signed(emit, whole), stored)
 
-    def _place(self, groups: Groups) -> Value:
-        """This rank's place in its group, as an array of one element."""
+    def _place(self, groups: Groups) -> ArrayValue:
+        """Return this rank's position in its group, as an array of one element."""
         places = np.zeros(self._ranks, np.int64)
         for group in groups:
             places[list(group)] = range(len(group))
-        return self._emit.take(known(places, "s64"), self._own_rank(), 0)
+        return self._emit.gather_axis(constant_value(places, "s64"), self._own_rank(), 0)
 
-    def _own_rank(self) -> Value:
+    def _own_rank(self) -> ArrayValue:
         if self.rank is None:
-            raise unsupported("collective in a program that does not know its rank")
+            raise unsupported("this collective in a program without its rank as an input")
         return self._emit.reshape(self.rank, (1,))
 
     def _attributes(self, groups: Groups) -> dict[str, Any]:
@@ -207,7 +212,7 @@ class Collectives:
 
 
 def placeholder(number: int) -> str:
-    """What stands in a graph for the name of a group."""
+    """Return the placeholder for the name of a group in a graph."""
     return f"graphtrain.group.{number}"
 
 
@@ -215,12 +220,12 @@ def _groups(instruction: Message) -> Groups:
     return tuple(tuple(group.replica_ids) for group in instruction.replica_groups)
 
 
-def _moved(emit: Emitter, x: Value, source: int, target: int) -> Value:
+def _moved(emit: Emitter, x: ArrayValue, source: int, target: int) -> ArrayValue:
     order = [axis for axis in range(len(x.shape)) if axis != source]
     order.insert(target, source)
     return emit.transpose(x, order)
 
 
-def _row(emit: Emitter, x: Value, number: int) -> Value:
+def _row(emit: Emitter, x: ArrayValue, number: int) -> ArrayValue:
     rest = x.shape[1:]
     return emit.slice(x, [number] + [0] * len(rest), [number + 1, *rest])

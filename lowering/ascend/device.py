@@ -1,7 +1,7 @@
-"""A MindIR graph on the ranks of this host, as a function of trees of arrays.
+"""MindIR graphs loaded on the ranks of this host, as functions of trees of arrays.
 
-State stays where it is computed: what a graph returns are numbers of arrays on the ranks, which the
-next call takes as they are. Only what is read, such as a loss or a checkpoint, comes here.
+State stays on the ranks: a graph returns ids of arrays there, which the next call accepts as
+arguments. Only values that are read, such as a loss or a checkpoint, are copied to this process.
 """
 
 from __future__ import annotations
@@ -16,70 +16,72 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from lowering.ascend.personal import groups_of, personal
+from lowering.ascend.personal import fill_in_rank, rank_groups
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
-from lowering.per_device.layout import ArrayLayout
+from lowering.per_device.layout import RankLayout
 from lowering.trees import Tree, flatten, unflatten
 
-# MindSpore's names for the types that graphs have.
+# MindSpore's names of the types in graphs, by HLO's names.
 _TYPES = {
     "pred": "bool_", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8",
     "u16": "uint16", "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
 }  # fmt: skip
 
 
-class DeviceArray:
-    """A global array whose shards are on the ranks."""
+class RankArray:
+    """Global array whose shards are stored on the ranks, under the id `number`."""
 
-    def __init__(self, ranks: Ranks, layout: ArrayLayout) -> None:
+    def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
         self.ranks, self.layout = ranks, layout
         self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
-        self.number: int | None = ranks.new_number()
-        self.scalar: Any = None  # its one element, where a program has told it
+        self.array_id: int | None = ranks.new_array_id()
+        self.scalar: Any = None  # its only element, if a program has reported it
 
     def to_host(self) -> jax.Array:
-        """A copy in this process, split in the same way."""
-        shards = self.ranks.tell("get", lambda rank: [self._checked()])
+        """Copy the array to this process, with the same sharding."""
+        shards = self.ranks.call("get", lambda rank: [self._checked()])
         placed = [
-            jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard), device)
+            jax.device_put(shard.astype(self.dtype).reshape(self.layout.shard_shape), device)
             for shard, device in zip(shards, self.layout.devices, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
     def is_deleted(self) -> bool:
-        """Whether a program has taken the memory for what it returned."""
-        return self.number is None
+        """Return whether the array was donated, so that an output now uses its memory."""
+        return self.array_id is None
 
-    def take(self) -> int:
-        """Its number, for a program that writes over it."""
+    def donate(self) -> int:
+        """Return the array's id for a program that overwrites it; mark the array as deleted."""
         number = self._checked()
-        self.number = None
+        self.array_id = None
         return number
 
     def _checked(self) -> int:
-        if self.number is None:
-            raise RuntimeError("this array was donated to a step; use what the step returned")
-        return self.number
+        if self.array_id is None:
+            raise RuntimeError(
+                "this array was donated to a step; use the array that the step returned"
+            )
+        return self.array_id
 
     def __float__(self) -> float:
         number = self._checked()
         if self.scalar is None:
-            self.ranks.settle()
+            self.ranks.wait_for_answers()
         if self.scalar is None:
-            self.scalar = self.ranks.tell("get", lambda rank: [number])[0]
+            self.scalar = self.ranks.call("get", lambda rank: [number])[0]
         return float(self.scalar.reshape(-1)[0])
 
     def __int__(self) -> int:
         return int(float(self))
 
     def __del__(self) -> None:
-        if self.number is not None:
-            self.ranks.give_up(self.number)
+        if self.array_id is not None:
+            self.ranks.delete_array(self.array_id)
 
 
-class Program:
-    """A graph loaded on every rank; call it with the trees it names, in order."""
+class RankProgram:
+    """A graph loaded on every rank; call it with the trees that it names, in order."""
 
     def __init__(
         self, mindir: bytes, record: Mapping[str, Any], mesh: Mesh, ranks: Ranks, device: str
@@ -87,10 +89,10 @@ class Program:
         about = record["ascend"]
         self._record, self._about = record, about
         self._ranks = ranks
-        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
-        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
-        self._in_place: dict[int, int] = dict(about["aliases"])  # output to input
+        self._in_place: dict[int, int] = dict(about["aliases"])  # output index to input index
         self._load(mindir, device)
         self._rank = self._numbered() if about["rank_input"] else None
 
@@ -105,15 +107,15 @@ class Program:
 
         def arguments(rank: int) -> list[Any]:
             path = Path(directory) / f"{name}.{rank}.mindir"
-            path.write_bytes(personal(mindir, groups, exchanges, rank, device))
-            return [name, str(path), groups_of(groups, rank, device), variables]
+            path.write_bytes(fill_in_rank(mindir, groups, exchanges, rank, device))
+            return [name, str(path), rank_groups(groups, rank, device), variables]
 
-        self._ranks.tell("load", arguments)
+        self._ranks.call("load", arguments)
 
     def _numbered(self) -> int:
-        """An array that is each rank's own number."""
-        number = self._ranks.new_number()
-        self._ranks.tell(
+        """Store an array with each rank's own number on the ranks; return the array's id."""
+        number = self._ranks.new_array_id()
+        self._ranks.call(
             "put", lambda rank: [[(number, np.array(rank, np.int64), self._types[-1])]]
         )
         return number
@@ -131,10 +133,10 @@ class Program:
             one._checked() for n, one in enumerate(given) if n not in self._about["variables"]
         ]
         inputs += [self._rank] if self._rank is not None else []
-        made = [DeviceArray(self._ranks, layout) for layout in self._outputs.values()]
+        made = [RankArray(self._ranks, layout) for layout in self._outputs.values()]
         returned = [made[n].number for n in self._about["returned"]]
-        kept = {f"input{n}": made[written[n]].number for n in self._about["variables"]}
-        by_number = {one.number: weakref.ref(one) for one in made}
+        kept = {f"input{n}": made[written[n]].array_id for n in self._about["variables"]}
+        by_number = {one.array_id: weakref.ref(one) for one in made}
 
         def note(answers: list[Any]) -> None:
             for number, scalar in answers[0].items():
@@ -142,42 +144,45 @@ class Program:
                 if array is not None:
                     array.scalar = scalar
 
-        self._ranks.begin(
+        self._ranks.send(
             "run", lambda rank: [self._record["graph"], inputs, variables, returned, kept], note
         )
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
-    def _placed(self, leaves: list[tuple[ArrayLayout, Any]]) -> list[DeviceArray]:
-        """Arguments on the ranks: where they are already, or sent there, all at once."""
+    def _placed(self, leaves: list[tuple[RankLayout, Any]]) -> list[RankArray]:
+        """Return the arguments as arrays on the ranks; send those of the host in one message."""
         placed, sent = [], []
         for number, (layout, leaf) in enumerate(leaves):
-            if isinstance(leaf, DeviceArray):
+            if isinstance(leaf, RankArray):
                 self._check(leaf, layout)
                 placed.append(leaf)
                 continue
-            array = DeviceArray(self._ranks, layout)
+            array = RankArray(self._ranks, layout)
             placed.append(array)
-            shards = zip(self._ranks.mine, layout.shards(leaf), strict=True)
-            sent.append((array.number, dict(shards), number))
+            shards = zip(self._ranks.local_ranks, layout.shards(leaf), strict=True)
+            sent.append((array.array_id, dict(shards), number))
         if sent:
-            self._ranks.tell(
+            self._ranks.call(
                 "put",
                 lambda rank: [
-                    [(n, _plain(shards[rank]), self._types[at]) for n, shards, at in sent]
+                    [
+                        (n, _to_mindspore_dtype(shards[rank]), self._types[at])
+                        for n, shards, at in sent
+                    ]
                 ],
             )
         return placed
 
-    def _check(self, leaf: DeviceArray, layout: ArrayLayout) -> None:
+    def _check(self, leaf: RankArray, layout: RankLayout) -> None:
         if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
             raise LoweringError(
-                f"an array split as {leaf.sharding.spec} is given to the compiled "
-                f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+                f"an array sharded as {leaf.sharding.spec} was passed to the compiled "
+                f"{self._record['graph']} step, which expects {layout.sharding.spec}"
             )
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Of a type that MindSpore takes from NumPy."""
+def _to_mindspore_dtype(array: np.ndarray) -> np.ndarray:
+    """Convert an array to a type that MindSpore accepts from NumPy."""
     if array.dtype == ml_dtypes.bfloat16:
         return array.astype(np.float32)
     return array.astype(np.int64) if array.dtype.kind == "u" and array.itemsize > 2 else array

@@ -1,4 +1,4 @@
-"""Emitter: writes arrays and operators into a MindIR graph, and computes at once what is known."""
+"""Emitter: writes arrays and operators into a MindIR graph, and evaluates those that are known."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lowering.ascend.mindir import Tensor, Writer
+from lowering.ascend.mindir import MindirWriter, TensorInfo
 from lowering.ascend.schema import TYPE_IDS
-from lowering.ascend.values import Shape, Stacked, Value, known
+from lowering.ascend.values import ArrayValue, Shape, SliceUpdates, constant_value
 from lowering.errors import LoweringError
 
 NUMPY: dict[str, Any] = {
@@ -19,39 +19,46 @@ NUMPY: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f16": np.float16,
     "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16,
 }  # fmt: skip
-_FOLDED = 1 << 16  # elements up to which known arrays are computed here
-_BROADCAST = 64  # elements from which a repeated array is stored once
+_MAX_FOLDED_ELEMENTS = (
+    1 << 16
+)  # elements; operations on known arrays up to this size are evaluated at once
+_MIN_BROADCAST_ELEMENTS = (
+    64  # elements; a larger array of repeated elements is stored without repetition
+)
 
 
 class Emitter:
-    """Operators of MindSpore over Values. Every method returns what it would be in NumPy."""
+    """Writer of MindSpore operators over Values; methods behave as their namesakes in NumPy."""
 
     def __init__(self, name: str, *, native: bool) -> None:
-        """native: for an Ascend device; else for a CPU, which has next to no bfloat16."""
-        self.writer = Writer(name)
+        """Start a graph, for an Ascend device if `native`, else for a CPU.
+
+        MindSpore's CPU operators support almost no bfloat16.
+        """
+        self.writer = MindirWriter(name)
         self.native = native
 
-    def stored(self, dtype: str) -> str:
-        """How a type of HLO's is kept.
+    def storage_type(self, dtype: str) -> str:
+        """Return the type in which values of an HLO type are stored.
 
-        Unsigned integers of 32 bits are kept in 64, with the upper half 0; those of 64 as they are,
-        in a signed type.
+        Unsigned 32-bit integers are stored in 64 bits, with the upper half 0; unsigned 64-bit
+        integers with the same bits in a signed type. On a CPU, bfloat16 is stored in float32.
         """
         if dtype in ("u32", "u64"):
             return "s64"
         return "f32" if dtype == "bf16" and not self.native else dtype
 
-    def literal(self, data: np.ndarray, dtype: str) -> Value:
-        """Known elements of a type of HLO's."""
-        stored = self.stored(dtype)
-        return known(data.astype(NUMPY[stored]), stored)
+    def literal(self, data: np.ndarray, dtype: str) -> ArrayValue:
+        """Return a Value with known elements, for an HLO type."""
+        stored = self.storage_type(dtype)
+        return constant_value(data.astype(NUMPY[stored]), stored)
 
-    def integer(self, value: int, like: Value) -> Value:
-        """A scalar of a value's type."""
-        return known(np.array(value, NUMPY[like.dtype]), like.dtype)
+    def integer(self, value: int, like: ArrayValue) -> ArrayValue:
+        """Return a known scalar of the type of `like`."""
+        return constant_value(np.array(value, NUMPY[like.dtype]), like.dtype)
 
-    def node(self, value: Value) -> str:
-        """The node that holds a value, which is written if it is not there yet."""
+    def node(self, value: ArrayValue) -> str:
+        """Return the node of a value; write it if it is not in the graph yet."""
         if value.node is not None:
             return value.node
         if value.stacked is not None:
@@ -63,12 +70,12 @@ class Emitter:
         assert value.node is not None
         return value.node
 
-    def _constant(self, data: np.ndarray, dtype: str) -> Value:
-        once = _once(data)
-        if data.size > _BROADCAST and once.size < data.size:
+    def _constant(self, data: np.ndarray, dtype: str) -> ArrayValue:
+        once = _unrepeated(data)
+        if data.size > _MIN_BROADCAST_ELEMENTS and once.size < data.size:
             return self.broadcast_to(self._constant(once.copy(), dtype), data.shape)
         name = self.writer.constant(np.ascontiguousarray(data).reshape(data.shape))
-        return Value(tuple(data.shape), dtype, node=name)
+        return ArrayValue(tuple(data.shape), dtype, node=name)
 
     def apply(
         self,
@@ -77,82 +84,86 @@ class Emitter:
         shape: Sequence[int],
         dtype: str,
         attributes: Mapping[str, Any] | None = None,
-    ) -> Value:
-        """An operator of MindSpore; inputs that are no Values are settings, given as constants."""
-        tensor = Tensor(shape, dtype)
+    ) -> ArrayValue:
+        """Apply a MindSpore operator; inputs that are not Values are settings, as constants."""
+        tensor = TensorInfo(shape, dtype)
         node = self.writer.node(operator, self._names(inputs), tensor, attributes)
-        return Value(tensor.shape, dtype, node=node)
+        return ArrayValue(tensor.shape, dtype, node=node)
 
-    def several(
-        self, operator: str, inputs: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> tuple[Value, ...]:
-        """As apply, of an operator that has several results."""
+    def apply_multi(
+        self, operator: str, inputs: Sequence[Any], tensors: Sequence[TensorInfo]
+    ) -> tuple[ArrayValue, ...]:
+        """Apply an operator that returns several results; see `apply`."""
         names = self._names(inputs)
         together = self.writer.node(operator, names, tensors)
-        return tuple(self.part(together, number, one) for number, one in enumerate(tensors))
+        return tuple(
+            self.tuple_element(together, number, one) for number, one in enumerate(tensors)
+        )
 
-    def part(self, together: str, number: int, tensor: Tensor) -> Value:
-        """One of a tuple of results."""
+    def tuple_element(self, together: str, number: int, tensor: TensorInfo) -> ArrayValue:
+        """Return one element of a tuple of results."""
         node = self.writer.node("TupleGetItem", [together, self.writer.constant(number)], tensor)
-        return Value(tensor.shape, tensor.dtype, node=node)
+        return ArrayValue(tensor.shape, tensor.dtype, node=node)
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         return [
-            self.node(one) if isinstance(one, Value) else self.writer.constant(one)
+            self.node(one) if isinstance(one, ArrayValue) else self.writer.constant(one)
             for one in inputs
         ]
 
-    def computed(
-        self, function: Callable[..., np.ndarray], inputs: Sequence[Value], dtype: str
-    ) -> Value | None:
-        """The result of a function of NumPy, where all is known and not much."""
+    def try_constant_fold(
+        self, function: Callable[..., np.ndarray], inputs: Sequence[ArrayValue], dtype: str
+    ) -> ArrayValue | None:
+        """Return the result of a NumPy function if all inputs are known and small, else None."""
         data = [one.data for one in inputs if one.data is not None]
         if len(data) < len(inputs):
             return None
         shape = np.broadcast_shapes(*(one.shape for one in data))
         if len(data) == 1:
-            data = [_once(data[0])]
-        if math.prod(shape) > _FOLDED and (len(data) > 1 or data[0].size > _FOLDED):
+            data = [_unrepeated(data[0])]
+        if math.prod(shape) > _MAX_FOLDED_ELEMENTS and (
+            len(data) > 1 or data[0].size > _MAX_FOLDED_ELEMENTS
+        ):
             return None
         with np.errstate(all="ignore"):
             result = np.asarray(function(*data)).astype(NUMPY[dtype])
-        return known(np.broadcast_to(result, shape), dtype)
+        return constant_value(np.broadcast_to(result, shape), dtype)
 
     def elementwise(
         self,
         operator: str,
         function: Callable[..., np.ndarray] | None,
-        inputs: Sequence[Value],
+        inputs: Sequence[ArrayValue],
         dtype: str | None = None,
         attributes: Mapping[str, Any] | None = None,
-    ) -> Value:
-        """An operator on each element; shapes are broadcast as in NumPy."""
+    ) -> ArrayValue:
+        """Apply an operator to each element; shapes broadcast as in NumPy."""
         dtype = dtype or inputs[0].dtype
-        found = self.computed(function, inputs, dtype) if function is not None else None
+        found = self.try_constant_fold(function, inputs, dtype) if function is not None else None
         if found is not None:
             return found
         shape = np.broadcast_shapes(*(one.shape for one in inputs))
         return self.apply(operator, inputs, shape, dtype, attributes)
 
-    # Arithmetic that lowerings are made of.
+    # Arithmetic.
 
-    def add(self, a: Value, b: Value) -> Value:
+    def add(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("Add", np.add, [a, b])
 
-    def subtract(self, a: Value, b: Value) -> Value:
+    def subtract(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("Sub", np.subtract, [a, b])
 
-    def multiply(self, a: Value, b: Value) -> Value:
+    def multiply(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("Mul", np.multiply, [a, b])
 
-    def minimum(self, a: Value, b: Value) -> Value:
+    def minimum(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("Minimum", np.minimum, [a, b])
 
-    def maximum(self, a: Value, b: Value) -> Value:
+    def maximum(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("Maximum", np.maximum, [a, b])
 
-    def compare(self, operator: str, a: Value, b: Value) -> Value:
-        """operator: Equal, NotEqual, Less, LessEqual, Greater or GreaterEqual."""
+    def compare(self, operator: str, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+        """Compare by Equal, NotEqual, Less, LessEqual, Greater or GreaterEqual."""
         functions: dict[str, Any] = {
             "Equal": np.equal, "NotEqual": np.not_equal, "Less": np.less,
             "LessEqual": np.less_equal, "Greater": np.greater, "GreaterEqual": np.greater_equal,
@@ -161,69 +172,69 @@ class Emitter:
             a, b = self.cast(a, "s32"), self.cast(b, "s32")
         return self.elementwise(operator, functions[operator], [a, b], "pred")
 
-    def both(self, a: Value, b: Value) -> Value:
+    def logical_and(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("LogicalAnd", np.logical_and, [a, b])
 
-    def either(self, a: Value, b: Value) -> Value:
+    def logical_or(self, a: ArrayValue, b: ArrayValue) -> ArrayValue:
         return self.elementwise("LogicalOr", np.logical_or, [a, b], "pred")
 
-    def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where condition, else b."""
+    def select(self, condition: ArrayValue, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+        """Return `a` where the condition is true, else `b`."""
         if condition.data is not None and condition.size:
             first = condition.data.flat[0]
             if condition.size == 1 or (condition.data == first).all():
                 chosen = a if first else b
                 shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
                 return self.broadcast_to(chosen, shape)
-        found = self.computed(np.where, [condition, a, b], a.dtype)
+        found = self.try_constant_fold(np.where, [condition, a, b], a.dtype)
         if found is not None:
             return found
         shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
         condition, a, b = (self.broadcast_to(one, shape) for one in (condition, a, b))
         return self.apply("Select", [condition, a, b], shape, a.dtype)
 
-    def cast(self, value: Value, dtype: str) -> Value:
-        """To another stored type, as C would."""
+    def cast(self, value: ArrayValue, dtype: str) -> ArrayValue:
+        """Convert to another stored type, as in C."""
         if value.dtype == dtype:
             return value
-        found = self.computed(lambda data: data, [value], dtype)
+        found = self.try_constant_fold(lambda data: data, [value], dtype)
         return found or self.apply("Cast", [value, TYPE_IDS[dtype]], value.shape, dtype)
 
-    # Where elements are.
+    # Positions of elements.
 
-    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+    def reshape(self, value: ArrayValue, shape: Sequence[int]) -> ArrayValue:
         shape = tuple(shape)
         if shape == value.shape:
             return value
-        if value.data is not None and value.size <= _FOLDED:
-            return known(value.data.reshape(shape), value.dtype)
+        if value.data is not None and value.size <= _MAX_FOLDED_ELEMENTS:
+            return constant_value(value.data.reshape(shape), value.dtype)
         return self.apply("Reshape", [value, shape], shape, value.dtype)
 
-    def transpose(self, value: Value, order: Sequence[int]) -> Value:
+    def transpose(self, value: ArrayValue, order: Sequence[int]) -> ArrayValue:
         order = tuple(int(axis) for axis in order)
         if order == tuple(range(len(order))):
             return value
         shape = tuple(value.shape[axis] for axis in order)
         if value.data is not None:
-            return known(value.data.transpose(order), value.dtype)
+            return constant_value(value.data.transpose(order), value.dtype)
         if [size for size in shape if size > 1] == [size for size in value.shape if size > 1] and [
             axis for axis in order if value.shape[axis] > 1
         ] == sorted(axis for axis in order if value.shape[axis] > 1):
             return self.reshape(value, shape)
         return self.apply("Transpose", [value, order], shape, value.dtype)
 
-    def reverse(self, value: Value, axes: tuple[int, ...]) -> Value:
+    def reverse(self, value: ArrayValue, axes: tuple[int, ...]) -> ArrayValue:
         if value.data is not None:
-            return known(np.flip(value.data, axes), value.dtype)
+            return constant_value(np.flip(value.data, axes), value.dtype)
         return self.apply("ReverseV2", [value, axes], value.shape, value.dtype)
 
-    def broadcast_to(self, value: Value, shape: Sequence[int]) -> Value:
-        """Repeat along axes of size 1, and new ones in front."""
+    def broadcast_to(self, value: ArrayValue, shape: Sequence[int]) -> ArrayValue:
+        """Repeat along axes of size 1, and along new leading axes."""
         shape = tuple(shape)
         if shape == value.shape:
             return value
         if value.data is not None:
-            return known(np.broadcast_to(value.data, shape), value.dtype)
+            return constant_value(np.broadcast_to(value.data, shape), value.dtype)
         if len(shape) > len(value.shape):
             value = self.reshape(value, (1,) * (len(shape) - len(value.shape)) + value.shape)
         if shape == value.shape:
@@ -232,15 +243,15 @@ class Emitter:
 
     def slice(
         self,
-        value: Value,
+        value: ArrayValue,
         starts: Sequence[int],
         limits: Sequence[int],
         strides: Sequence[int] | None = None,
-    ) -> Value:
+    ) -> ArrayValue:
         steps = tuple(strides or (1,) * len(value.shape))
         starts, limits = tuple(starts), tuple(limits)
         if value.data is not None:
-            return known(value.data[tuple(map(slice, starts, limits, steps))], value.dtype)
+            return constant_value(value.data[tuple(map(slice, starts, limits, steps))], value.dtype)
         if value.stacked is not None and set(steps) <= {1}:
             part = self._part(value.stacked, starts, limits)
             if part is not None:
@@ -256,33 +267,39 @@ class Emitter:
             "StridedSlice", [value, starts, limits, steps, *masks], shape, value.dtype
         )
 
-    def concatenate(self, values: Sequence[Value], axis: int) -> Value:
+    def concatenate(self, values: Sequence[ArrayValue], axis: int) -> ArrayValue:
         parts = [one for one in values if one.shape[axis]]
         if len(parts) == 1:
             return parts[0]
         shape = list(values[0].shape)
         shape[axis] = sum(one.shape[axis] for one in values)
         dtype = values[0].dtype
-        if math.prod(shape) <= _FOLDED and all(one.data is not None for one in parts):
-            return known(np.concatenate([one.data for one in parts], axis), dtype)  # type: ignore[misc]
-        tensors = [Tensor(one.shape, dtype) for one in parts]
+        if math.prod(shape) <= _MAX_FOLDED_ELEMENTS and all(one.data is not None for one in parts):
+            return constant_value(np.concatenate([one.data for one in parts], axis), dtype)  # type: ignore[misc]
+        tensors = [TensorInfo(one.shape, dtype) for one in parts]
         together = self.writer.node("MakeTuple", [self.node(one) for one in parts], tensors)
         name = self.writer.node(
-            "Concat", [together, self.writer.constant(axis)], Tensor(shape, dtype)
+            "Concat", [together, self.writer.constant(axis)], TensorInfo(shape, dtype)
         )
-        return Value(tuple(shape), dtype, node=name)
+        return ArrayValue(tuple(shape), dtype, node=name)
 
-    def take(self, value: Value, indices: Value, axis: int) -> Value:
-        """Elements along one axis; every index must be inside."""
+    def gather_axis(self, value: ArrayValue, indices: ArrayValue, axis: int) -> ArrayValue:
+        """Select elements along one axis; every index must be within bounds."""
         shape = value.shape[:axis] + indices.shape + value.shape[axis + 1 :]
-        if value.data is not None and indices.data is not None and math.prod(shape) <= _FOLDED:
-            return known(np.take(value.data, indices.data, axis), value.dtype)
-        if value.dtype == "pred":  # not on a CPU
-            return self.cast(self.take(self.cast(value, "s32"), indices, axis), "pred")
+        if (
+            value.data is not None
+            and indices.data is not None
+            and math.prod(shape) <= _MAX_FOLDED_ELEMENTS
+        ):
+            return constant_value(np.take(value.data, indices.data, axis), value.dtype)
+        if value.dtype == "pred":  # MindSpore's Gather does not support booleans on a CPU
+            return self.cast(self.gather_axis(self.cast(value, "s32"), indices, axis), "pred")
         return self.apply("Gather", [value, indices, axis, 0], shape, value.dtype)
 
-    def write(self, value: Value, update: Value, starts: Sequence[int]) -> Value:
-        """With a block, which lies inside, written over."""
+    def overwrite_block(
+        self, value: ArrayValue, update: ArrayValue, starts: Sequence[int]
+    ) -> ArrayValue:
+        """Return `value` with a block overwritten, which must lie within bounds."""
         starts = tuple(starts)
         partial = [a for a, size in enumerate(value.shape) if update.shape[a] != size]
         if not partial:
@@ -290,10 +307,10 @@ class Emitter:
         if len(partial) == 1:
             axis = partial[0]
             kept = value.stacked if value.stacked and value.stacked.axis == axis else None
-            stacked = (kept or Stacked(value, axis)).with_part(starts[axis], update)
-            stacked = stacked or Stacked(value, axis).with_part(starts[axis], update)
-            return Value(value.shape, value.dtype, stacked=stacked)
-        # The innermost axis first: each turn writes a slab that spans one axis more.
+            stacked = (kept or SliceUpdates(value, axis)).with_part(starts[axis], update)
+            stacked = stacked or SliceUpdates(value, axis).with_part(starts[axis], update)
+            return ArrayValue(value.shape, value.dtype, stacked=stacked)
+        # From the innermost axis on: each iteration extends the slab along one more axis.
         slab = update
         for axis in reversed(partial):
             low, high = list(starts), [s + n for s, n in zip(starts, slab.shape, strict=True)]
@@ -311,8 +328,8 @@ class Emitter:
             )
         return slab
 
-    def _part(self, stacked: Stacked, starts: Shape, limits: Shape) -> Value | None:
-        """A slice of what was written in parts, if it lies in one part or in none."""
+    def _part(self, stacked: SliceUpdates, starts: Shape, limits: Shape) -> ArrayValue | None:
+        """Return a slice of an array written in parts; None if it spans several of them."""
         axis = stacked.axis
         start, limit = starts[axis], limits[axis]
         for at, part in stacked.parts.items():
@@ -325,11 +342,11 @@ class Emitter:
                 return None
         return self.slice(stacked.base, starts, limits)
 
-    def _assembled(self, stacked: Stacked) -> Value:
+    def _assembled(self, stacked: SliceUpdates) -> ArrayValue:
         axis, base = stacked.axis, stacked.base
         pieces, done = [], 0
 
-        def untouched(start: int, limit: int) -> Value:
+        def untouched(start: int, limit: int) -> ArrayValue:
             low, high = [0] * len(base.shape), list(base.shape)
             low[axis], high[axis] = start, limit
             return self.slice(base, low, high)
@@ -348,15 +365,15 @@ class Emitter:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The order that undoes one."""
+    """Return the inverse of a permutation."""
     return [int(axis) for axis in np.argsort(order)]
 
 
-def _once(data: np.ndarray) -> np.ndarray:
-    """What a broadcast array repeats: along such axes one element."""
+def _unrepeated(data: np.ndarray) -> np.ndarray:
+    """Return the elements that a broadcast array repeats, with size 1 along repeated axes."""
     return data[tuple(slice(None) if step else slice(0, 1) for step in data.strides)]
 
 
 def unsupported(what: str) -> LoweringError:
-    """What MindSpore has no operator for, or nobody has written down here."""
-    return LoweringError(f"the Ascend target has no {what}")
+    """Return the error for an operation that this backend does not support."""
+    return LoweringError(f"the Ascend backend does not support {what}")

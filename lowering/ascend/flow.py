@@ -1,4 +1,4 @@
-"""Loops and branches of HLO: written out where they are decided here, else as control flow."""
+"""HLO loops and conditionals: unrolled or resolved in translation if known, else control flow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import numpy as np
 
 from lowering.ascend.control import Control, Function
 from lowering.ascend.emitter import Emitter, unsupported
-from lowering.ascend.mindir import Tensor
-from lowering.ascend.values import Value, known
+from lowering.ascend.mindir import TensorInfo
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import TYPE_NAMES, TYPES, Message
 
-_UNROLLED = 100_000  # turns of loops, all together: a bound against loops that never end
+_MAX_UNROLLED_ITERATIONS = (
+    100_000  # iterations of all loops together; a bound against endless loops
+)
 
-Run = Callable[[Message, Sequence[Any]], Any]  # a computation of arguments
+Run = Callable[[Message, Sequence[Any]], Any]  # translates a computation for arguments
 
 
-class Flow:
-    """Walks the computations that a loop or a conditional calls."""
+class ControlFlow:
+    """Translator of loops and conditionals, with the computations that they call."""
 
     def __init__(self, module: Message, run: Run, control: Control) -> None:
         self._computations = {each.id: each for each in module.computations}
@@ -27,7 +29,7 @@ class Flow:
         self._turns = 0
 
     def loop(self, instruction: Message, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The state after the last turn; turns are written out for as long as they are certain."""
+        """Return the state after the last iteration; unroll while the condition is known."""
         body, condition = (self._computations[i] for i in instruction.called_computation_ids)
         while True:
             goes_on = self._run(condition, [state])
@@ -36,19 +38,23 @@ class Flow:
                     self._function(condition, is_tuple=True),
                     self._function(body, is_tuple=True),
                 )
-                return tuple(self._control.loop(_listed(state), _fixed(body), *functions))
+                return tuple(
+                    self._control.loop(_as_list(state), _loop_invariants(body), *functions)
+                )
             if not goes_on.data:
                 return state
             self._turns += 1
-            if self._turns > _UNROLLED:
-                raise unsupported(f"graph of more than {_UNROLLED:,} turns of loops")
+            if self._turns > _MAX_UNROLLED_ITERATIONS:
+                raise unsupported(
+                    f"a graph with more than {_MAX_UNROLLED_ITERATIONS:,} unrolled loop iterations"
+                )
             state = self._run(body, [state])
 
     def branch(self, emit: Emitter, instruction: Message, operands: Sequence[Any]) -> Any:
-        """What the chosen branch returns."""
+        """Return the results of the selected branch."""
         choice, *arguments = operands
-        if choice.dtype == "pred":  # the first where it is true
-            false = known(np.array(False), "pred")
+        if choice.dtype == "pred":  # true selects the first branch
+            false = constant_value(np.array(False), "pred")
             choice = emit.cast(emit.compare("Equal", choice, false), "s32")
         called = [self._computations[number] for number in instruction.called_computation_ids]
         if choice.data is not None:
@@ -59,22 +65,25 @@ class Flow:
         shapes = instruction.shape.tuple_shapes if is_tuple else [instruction.shape]
         found = self._control.choose(
             choice,
-            [_listed(each) for each in arguments],
+            [_as_list(each) for each in arguments],
             [
                 self._function(each, is_tuple=isinstance(given, tuple))
                 for each, given in zip(called, arguments, strict=True)
             ],
-            [Tensor(one.dimensions, emit.stored(TYPE_NAMES[one.element_type])) for one in shapes],
+            [
+                TensorInfo(one.dimensions, emit.storage_type(TYPE_NAMES[one.element_type]))
+                for one in shapes
+            ],
         )
         return tuple(found) if is_tuple else found[0]
 
     def _function(self, computation: Message, *, is_tuple: bool) -> Function:
-        """A computation of one argument, a tuple or not, as a function of lists."""
-        return lambda now: _listed(self._run(computation, [tuple(now) if is_tuple else now[0]]))
+        """Return a computation of one argument, a tuple or not, as a function of lists."""
+        return lambda now: _as_list(self._run(computation, [tuple(now) if is_tuple else now[0]]))
 
 
-def _fixed(body: Message) -> set[int]:
-    """Numbers of what a turn returns as it was given."""
+def _loop_invariants(body: Message) -> set[int]:
+    """Return the indices of state elements that the loop's body returns unchanged."""
     by_id = {each.id: each for each in body.instructions}
     return {
         number
@@ -85,9 +94,9 @@ def _fixed(body: Message) -> set[int]:
     }
 
 
-def _listed(values: Value | tuple[Any, ...]) -> list[Value]:
-    """A tuple of arrays, or one array, as a list."""
+def _as_list(values: ArrayValue | tuple[Any, ...]) -> list[ArrayValue]:
+    """Return a tuple of arrays, or one array, as a list."""
     listed = list(values) if isinstance(values, tuple) else [values]
     if any(isinstance(one, tuple) for one in listed):
-        raise unsupported("loop or conditional over tuples of tuples")
+        raise unsupported("a loop or conditional over tuples of tuples")
     return listed

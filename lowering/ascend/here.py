@@ -1,4 +1,4 @@
-"""What of Ascend's software is on this machine, without importing any of it."""
+"""Detection of Ascend's software on this machine, without importing it."""
 
 import ctypes.util
 import importlib.util
@@ -7,26 +7,27 @@ from pathlib import Path
 
 from lowering.machine.target import Target
 
-INSTALL = "pip install 'graphtrain[ascend]'"
+INSTALL_COMMAND = "pip install 'graphtrain[ascend]'"
 
-_RUNTIME = "ge_runner"  # the library of CANN that MindSpore's plugin asks for first
+_RUNTIME = "ge_runner"  # the library of CANN that MindSpore's plugin loads first
 
 
-def lacks(target: Target) -> str:
-    """What a run of a target lacks on this machine, and what brings it; empty if nothing."""
+def missing_software(target: Target) -> str:
+    """Return the software that this machine lacks to run a target, and how to get it; or ""."""
     if not has_mindspore():
-        return f"MindSpore ({INSTALL})"
-    if not target.on_host and not has_cann():
+        return f"MindSpore ({INSTALL_COMMAND})"
+    if not target.runs_on_cpu and not has_cann():
         return "CANN (source its set_env.sh where it is installed)"
     return ""
 
 
 def has_mindspore() -> bool:
+    """Return whether MindSpore is installed."""
     return importlib.util.find_spec("mindspore") is not None
 
 
 def has_cann() -> bool:
-    """Whether CANN's libraries would be found, by path or by the system's own list."""
+    """Return whether CANN's libraries can be found, by LD_LIBRARY_PATH or the system's linker."""
     directories = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     found = (Path(one, f"lib{_RUNTIME}.so").exists() for one in filter(None, directories))
     return any(found) or ctypes.util.find_library(_RUNTIME) is not None

@@ -1,7 +1,7 @@
-"""Reading and writing at indices that are known only when the program runs.
+"""Reading and writing at indices that are known only at run time.
 
-MindSpore's operators index one axis, and shapes must not depend on an index. So the axes that are
-indexed are brought together into one, and an index over them is computed.
+MindSpore's operators index a single array axis, and shapes must not depend on an index. So the
+indexed axes are merged into one, and a linear index over them is computed.
 Source: openxla.org/xla/operation_semantics, gather, scatter, dynamic-slice, dynamic-update-slice.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.values import Value, known
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import Message
 
 _SCATTERS = {
@@ -24,56 +24,62 @@ _SCATTERS = {
 }
 
 
-def dynamic_slice(emit: Emitter, x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """A block; one that would reach over an end is moved inside."""
+def dynamic_slice(
+    emit: Emitter, x: ArrayValue, starts: Sequence[ArrayValue], sizes: Sequence[int]
+) -> ArrayValue:
+    """Read a block; a block that would exceed the bounds is moved inside."""
     low, high = [0] * len(sizes), list(x.shape)
     moving = []
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         if start.data is not None:
-            low[axis] = _inside(start, x.shape[axis] - size)
+            low[axis] = _clamp_start(start, x.shape[axis] - size)
             high[axis] = low[axis] + size
         elif size < x.shape[axis]:
             moving.append(axis)
     x = emit.slice(x, low, high)
     for axis in moving:
         first = _clamped(emit, starts[axis], x.shape[axis] - sizes[axis])
-        x = emit.take(x, emit.add(first, known(np.arange(sizes[axis]), "s64")), axis)
+        x = emit.gather_axis(
+            x, emit.add(first, constant_value(np.arange(sizes[axis]), "s64")), axis
+        )
     return x
 
 
-def dynamic_update_slice(emit: Emitter, x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """With a block written over; one that would reach over an end is moved inside."""
+def dynamic_update_slice(
+    emit: Emitter, x: ArrayValue, update: ArrayValue, starts: Sequence[ArrayValue]
+) -> ArrayValue:
+    """Return x with a block overwritten; a block that would exceed the bounds is moved inside."""
     axes = range(len(x.shape))
     room = [x.shape[axis] - update.shape[axis] for axis in axes]
     if all(starts[axis].data is not None or not room[axis] for axis in axes):
-        at = [_inside(starts[axis], room[axis]) if room[axis] else 0 for axis in axes]
-        return emit.write(x, update, at)
-    # Every element asks whether it lies in the block, and which of the block's it then is.
+        at = [_clamp_start(starts[axis], room[axis]) if room[axis] else 0 for axis in axes]
+        return emit.overwrite_block(x, update, at)
+    # For each element, compute whether it lies in the block, and its position in the block.
     written = None
     for axis in axes:
         if not room[axis]:
             continue
         first = _clamped(emit, starts[axis], room[axis])
-        place = emit.subtract(known(np.arange(x.shape[axis]), "s64"), first)
+        place = emit.subtract(constant_value(np.arange(x.shape[axis]), "s64"), first)
         size = update.shape[axis]
-        inside = emit.both(
+        inside = emit.logical_and(
             emit.compare("GreaterEqual", place, emit.integer(0, place)),
             emit.compare("Less", place, emit.integer(size, place)),
         )
         index = emit.minimum(
             emit.maximum(place, emit.integer(0, place)), emit.integer(size - 1, place)
         )
-        update = emit.take(update, index, axis)
+        update = emit.gather_axis(update, index, axis)
         along = [1] * len(x.shape)
         along[axis] = x.shape[axis]
         inside = emit.reshape(inside, along)
-        written = inside if written is None else emit.both(written, inside)
+        written = inside if written is None else emit.logical_and(written, inside)
     assert written is not None
     return emit.select(written, update, x)
 
 
-def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Value:
-    """Blocks of an array at indices; those that would reach over an end are moved inside."""
+def gather(emit: Emitter, instruction: Message, x: ArrayValue, indices: ArrayValue) -> ArrayValue:
+    """Read blocks at indices; blocks that would exceed the bounds are moved inside."""
     numbers, sizes = instruction.gather_dimension_numbers, list(instruction.gather_slice_sizes)
     batching = list(numbers.operand_batching_dims)
     indexed = [*batching, *numbers.start_index_map]
@@ -84,36 +90,40 @@ def gather(emit: Emitter, instruction: Message, x: Value, indices: Value) -> Val
     x = emit.slice(x, [0] * len(sizes), [
         x.shape[axis] if axis in indexed else sizes[axis] for axis in range(len(sizes))
     ])  # fmt: skip
-    table = _by_index(emit, x, indexed, rest)
-    # One axis for each indexed one that a block spans, behind those of the batch.
+    table = _merge_indexed_axes(emit, x, indexed, rest)
+    # After the batch axes, one axis for each indexed axis, with the size of the block.
     window = [sizes[axis] for axis in indexed]
     linear = None
     for number, axis in enumerate(indexed):
         first = _clamped(emit, index[number], x.shape[axis] - sizes[axis])
-        place = _along(emit, first, window, number)
-        linear = _joined(emit, linear, place, x.shape[axis])
+        place = _window_indices(emit, first, window, number)
+        linear = _linear_index(emit, linear, place, x.shape[axis])
     assert linear is not None
     linear = emit.broadcast_to(linear, (*batch_shape, *window))
-    found = emit.take(table, linear, 0)
-    # Now (batch, indexed axes, the others): the collapsed ones go, and offsets find their places.
+    found = emit.gather_axis(table, linear, 0)
+    # Now (batch, indexed axes, other axes): drop the collapsed axes, move the offset axes.
     collapsed = {*numbers.collapsed_slice_dims, *batching}
     kept = [axis for axis in (*indexed, *rest) if axis not in collapsed]
     found = emit.reshape(found, (*batch_shape, *(sizes[axis] for axis in kept)))
     offsets = iter(sorted(numbers.offset_dims))
     places = {len(batch_shape) + kept.index(axis): next(offsets) for axis in sorted(kept)}
-    return _placed(emit, found, places, len(batch_shape))
+    return _move_axes(emit, found, places, len(batch_shape))
 
 
 def scatter(
-    emit: Emitter, instruction: Message, kind: str, x: Value, indices: Value, updates: Value
-) -> Value:
-    """Updates combined with an array at indices; blocks that reach over an end are left out.
+    emit: Emitter,
+    instruction: Message,
+    kind: str,
+    x: ArrayValue,
+    indices: ArrayValue,
+    updates: ArrayValue,
+) -> ArrayValue:
+    """Combine updates with an array at indices; updates that exceed the bounds are skipped.
 
-    Args:
-        kind: how an update is combined: add, maximum, minimum, multiply or assign.
+    `kind` is the operation: add, maximum, minimum, multiply or assign.
     """
     if kind not in _SCATTERS:
-        raise unsupported(f"scatter that combines by {kind}")
+        raise unsupported(f"a scatter that combines by {kind}")
     numbers = instruction.scatter_dimension_numbers
     batching = list(numbers.input_batching_dims)
     indexed = [*batching, *numbers.scatter_dims_to_operand_dims]
@@ -126,33 +136,33 @@ def scatter(
     kept = [axis for axis in range(len(x.shape)) if axis not in gone]
     size_of = {axis: updates.shape[at] for axis, at in zip(kept, window_axes, strict=True)}
     if any(size_of[axis] != x.shape[axis] for axis in rest):
-        raise unsupported("scatter of blocks that do not span the axes that are not indexed")
+        raise unsupported("a scatter of blocks that do not span all axes without an index")
     window = [size_of.get(axis, 1) for axis in indexed]
     linear, inside = None, None
     for number, axis in enumerate(indexed):
         last = emit.integer(x.shape[axis] - window[number], index[number])
-        fits = emit.both(
+        fits = emit.logical_and(
             emit.compare("GreaterEqual", index[number], emit.integer(0, index[number])),
             emit.compare("LessEqual", index[number], last),
         )
-        inside = fits if inside is None else emit.both(inside, fits)
-        place = _along(
+        inside = fits if inside is None else emit.logical_and(inside, fits)
+        place = _window_indices(
             emit, _clamped(emit, index[number], x.shape[axis] - window[number]), window, number
         )
-        linear = _joined(emit, linear, place, x.shape[axis])
+        linear = _linear_index(emit, linear, place, x.shape[axis])
     assert linear is not None and inside is not None
     full = (*batch_shape, *window)
     linear = emit.broadcast_to(linear, full)
     inside = emit.reshape(inside, (*inside.shape, *(1 for _ in window)))
     count = int(np.prod([x.shape[axis] for axis in indexed], dtype=np.int64))
-    # What lies outside goes to a row of its own, which is cut off again.
+    # Updates out of bounds go to an extra row, which is removed again.
     linear = emit.select(emit.broadcast_to(inside, full), linear, emit.integer(count, linear))
     others = [axis for axis in range(len(updates.shape)) if axis not in window_axes]
     order = [window_axes[kept.index(axis)] for axis in (*indexed, *rest) if axis in size_of]
     updates = emit.transpose(updates, others + order)
     tail = [x.shape[axis] for axis in rest]
     updates = emit.reshape(updates, (int(np.prod(full, dtype=np.int64)), *tail))
-    table = _by_index(emit, x, indexed, rest)
+    table = _merge_indexed_axes(emit, x, indexed, rest)
     spare = emit.broadcast_to(
         emit.literal(np.zeros((1,) * len(table.shape)), table.dtype), (1, *tail)
     )
@@ -170,9 +180,9 @@ def scatter(
 
 
 def _index_columns(
-    emit: Emitter, indices: Value, vector_axis: int, batching: Sequence[int]
-) -> tuple[list[Value], tuple[int, ...]]:
-    """The indices of each indexed axis over the batch: batching axes count up, then the columns."""
+    emit: Emitter, indices: ArrayValue, vector_axis: int, batching: Sequence[int]
+) -> tuple[list[ArrayValue], tuple[int, ...]]:
+    """Return the indices of each indexed axis over the batch: first the batching axes, as iota."""
     indices = emit.cast(indices, "s64")
     if vector_axis == len(indices.shape):
         indices = emit.reshape(indices, (*indices.shape, 1))
@@ -184,7 +194,7 @@ def _index_columns(
         along = [1] * len(batch_shape)
         place = axis - (axis > vector_axis)
         along[place] = batch_shape[place]
-        counted = known(np.arange(batch_shape[place]).reshape(along), "s64")
+        counted = constant_value(np.arange(batch_shape[place]).reshape(along), "s64")
         columns.append(emit.broadcast_to(counted, batch_shape))
     for column in range(indices.shape[-1]):
         low, high = [0] * len(batch_shape), list(batch_shape)
@@ -193,44 +203,50 @@ def _index_columns(
     return columns, batch_shape
 
 
-def _by_index(emit: Emitter, x: Value, indexed: list[int], rest: list[int]) -> Value:
-    """The indexed axes first and as one."""
+def _merge_indexed_axes(
+    emit: Emitter, x: ArrayValue, indexed: list[int], rest: list[int]
+) -> ArrayValue:
+    """Move the indexed axes to the front and merge them into one."""
     count = int(np.prod([x.shape[axis] for axis in indexed], dtype=np.int64))
     return emit.reshape(
         emit.transpose(x, indexed + rest), (count, *(x.shape[axis] for axis in rest))
     )
 
 
-def _along(emit: Emitter, first: Value, window: Sequence[int], number: int) -> Value:
-    """First indices, with an axis for each of a window's; on one of them the index counts up."""
+def _window_indices(
+    emit: Emitter, first: ArrayValue, window: Sequence[int], number: int
+) -> ArrayValue:
+    """Add an axis for each window axis to first indices, which count up along axis `number`."""
     first = emit.reshape(first, (*first.shape, *(1 for _ in window)))
     if window[number] == 1:
         return first
     along = [1] * len(window)
     along[number] = window[number]
-    return emit.add(first, known(np.arange(window[number]).reshape(along), "s64"))
+    return emit.add(first, constant_value(np.arange(window[number]).reshape(along), "s64"))
 
 
-def _joined(emit: Emitter, before: Value | None, place: Value, size: int) -> Value:
-    """An index over the axes so far and one more."""
+def _linear_index(
+    emit: Emitter, before: ArrayValue | None, place: ArrayValue, size: int
+) -> ArrayValue:
+    """Return the linear index over the previous axes and one more."""
     if before is None:
         return place
     return emit.add(emit.multiply(before, emit.integer(size, before)), place)
 
 
-def _placed(emit: Emitter, found: Value, places: dict[int, int], batch: int) -> Value:
-    """Move axes to their places; those of the batch fill the others in order."""
+def _move_axes(emit: Emitter, found: ArrayValue, places: dict[int, int], batch: int) -> ArrayValue:
+    """Move axes to their positions; batch axes fill the other positions in order."""
     taken = set(places.values())
     free = iter(place for place in range(len(found.shape)) if place not in taken)
     target = [places.get(axis) if axis >= batch else next(free) for axis in range(len(found.shape))]
     return emit.transpose(found, inverse([int(place or 0) for place in target]))
 
 
-def _clamped(emit: Emitter, start: Value, room: int) -> Value:
+def _clamped(emit: Emitter, start: ArrayValue, room: int) -> ArrayValue:
     start = emit.cast(start, "s64")
     return emit.minimum(emit.maximum(start, emit.integer(0, start)), emit.integer(room, start))
 
 
-def _inside(start: Value, room: int) -> int:
+def _clamp_start(start: ArrayValue, room: int) -> int:
     assert start.data is not None
     return min(max(int(start.data), 0), room)

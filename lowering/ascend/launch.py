@@ -1,8 +1,8 @@
-"""The processes of ranks: started as msrun starts them, and ended together.
+"""Start of the rank processes of this host, as msrun starts them, and their common end.
 
-msrun itself is not used. Its ranks lead sessions of their own, so they are left behind where it or
-the run is killed; and of two hosts that are one machine, as in a test, both would be its master.
-Source: the variables of a dynamic cluster, as mindspore.parallel.cluster sets them (2.10).
+msrun itself is not used: its ranks lead their own sessions, so they would survive if msrun or the
+run is killed; and if two hosts are the same machine, as in a test, both would be the master.
+Source: environment variables of a dynamic cluster, as mindspore.parallel.cluster sets them (2.10).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from lowering.errors import LoweringError
 from lowering.machine import distributed
 
-PATIENCE = 180  # seconds for all ranks to begin
+START_TIMEOUT = 180  # seconds for all ranks to start
 
 _SCRIPT = Path(__file__).with_name("rank.py")
 _SCHEDULER = "scheduler"
@@ -31,39 +31,39 @@ _SCHEDULER = "scheduler"
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of a run, and which of them are here."""
+    """The ranks of a run, and those on this host."""
 
-    count: int  # on all hosts
-    mine: range  # on this one
-    address: str  # of the scheduler, through which they meet; on the first host
+    count: int  # ranks on all hosts
+    local_ranks: range  # ranks on this host
+    address: str  # of the scheduler on the first host, through which ranks connect
     port: int
 
 
-def agree(count: int, problem: str) -> Cluster:
-    """The cluster that all processes of a run are in; each has as many ranks.
+def agree_on_cluster(count: int, problem: str) -> Cluster:
+    """Agree with all processes of a run on its cluster, with equally many ranks for each process.
 
     Args:
-        count: ranks of all.
+        count: number of ranks of all processes.
         problem: why this host cannot take part; empty if it can.
 
     Raises:
-        LoweringError: the problem, of this host or of another.
+        LoweringError: the problem of this host or of another one.
     """
     name = distributed.first_host()
     try:
         address = str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
     except OSError as error:
         address = ""
-        problem = problem or f"{name}, the first host of the run, has no address here: {error}"
+        problem = problem or f"cannot resolve {name}, the first host of the run: {error}"
     offer = {"problem": problem, "address": address, "port": _free_port()}
-    offers = [json.loads(word) for word in distributed.exchange(json.dumps(offer))]
+    offers = [json.loads(word) for word in distributed.all_gather_text(json.dumps(offer))]
     if problem:
         raise LoweringError(problem)
     for rank, other in enumerate(offers):
         if other["problem"]:
             raise LoweringError(f"process {rank}: {other['problem']}")
     each, first = count // len(offers), distributed.rank() * (count // len(offers))
-    # As the last host resolves it: many hosts take their own name for 127.0.0.1.
+    # As the last host resolves it: many hosts resolve their own name to 127.0.0.1.
     return Cluster(count, range(first, first + each), offers[-1]["address"], offers[0]["port"])
 
 
@@ -73,15 +73,16 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Launched:
-    """The processes of the ranks of this host, and on the first host MindSpore's scheduler."""
+class RankProcesses:
+    """The rank processes of this host, and on the first host also MindSpore's scheduler."""
 
     def __init__(self, cluster: Cluster, device: str, directory: Path) -> None:
-        """Start them.
+        """Start the processes.
 
         Args:
+            cluster: ranks of the run and of this host.
             device: MindSpore's name: CPU or Ascend.
-            directory: for what they print.
+            directory: for the processes' output.
         """
         self._directory = directory
         self._processes: dict[int | str, subprocess.Popen[bytes]] = {}  # by rank
@@ -91,11 +92,11 @@ class Launched:
             "RANK_SIZE": str(cluster.count),
             "MS_SCHED_HOST": cluster.address,
             "MS_SCHED_PORT": str(cluster.port),
-            "MS_TOPO_TIMEOUT": str(PATIENCE),
+            "MS_TOPO_TIMEOUT": str(START_TIMEOUT),
         }
-        if cluster.count > 1 and cluster.mine.start == 0:
+        if cluster.count > 1 and cluster.local_ranks.start == 0:
             self._start(_SCHEDULER, device, together | {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}, ())
-        for local, rank in enumerate(cluster.mine):
+        for local, rank in enumerate(cluster.local_ranks):
             here, there = Pipe()
             its_own = {"RANK_ID": str(rank), "DEVICE_ID": str(local)}
             if cluster.count > 1:
@@ -109,7 +110,7 @@ class Launched:
         self, name: int | str, device: str, its_own: Mapping[str, str], files: tuple[int, ...]
     ) -> None:
         environment = {
-            "GLOG_v": "3",  # MindSpore's errors, not its warnings
+            "GLOG_v": "3",  # MindSpore logs errors, but no warnings
             **os.environ,
             "GRAPHTRAIN_RANK_DEVICE": device,
             "GRAPHTRAIN_RANK_HOST": str(os.getpid()),
@@ -124,21 +125,22 @@ class Launched:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=files,
-                process_group=0,  # a Ctrl-C is for the run alone; what a rank starts ends with it
+                process_group=0,  # Ctrl-C is for the run only; a rank's children end with it
             )
 
     def _log(self, name: int | str) -> Path:
         return self._directory / f"{name}.log"
 
     def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended."""
         return self._processes[rank].poll() is not None
 
     def end_of(self, rank: int) -> str:
-        """How a rank ended and what it said last."""
+        """Return how a rank ended, with its last output."""
         try:
             status = self._processes[rank].wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "it no longer answers"
+            return "it no longer responds"
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         return f"{how}: {self._last_words(rank)}"
 
@@ -146,17 +148,20 @@ class Launched:
         lines = self._log(rank).read_text(errors="replace").splitlines()
         lines = [line.strip() for line in lines if line.strip()]
         telling = [line for line in lines if "Error" in line or "error" in line]
-        return " / ".join((telling or lines)[-3:]) or "it said nothing"
+        return " / ".join((telling or lines)[-3:]) or "no output"
 
     def wait(self, seconds: float) -> None:
-        """Let the ranks end by themselves; the scheduler waits for those of all hosts."""
+        """Wait for the ranks of this host to end, up to `seconds` each.
+
+        Not for the scheduler, which itself waits for the ranks of all hosts.
+        """
         for name, process in self._processes.items():
             if name != _SCHEDULER:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=seconds)
 
     def kill(self) -> None:
-        """End all, with whatever they have started."""
+        """Kill all processes and their child processes."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

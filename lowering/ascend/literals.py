@@ -23,11 +23,11 @@ _FIELDS: dict[str, tuple[str, type]] = {
 }
 
 
-def array_of(literal: Message) -> np.ndarray:
-    """The elements of a constant.
+def literal_to_numpy(literal: Message) -> np.ndarray:
+    """Return the elements of a constant.
 
     Raises:
-        LoweringError: they are of a type that no model of ours has.
+        LoweringError: MindIR has no counterpart of their type.
     """
     name = TYPE_NAMES[literal.shape.element_type]
     if name not in _FIELDS:
@@ -39,5 +39,5 @@ def array_of(literal: Message) -> np.ndarray:
     order = list(literal.shape.layout.minor_to_major)
     if order == sorted(order, reverse=True):
         return flat.reshape(shape)
-    slow_first = order[::-1]  # elements lie with the last of these next to each other
+    slow_first = order[::-1]  # axes from slowest to fastest in memory
     return flat.reshape([shape[axis] for axis in slow_first]).transpose(np.argsort(slow_first))

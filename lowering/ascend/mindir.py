@@ -1,4 +1,4 @@
-"""MindIR: the binary form of a graph that MindSpore loads, written node by node.
+"""Writer of MindIR, the binary form of a graph that MindSpore loads.
 
 Source: the files that mindspore.export of mindspore 2.10.0 writes.
 """
@@ -34,9 +34,9 @@ from lowering.hlo.protobuf import classes
 
 Shape = tuple[int, ...]
 
-_VERSION = 3  # of MindIR, with which MindSpore reads operands as they are written
+_VERSION = 3  # MindIR version with which MindSpore reads operands as they are written
 
-# Operators that keep their settings in attributes; all others take them as inputs.
+# Operators whose settings are attributes; all others have them as inputs.
 _WITH_ATTRIBUTES = {
     "AllGather", "AllReduce", "AlltoAll", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Depend",
     "Invert", "Load", "MakeTuple", "NeighborExchange", "Partial", "ReduceScatter", "Rint", "Sort",
@@ -45,15 +45,15 @@ _WITH_ATTRIBUTES = {
     "TruncateDiv", "TruncateMod", "TupleGetItem", "UpdateState",
 }  # fmt: skip
 
-# Operators whose result may lie in the memory of what they are given.
-_VIEWS = {
+# Operators whose result may share memory with their inputs.
+_MEMORY_SHARING = {
     "BroadcastTo", "Depend", "MakeTuple", "Partial", "Reshape", "StridedSlice", "Transpose",
     "TupleGetItem",
 }  # fmt: skip
 
 
 def read(binary: bytes) -> Any:
-    """A ModelProto."""
+    """Parse a ModelProto."""
     model = _classes()["ModelProto"]()
     model.ParseFromString(binary)
     return model
@@ -64,18 +64,18 @@ def _classes() -> dict[str, Any]:
     return classes("graphtrain.mindir", MESSAGES, "proto2")
 
 
-class Tensor:
-    """A tensor's shape and type, as a node's result is described."""
+class TensorInfo:
+    """Shape and type of a tensor, which describe a node's result."""
 
     __slots__ = ("dtype", "shape")
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
         self.shape: Shape = tuple(int(size) for size in shape)
-        self.dtype = dtype  # by HLO's name
+        self.dtype = dtype  # HLO's name of the type
 
 
-class Writer:
-    """One graph, appended to node by node; names of nodes are what everything is referred to by."""
+class MindirWriter:
+    """Writer of one graph, node by node; nodes are referred to by their names."""
 
     def __init__(self, name: str) -> None:
         self.model = _classes()["ModelProto"](
@@ -87,28 +87,28 @@ class Writer:
         )
         self._graph = self.model.graph
         self._graph.name = name
-        self.count = 0  # of nodes
-        self._users: dict[str, list[str]] = {}  # by the variable's reading
-        self._same_memory: dict[str, frozenset[str]] = {}  # node to readings of variables
-        self._constants: dict[Any, str] = {}  # of the graph that is being written
+        self.count = 0  # number of nodes
+        self._users: dict[str, list[str]] = {}  # by the node that reads the variable
+        self._same_memory: dict[str, frozenset[str]] = {}  # node to nodes that read variables
+        self._constants: dict[Any, str] = {}  # of the current graph
         self._primitives: dict[Any, str] = {}
 
-    def input(self, name: str, tensor: Tensor) -> str:
-        """An argument of the graph; in the order in which they are added."""
+    def input(self, name: str, tensor: TensorInfo) -> str:
+        """Add an argument to the current graph; arguments are in the order of these calls."""
         added = self._graph.input.add(name=f"{self._graph.name}:{name}")
         _describe(added.tensor.add(), tensor)
         return added.name
 
-    def parameter(self, name: str, tensor: Tensor) -> str:
-        """A variable of the graph, which its loader gives a value and Assign another."""
+    def parameter(self, name: str, tensor: TensorInfo) -> str:
+        """Add a variable to the graph; the loader sets its first value, Assign updates it."""
         added = self._graph.parameter.add(
             name=f"{self._graph.name}:{name}", ref_key=name, compression_type=0
         )
         _describe(added, tensor)
         return added.name
 
-    def reading(self, variable: str, tensor: Tensor) -> str:
-        """What a variable holds before anything is written."""
+    def reading(self, variable: str, tensor: TensorInfo) -> str:
+        """Add a node that reads a variable before anything is written."""
         name = self.node("Load", [variable, self.monad()], tensor)
         self._users[name] = []
         self._same_memory[name] = frozenset([name])
@@ -116,7 +116,7 @@ class Writer:
 
     @contextmanager
     def function(self, name: str) -> Iterator[None]:
-        """What is written inside goes into a graph of its own, which others call by name."""
+        """Write the nodes added in this context into a new graph, which others call by name."""
         before = self._graph, self._constants
         self._graph, self._constants = self.model.functions.add(name=name), {}
         try:
@@ -124,25 +124,26 @@ class Writer:
         finally:
             self._graph, self._constants = before
 
-    def call(self, function: str, inputs: Sequence[str], tensors: Sequence[Tensor]) -> str:
-        """The tuple that a function returns."""
+    def call(self, function: str, inputs: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
+        """Call a function; return the node of its tuple of results."""
         return self._operator(f"REF::{function}", inputs, tensors)
 
     def choice(
         self,
         condition: str,
         options: Sequence[tuple[str, Sequence[str]]],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[TensorInfo],
     ) -> str:
-        """What one of two functions returns.
+        """Call one of two functions; return the node of its tuple of results.
 
         Args:
-            options: name and inputs of the function to be called where the condition is true, and
-                of the other.
+            condition: node of a boolean.
+            options: name and inputs of the function for a true condition, then of the other one.
+            tensors: the results.
         """
         closures = []
         for function, inputs in options:
-            # A function is referred to by its name, and a closure by the node that makes it.
+            # A function is referred to by its name, and a closure by the node that creates it.
             closure = self.node("Partial", [function, *inputs], None, {"side_effect_propagate": 1})
             made = self._graph.node[-1].attribute[-1]
             made.type, made.s = CLOSURE, closure.encode()
@@ -158,7 +159,7 @@ class Writer:
         return name
 
     def constant(self, value: Any) -> str:
-        """A number, a truth, a tuple of integers, an array (of a type that MindIR has), or None."""
+        """Add a constant: a number, boolean, tuple of integers, array of a MindIR type, or None."""
         key = (
             (value.dtype.str, value.dtype.name, value.shape, value.tobytes())
             if isinstance(value, np.ndarray)
@@ -171,7 +172,7 @@ class Writer:
         return self._constants[key]
 
     def monad(self) -> str:
-        """What orders nodes that read and write variables: the state before all of them."""
+        """Return the node for the state before all reads and writes of variables, to order them."""
         if "monad" not in self._constants:
             node = self._graph.node.add(op_type="Constant")
             node.attribute.add(name="value", type=UMONAD)
@@ -182,19 +183,21 @@ class Writer:
         self,
         operator: str,
         inputs: Sequence[str],
-        result: Tensor | Sequence[Tensor] | None,
+        result: TensorInfo | Sequence[TensorInfo] | None,
         attributes: Mapping[str, Any] | None = None,
         ref: str | None = None,
     ) -> str:
         """Append an operator.
 
         Args:
-            result: its tensor, or those of a tuple; None for a monad.
+            operator: MindSpore's name of it.
+            inputs: names of nodes.
+            result: tensor of the result, or tensors of a tuple; None for a monad.
             attributes: of the primitive.
-            ref: the variable that the result stands for.
+            ref: name of the variable that the result refers to.
         """
         kind = f"REF::{self._primitive(operator, attributes or {})}"
-        name = self._operator(kind, inputs, result, operator in _VIEWS)
+        name = self._operator(kind, inputs, result, operator in _MEMORY_SHARING)
         node = self._graph.node[-1]
         node.domain = f"Default/{operator}-op{self.count - 1}"
         if ref is not None:
@@ -205,7 +208,7 @@ class Writer:
         self,
         kind: str,
         inputs: Sequence[str],
-        result: Tensor | Sequence[Tensor] | None,
+        result: TensorInfo | Sequence[TensorInfo] | None,
         is_view: bool = True,
     ) -> str:
         node = self._graph.node.add(input=inputs, op_type=kind)
@@ -221,28 +224,30 @@ class Writer:
         if is_view and readings:
             self._same_memory[name] = readings
 
-    def users(self, reading: str) -> list[str]:
-        """Nodes that read a variable's memory, which must be done before it is written over."""
+    def readers_of(self, reading: str) -> list[str]:
+        """Return the nodes that read a variable, which must run before it is overwritten."""
         return self._users[reading]
 
-    def finish(self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None) -> bytes:
-        """The file, of a graph that returns a tuple, once what `after` orders has happened."""
-        self.returned(outputs, tensors, after)
+    def finish(
+        self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None
+    ) -> bytes:
+        """Return the file of a graph that returns a tuple, after the side effects of `after`."""
+        self.return_new_tuple(outputs, tensors, after)
         return self.model.SerializeToString(deterministic=True)
 
-    def returned(
-        self, outputs: Sequence[str], tensors: Sequence[Tensor], after: str | None = None
+    def return_new_tuple(
+        self, outputs: Sequence[str], tensors: Sequence[TensorInfo], after: str | None = None
     ) -> None:
-        """End the graph that is being written: it returns a tuple."""
+        """End the current graph: return a new tuple."""
         result = self.node("MakeTuple", outputs, tensors)
         if after is not None:
             result = self.node(
                 "Depend", [result, after], tensors, attributes={"side_effect_propagate": 1}
             )
-        self.returns(result, tensors)
+        self.return_tuple(result, tensors)
 
-    def returns(self, together: str, tensors: Sequence[Tensor]) -> None:
-        """End the graph that is being written with a tuple that is there already."""
+    def return_tuple(self, together: str, tensors: Sequence[TensorInfo]) -> None:
+        """End the current graph: return an existing tuple."""
         output = self._graph.output.add(name=together, denotation="Tuple")
         _set_result(output.attr_info, tensors)
 
@@ -267,19 +272,19 @@ class Writer:
 
 
 def set_attribute(primitive: Any, name: str, value: Any) -> None:
-    """Add a setting to an operator of a graph that is there already."""
+    """Add an attribute to a primitive of an existing graph."""
     _set_value(primitive.attribute.add(name=name), value)
 
 
-def _describe(into: Any, tensor: Tensor) -> None:
+def _describe(into: Any, tensor: TensorInfo) -> None:
     into.dims.extend(tensor.shape)
     into.data_type = TENSOR_TYPES[tensor.dtype]
 
 
-def _set_result(attribute: Any, result: Tensor | Sequence[Tensor] | None) -> None:
+def _set_result(attribute: Any, result: TensorInfo | Sequence[TensorInfo] | None) -> None:
     if result is None:
         attribute.type = UMONAD
-    elif isinstance(result, Tensor):
+    elif isinstance(result, TensorInfo):
         attribute.type = TENSORS
         _describe(attribute.tensors.add(), result)
     else:
@@ -303,7 +308,7 @@ def _set_value(attribute: Any, value: Any) -> None:
     elif isinstance(value, np.ndarray):
         attribute.type = TENSORS
         tensor = attribute.tensors.add(name="value", raw_data=value.tobytes())
-        _describe(tensor, Tensor(value.shape, hlo_type(value.dtype)))
+        _describe(tensor, TensorInfo(value.shape, hlo_type(value.dtype)))
     else:
         attribute.type = LIST if isinstance(value, list) else TUPLE
         for part in value:
@@ -311,7 +316,7 @@ def _set_value(attribute: Any, value: Any) -> None:
 
 
 def _set_element(attribute: Any, value: Any) -> None:
-    """Elements of a sequence keep integers and strings in lists of their own."""
+    """Set an element of a sequence; integers and strings are stored in list fields."""
     if isinstance(value, int):
         attribute.type = INT64
         attribute.ints.append(value)
@@ -323,7 +328,7 @@ def _set_element(attribute: Any, value: Any) -> None:
 
 
 def hlo_type(dtype: np.dtype) -> str:
-    """HLO's name of NumPy's type."""
+    """Return HLO's name of a NumPy dtype."""
     name = dtype.name
     if name == "bool":
         return "pred"

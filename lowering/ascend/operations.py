@@ -1,7 +1,7 @@
-"""Operations of HLO on elements and shapes, as operators of MindSpore.
+"""Translation of HLO's operations on elements and shapes to MindSpore operators.
 
-What HLO computes for values at the edge (division by zero, shifts beyond the width) is what is
-computed here. Source: openxla.org/xla/operation_semantics.
+Edge cases (division by zero, shifts beyond the width, NaN) have the results that HLO defines.
+Source: openxla.org/xla/operation_semantics.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.values import Value, known
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import TYPE_NAMES, Message
 
 FLOATS = ("f16", "f32", "f64", "bf16")
@@ -76,75 +76,79 @@ REDUCERS: dict[str, tuple[str, Any]] = {
 
 
 def hlo_type(instruction: Message) -> str:
+    """Return the HLO name of an instruction's element type."""
     return TYPE_NAMES[instruction.shape.element_type]
 
 
 def shape_of(instruction: Message) -> tuple[int, ...]:
+    """Return the shape of an instruction's result."""
     return tuple(instruction.shape.dimensions)
 
 
-def settled(emit: Emitter, value: Value, dtype: str) -> Value:
-    """A result as its type of HLO's has it: wrapped around, or rounded, where it is kept wider."""
+def wrap_to_hlo_type(emit: Emitter, value: ArrayValue, dtype: str) -> ArrayValue:
+    """Wrap or round a result to its HLO type, where the stored type is wider."""
     if dtype == "u32":
         mask = emit.integer(0xFFFFFFFF, value)
         return emit.elementwise("BitwiseAnd", np.bitwise_and, [value, mask])
     if dtype == "bf16" and value.dtype != "bf16":
-        return rounded(emit, value)
+        return round_to_bf16(emit, value)
     return value
 
 
-def rounded(emit: Emitter, value: Value) -> Value:
-    """To what bfloat16 has, kept in its wider type."""
+def round_to_bf16(emit: Emitter, value: ArrayValue) -> ArrayValue:
+    """Round to bfloat16 precision, in the wider stored type."""
     return emit.cast(emit.cast(value, "bf16"), value.dtype)
 
 
-def unary(emit: Emitter, instruction: Message, x: Value) -> Value:
+def unary(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
+    """Translate an operation of one operand, one of UNARY."""
     dtype = hlo_type(instruction)
     if instruction.opcode == "negate" and dtype == "pred":
         return x
     if instruction.opcode in ("abs", "sign") and dtype.startswith("u"):
         raise unsupported(f"{instruction.opcode} of {dtype}")
     operator, function = UNARY[instruction.opcode]
-    if instruction.opcode == "sign" and dtype in FLOATS:  # keeps what is not a number
+    if instruction.opcode == "sign" and dtype in FLOATS:  # HLO's sign of NaN is NaN
         signs = emit.elementwise(operator, function, [x])
         return emit.select(emit.compare("NotEqual", x, x), x, signs)
-    return settled(emit, emit.elementwise(operator, function, [x]), dtype)
+    return wrap_to_hlo_type(emit, emit.elementwise(operator, function, [x]), dtype)
 
 
-def binary(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
+def binary(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    """Translate an operation of two operands, one of BINARY."""
     dtype, opcode = hlo_type(instruction), instruction.opcode
-    if dtype == "pred":  # numbers of one bit
+    if dtype == "pred":  # arithmetic on one bit
         opcode = {"add": "or", "maximum": "or", "multiply": "and", "minimum": "and"}[opcode]
         return logical(emit, opcode, a, b)
     if opcode == "power" and dtype not in FLOATS:
         raise unsupported(f"power of {dtype}")
     if opcode in ("maximum", "minimum"):
-        less = compared(emit, "GT" if opcode == "maximum" else "LT", a, b, dtype)
+        less = compare(emit, "GT" if opcode == "maximum" else "LT", a, b, dtype)
         if dtype in ("u16", "u64"):  # MindSpore has no operator for them
             return emit.select(less, a, b)
-        if dtype in FLOATS:  # what is not a number wins; MindSpore's operators drop it
+        if dtype in FLOATS:  # NaN propagates in HLO; MindSpore's operators drop it
             operator, function = BINARY[opcode]
-            return _keeping_nan(emit, emit.elementwise(operator, function, [a, b]), a, b)
+            return _propagate_nan(emit, emit.elementwise(operator, function, [a, b]), a, b)
     operator, function = BINARY[opcode]
-    return settled(emit, emit.elementwise(operator, function, [a, b]), dtype)
+    return wrap_to_hlo_type(emit, emit.elementwise(operator, function, [a, b]), dtype)
 
 
-def _keeping_nan(emit: Emitter, result: Value, a: Value, b: Value) -> Value:
+def _propagate_nan(emit: Emitter, result: ArrayValue, a: ArrayValue, b: ArrayValue) -> ArrayValue:
     for one in (a, b):
         if one.data is not None and not _has_nan(one.data):
-            continue  # a bound, as in relu
+            continue  # a constant bound, as in relu
         result = emit.select(emit.compare("NotEqual", one, one), one, result)
     return result
 
 
 def _has_nan(data: np.ndarray) -> bool:
-    """Whether a constant has what is not a number; what is repeated is looked at once."""
+    """Return whether a constant contains NaN; repeated elements are checked once."""
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in data.strides)
     return bool(np.isnan(data[once].astype(np.float64)).any())
 
 
-def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:
-    """And, or, xor: of bits, or of truths."""
+def logical(emit: Emitter, opcode: str, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    """Translate and, or, xor: bitwise on integers, logical on booleans."""
     bits, of_bits, truths, of_truths = _BITWISE[opcode]
     if a.dtype != "pred":
         return emit.elementwise(bits, of_bits, [a, b])
@@ -153,7 +157,8 @@ def logical(emit: Emitter, opcode: str, a: Value, b: Value) -> Value:
     return emit.elementwise(truths, of_truths, [a, b], "pred")
 
 
-def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
+def bitwise_not(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
+    """Translate not: bitwise on integers, logical on booleans."""
     dtype = hlo_type(instruction)
     if dtype == "pred":
         return emit.elementwise("LogicalNot", np.logical_not, [x], "pred")
@@ -162,16 +167,19 @@ def inverted(emit: Emitter, instruction: Message, x: Value) -> Value:
     return emit.elementwise("BitwiseXor", np.bitwise_xor, [x, ones])
 
 
-def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """Of integers towards zero; by zero all ones, or what was to be divided as a remainder."""
+def divide(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    """Translate division and remainder; integers round towards zero.
+
+    An integer divided by zero is -1 (all bits set), with the dividend as remainder.
+    """
     dtype, is_rest = hlo_type(instruction), instruction.opcode == "remainder"
     if dtype in FLOATS:
         if is_rest:
-            return settled(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
+            return wrap_to_hlo_type(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
         result = emit.elementwise("Div", np.divide, [a, b])
-        if not emit.native:  # a CPU's Div of what is not a number by 0 is infinite
-            result = _keeping_nan(emit, result, a, b)
-        return settled(emit, result, dtype)
+        if not emit.native:  # MindSpore's Div on a CPU returns infinity for NaN / 0
+            result = _propagate_nan(emit, result, a, b)
+        return wrap_to_hlo_type(emit, result, dtype)
     wide_a, wide_b = emit.cast(a, "s64"), emit.cast(b, "s64")
     is_zero = emit.compare("Equal", wide_b, emit.integer(0, wide_b))
     safe = emit.select(is_zero, emit.integer(1, wide_b), wide_b)
@@ -179,29 +187,31 @@ def divided(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
         result = _divided_64(emit, wide_a, safe, is_rest)
     else:
         result = _quotient(emit, wide_a, safe)
-        result = _rest(emit, wide_a, result, safe) if is_rest else result
+        result = _remainder(emit, wide_a, result, safe) if is_rest else result
     by_zero = wide_a if is_rest else emit.integer(-1, result)
     result = emit.select(is_zero, by_zero, result)
-    return settled(emit, emit.cast(result, a.dtype), dtype)
+    return wrap_to_hlo_type(emit, emit.cast(result, a.dtype), dtype)
 
 
-def _divided_64(emit: Emitter, a: Value, b: Value, is_rest: bool) -> Value:
-    """Numbers of 64 bits by -1 are negated: the one quotient that 64 bits do not hold would end the
-    process."""
+def _divided_64(emit: Emitter, a: ArrayValue, b: ArrayValue, is_rest: bool) -> ArrayValue:
+    """Divide 64-bit integers; negate for a divisor of -1.
+
+    Dividing -2**63 by -1 overflows 64 bits and would crash the process.
+    """
     is_minus = emit.compare("Equal", b, emit.integer(-1, b))
     safe = emit.select(is_minus, emit.integer(1, b), b)
     result, zero = _quotient(emit, a, safe), emit.integer(0, a)
-    result = _rest(emit, a, result, safe) if is_rest else result
+    result = _remainder(emit, a, result, safe) if is_rest else result
     other = zero if is_rest else emit.subtract(zero, a)
     return emit.select(is_minus, emit.broadcast_to(other, result.shape), result)
 
 
-def _quotient(emit: Emitter, a: Value, b: Value) -> Value:
-    # A CPU's TruncateDiv is inexact beyond 53 bits, its RealDiv of integers is not.
+def _quotient(emit: Emitter, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    # On a CPU, TruncateDiv is inexact beyond 53 bits, but RealDiv of integers is exact.
     return emit.elementwise("TruncateDiv" if emit.native else "RealDiv", _truncated, [a, b])
 
 
-def _rest(emit: Emitter, a: Value, quotient: Value, b: Value) -> Value:
+def _remainder(emit: Emitter, a: ArrayValue, quotient: ArrayValue, b: ArrayValue) -> ArrayValue:
     return emit.subtract(a, emit.multiply(quotient, b))
 
 
@@ -209,8 +219,8 @@ def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
 
 
-def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """By as many bits as the type has, or more: all bits are gone, or copies of the sign."""
+def shift(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    """Translate shifts; a shift by the type's width or more gives 0, or copies of the sign bit."""
     dtype, opcode = hlo_type(instruction), instruction.opcode
     bits, logical_right = _BITS[dtype], opcode == "shift-right-logical"
     wide, by = emit.cast(a, "s64"), emit.cast(b, "s64")
@@ -218,7 +228,7 @@ def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
         mask = emit.integer((1 << bits) - 1, wide)
         wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
     if opcode == "shift-right-arithmetic" and dtype[0] == "u" and bits < 64:
-        wide = signed(emit, wide, bits)  # copies of the first bit
+        wide = to_signed(emit, wide, bits)  # so that the shift copies the highest bit
     within = emit.minimum(by, emit.integer(bits - 1, by))
     if opcode == "shift-left":
         result = emit.elementwise("LeftShift", np.left_shift, [wide, within])
@@ -229,11 +239,11 @@ def shifted(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     if opcode != "shift-right-arithmetic":
         beyond = emit.compare("GreaterEqual", by, emit.integer(bits, by))
         result = emit.select(beyond, emit.integer(0, result), result)
-    return settled(emit, emit.cast(result, a.dtype), dtype)
+    return wrap_to_hlo_type(emit, emit.cast(result, a.dtype), dtype)
 
 
-def _without_copies(emit: Emitter, shifted_: Value, by: Value) -> Value:
-    """Clear the copies of the sign that a shift by `by` brought in, with 2 ** (64 - by) - 1."""
+def _without_copies(emit: Emitter, shifted_: ArrayValue, by: ArrayValue) -> ArrayValue:
+    """Clear the copies of the sign bit after a shift by `by`, with the mask 2 ** (64 - by) - 1."""
     one, highest = emit.integer(1, by), emit.integer(63, by)
     rest = emit.subtract(highest, by)  # 2 ** rest - 1 + 2 ** rest never overflows
     power = emit.elementwise("LeftShift", np.left_shift, [emit.broadcast_to(one, rest.shape), rest])
@@ -241,74 +251,85 @@ def _without_copies(emit: Emitter, shifted_: Value, by: Value) -> Value:
     return emit.elementwise("BitwiseAnd", np.bitwise_and, [shifted_, mask])
 
 
-def compared(emit: Emitter, direction: str, a: Value, b: Value, dtype: str) -> Value:
-    if dtype == "u64":  # kept in a signed type: with the first bit turned, the order is the same
+def compare(emit: Emitter, direction: str, a: ArrayValue, b: ArrayValue, dtype: str) -> ArrayValue:
+    """Translate a comparison; `dtype` is the HLO type of the operands."""
+    if dtype == "u64":  # stored in a signed type: flipping the highest bit gives the same order
         first = emit.integer(-(1 << 63), a)
         a, b = (emit.elementwise("BitwiseXor", np.bitwise_xor, [one, first]) for one in (a, b))
     return emit.compare(_COMPARE[direction], a, b)
 
 
-def converted(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
-    """To another type; from floats towards zero, and to the nearest that an integer type has."""
+def convert(emit: Emitter, instruction: Message, x: ArrayValue, source: str) -> ArrayValue:
+    """Convert to another type; floats round towards zero and saturate at an integer type's range.
+
+    `source` is the HLO type of x.
+    """
     dtype = hlo_type(instruction)
-    stored = emit.stored(dtype)
+    stored = emit.storage_type(dtype)
     if dtype == "pred":
         return emit.compare("NotEqual", x, emit.literal(np.array(0), source))
     if (source == "u64" and dtype in FLOATS) or (dtype == "u64" and source in FLOATS):
         raise unsupported(f"conversion of {source} to {dtype}")
     if source in FLOATS and dtype not in FLOATS:
-        x = _within(emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype)
+        x = _clamp_to_integer_range(
+            emit, emit.cast(x, "f64" if dtype not in ("s8", "u8") else "f32"), dtype
+        )
         return emit.cast(x, stored)
     if dtype[0] == "u" and _BITS[dtype] < 64 and source not in FLOATS:
         wide = emit.cast(x, "s64")
         mask = emit.integer((1 << _BITS[dtype]) - 1, wide)
         wide = emit.elementwise("BitwiseAnd", np.bitwise_and, [wide, mask])
         return emit.cast(wide, stored)
-    return settled(emit, emit.cast(x, stored), dtype)
+    return wrap_to_hlo_type(emit, emit.cast(x, stored), dtype)
 
 
-def _within(emit: Emitter, x: Value, dtype: str) -> Value:
-    """Floats that an integer type holds: the nearest, and 0 for what is not a number."""
+def _clamp_to_integer_range(emit: Emitter, x: ArrayValue, dtype: str) -> ArrayValue:
+    """Clamp floats to the range of an integer type; NaN becomes 0."""
     bits = _BITS[dtype]
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if dtype[0] == "s" else (0, 2**bits - 1)
     if bits == 64:
-        high = 2**63 - 1024  # the largest below it that 64-bit floats have
+        high = 2**63 - 1024  # the largest float64 below 2**63
     x = emit.select(emit.compare("NotEqual", x, x), emit.literal(np.array(0.0), x.dtype), x)
     x = emit.maximum(x, emit.literal(np.array(float(low)), x.dtype))
     return emit.minimum(x, emit.literal(np.array(float(high)), x.dtype))
 
 
-def bitcast(emit: Emitter, instruction: Message, x: Value, source: str) -> Value:
-    """The same bits as another type of the same width; between integers and f32 by arithmetic,
-    since MindSpore has no operator for it."""
+def bitcast(emit: Emitter, instruction: Message, x: ArrayValue, source: str) -> ArrayValue:
+    """Reinterpret the bits of x as another type of the same width.
+
+    From integers to f32 by arithmetic, since MindSpore has no operator for it.
+    """
     dtype = hlo_type(instruction)
     if _BITS.get(dtype) == _BITS.get(source):
-        return _resigned(emit, x, dtype)
+        return _reinterpret_sign(emit, x, dtype)
     if source in ("u32", "s32") and dtype == "f32":
-        return _float_of_bits(emit, _resigned(emit, x, "u32"))
+        return _float_of_bits(emit, _reinterpret_sign(emit, x, "u32"))
     raise unsupported(f"bitcast-convert of {source} to {dtype}")
 
 
-def _resigned(emit: Emitter, x: Value, dtype: str) -> Value:
-    """Bits of an integer as a signed or unsigned one."""
+def _reinterpret_sign(emit: Emitter, x: ArrayValue, dtype: str) -> ArrayValue:
+    """Reinterpret the bits of an integer as signed or unsigned."""
     wide = emit.cast(x, "s64")
     if dtype == "u32":
-        return settled(emit, wide, dtype)
+        return wrap_to_hlo_type(emit, wide, dtype)
     if dtype == "s32" and x.dtype == "s64":
-        wide = signed(emit, wide)
-    return emit.cast(wide, emit.stored(dtype))
+        wide = to_signed(emit, wide)
+    return emit.cast(wide, emit.storage_type(dtype))
 
 
-def signed(emit: Emitter, wide: Value, bits: int = 32) -> Value:
-    """Bits of a wider integer as a signed number: from 2 ** (bits - 1) on, less 2 ** bits."""
+def to_signed(emit: Emitter, wide: ArrayValue, bits: int = 32) -> ArrayValue:
+    """Interpret unsigned numbers as signed: subtract 2 ** bits from 2 ** (bits - 1) on."""
     half, whole = emit.integer(1 << (bits - 1), wide), emit.integer(1 << bits, wide)
     return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, whole), wide)
 
 
-def _float_of_bits(emit: Emitter, bits: Value) -> Value:
-    """An f32 from its bits: (-1)^sign * 2^(exponent - 127) * 1.fraction. Source: IEEE 754."""
+def _float_of_bits(emit: Emitter, bits: ArrayValue) -> ArrayValue:
+    """Compute an f32 from its bits: (-1)^sign * 2^(exponent - 127) * 1.fraction.
 
-    def field(shift: int, width: int) -> Value:
+    Source: IEEE 754.
+    """
+
+    def field(shift: int, width: int) -> ArrayValue:
         by, mask = emit.integer(shift, bits), emit.integer((1 << width) - 1, bits)
         moved = emit.elementwise("RightShift", np.right_shift, [bits, by]) if shift else bits
         return emit.elementwise("BitwiseAnd", np.bitwise_and, [moved, mask])
@@ -320,16 +341,19 @@ def _float_of_bits(emit: Emitter, bits: Value) -> Value:
     leading = emit.select(is_small, zero, emit.integer(1 << 23, bits))
     mantissa = emit.cast(emit.add(fraction, leading), "f64")
     power = emit.cast(emit.subtract(emit.maximum(exponent, one), emit.integer(150, bits)), "f64")
-    two = known(np.array(2.0), "f64")
+    two = constant_value(np.array(2.0), "f64")
     size = emit.multiply(mantissa, emit.elementwise("Pow", np.power, [two, power]))
-    infinity, not_a_number = (known(np.array(v, np.float64), "f64") for v in (np.inf, np.nan))
+    infinity, not_a_number = (
+        constant_value(np.array(v, np.float64), "f64") for v in (np.inf, np.nan)
+    )
     special = emit.select(emit.compare("Equal", fraction, zero), infinity, not_a_number)
     size = emit.select(is_special, special, size)
     minus = emit.compare("NotEqual", sign, zero)
     return emit.cast(emit.select(minus, emit.elementwise("Neg", np.negative, [size]), size), "f32")
 
 
-def broadcast(emit: Emitter, instruction: Message, x: Value) -> Value:
+def broadcast(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
+    """Translate HLO's broadcast, which maps each array axis of x to one of the result."""
     shape = [1] * len(instruction.shape.dimensions)
     x = emit.transpose(x, inverse(instruction.dimensions))
     for axis, size in zip(sorted(instruction.dimensions), x.shape, strict=True):
@@ -337,7 +361,8 @@ def broadcast(emit: Emitter, instruction: Message, x: Value) -> Value:
     return emit.broadcast_to(emit.reshape(x, shape), shape_of(instruction))
 
 
-def iota(emit: Emitter, instruction: Message) -> Value:
+def iota(emit: Emitter, instruction: Message) -> ArrayValue:
+    """Translate iota: indices along one array axis, repeated along the others."""
     shape, (axis,) = shape_of(instruction), instruction.dimensions
     along = [1] * len(shape)
     along[axis] = shape[axis]
@@ -345,13 +370,13 @@ def iota(emit: Emitter, instruction: Message) -> Value:
     return emit.broadcast_to(emit.literal(numbers, hlo_type(instruction)), shape)
 
 
-def padded(emit: Emitter, instruction: Message, x: Value, filler: Value) -> Value:
-    """Around and between elements; negative widths cut off."""
+def pad(emit: Emitter, instruction: Message, x: ArrayValue, filler: ArrayValue) -> ArrayValue:
+    """Translate pad, around and between elements; negative widths remove elements."""
     for axis, width in enumerate(instruction.padding_config.dimensions):
-        x = _spread(emit, x, filler, axis, width.interior_padding)
-        x = _cut(emit, x, axis, max(0, -width.edge_padding_low), max(0, -width.edge_padding_high))
+        x = _insert_interior_padding(emit, x, filler, axis, width.interior_padding)
+        x = _trim(emit, x, axis, max(0, -width.edge_padding_low), max(0, -width.edge_padding_high))
 
-        def block(size: int, axis: int = axis, x: Value = x) -> Value:
+        def block(size: int, axis: int = axis, x: ArrayValue = x) -> ArrayValue:
             shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
             return emit.broadcast_to(emit.reshape(filler, (1,) * len(shape)), shape)
 
@@ -361,8 +386,10 @@ def padded(emit: Emitter, instruction: Message, x: Value, filler: Value) -> Valu
     return x
 
 
-def _spread(emit: Emitter, x: Value, filler: Value, axis: int, between: int) -> Value:
-    """Put fillers between elements: as a new axis behind this one, which is then flattened."""
+def _insert_interior_padding(
+    emit: Emitter, x: ArrayValue, filler: ArrayValue, axis: int, between: int
+) -> ArrayValue:
+    """Insert fillers between elements, along a new axis after this one, which is then flattened."""
     if not between or x.shape[axis] < 2:
         return x
     apart = emit.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
@@ -373,10 +400,10 @@ def _spread(emit: Emitter, x: Value, filler: Value, axis: int, between: int) -> 
     flat = emit.reshape(
         together, (*x.shape[:axis], x.shape[axis] * (between + 1), *x.shape[axis + 1 :])
     )
-    return _cut(emit, flat, axis, 0, between)
+    return _trim(emit, flat, axis, 0, between)
 
 
-def _cut(emit: Emitter, x: Value, axis: int, low: int, high: int) -> Value:
+def _trim(emit: Emitter, x: ArrayValue, axis: int, low: int, high: int) -> ArrayValue:
     if not (low or high):
         return x
     starts, limits = [0] * len(x.shape), list(x.shape)
@@ -384,8 +411,8 @@ def _cut(emit: Emitter, x: Value, axis: int, low: int, high: int) -> Value:
     return emit.slice(x, starts, limits)
 
 
-def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
-    """A product over contracted axes, for each of the batch's: MatMul of matrices, or of many."""
+def dot(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> ArrayValue:
+    """Translate dot to MatMul, or to BatchMatMul if it has batch axes."""
     numbers = instruction.dot_dimension_numbers
     batch_a, batch_b = list(numbers.lhs_batch_dimensions), list(numbers.rhs_batch_dimensions)
     over_a = list(numbers.lhs_contracting_dimensions)
@@ -393,7 +420,7 @@ def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     free_a = [axis for axis in range(len(a.shape)) if axis not in batch_a + over_a]
     free_b = [axis for axis in range(len(b.shape)) if axis not in batch_b + over_b]
 
-    def sizes(value: Value, axes: list[int]) -> int:
+    def sizes(value: ArrayValue, axes: list[int]) -> int:
         return int(np.prod([value.shape[axis] for axis in axes], dtype=np.int64))
 
     rows, inner, columns = sizes(a, free_a), sizes(a, over_a), sizes(b, free_b)
@@ -401,15 +428,15 @@ def dot(emit: Emitter, instruction: Message, a: Value, b: Value) -> Value:
     left = emit.reshape(emit.transpose(a, batch_a + free_a + over_a), (*many, rows, inner))
     right = emit.reshape(emit.transpose(b, batch_b + over_b + free_b), (*many, inner, columns))
     dtype = hlo_type(instruction)
-    wanted = emit.stored(dtype)
+    wanted = emit.storage_type(dtype)
     left, right = emit.cast(left, wanted), emit.cast(right, wanted)
     operator = "BatchMatMul" if many else "MatMul"
     product = emit.apply(operator, [left, right, False, False], (*many, rows, columns), wanted)
-    return settled(emit, emit.reshape(product, shape_of(instruction)), dtype)
+    return wrap_to_hlo_type(emit, emit.reshape(product, shape_of(instruction)), dtype)
 
 
-def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> Value:
-    """Over axes, with one of the REDUCERS."""
+def reduce(emit: Emitter, kind: str, x: ArrayValue, axes: list[int], dtype: str) -> ArrayValue:
+    """Reduce over array axes with one of the REDUCERS."""
     if not axes:
         return x
     operator, _ = REDUCERS[kind]
@@ -423,21 +450,23 @@ def reduced(emit: Emitter, kind: str, x: Value, axes: list[int], dtype: str) -> 
         settings.append(False)
     result = emit.apply(operator, [x, *settings], shape, x.dtype)
     if kind in ("maximum", "minimum") and x.dtype in FLOATS and not emit.native:
-        # A CPU's operators pass over what is not a number.
+        # On a CPU, MindSpore's operators ignore NaN.
         is_none = emit.compare("NotEqual", x, x)
         any_none = emit.apply("ReduceAny", [is_none, *settings], shape, "pred")
         result = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), result)
-    return settled(emit, result, dtype)
+    return wrap_to_hlo_type(emit, result, dtype)
 
 
-def with_initial(emit: Emitter, kind: str, x: Value, initial: Value, dtype: str) -> Value:
-    """Combine a reduction with the value that it begins with, unless that changes nothing."""
+def combine_with_initial(
+    emit: Emitter, kind: str, x: ArrayValue, initial: ArrayValue, dtype: str
+) -> ArrayValue:
+    """Combine a reduction with its initial value, unless that is the neutral element."""
     if initial.data is not None and _changes_nothing(kind, initial.data.flat[0], dtype):
         return x
     if x.dtype == "pred":
         return logical(emit, "and" if kind == "and" else "or", x, initial)
     operator, function = BINARY[kind]
-    return settled(emit, emit.elementwise(operator, function, [x, initial]), dtype)
+    return wrap_to_hlo_type(emit, emit.elementwise(operator, function, [x, initial]), dtype)
 
 
 def _changes_nothing(kind: str, value: Any, dtype: str) -> bool:
@@ -450,5 +479,6 @@ def _changes_nothing(kind: str, value: Any, dtype: str) -> bool:
     return False
 
 
-def clamped(emit: Emitter, low: Value, x: Value, high: Value) -> Value:
+def clamp(emit: Emitter, low: ArrayValue, x: ArrayValue, high: ArrayValue) -> ArrayValue:
+    """Translate clamp: x limited to the range from `low` to `high`."""
     return emit.minimum(emit.maximum(x, low), high)

@@ -1,4 +1,4 @@
-"""One artifact serves all ranks; what differs by rank is filled in when it is loaded."""
+"""Per-rank files: one artifact serves all ranks, and loading fills in what differs by rank."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ Groups = Sequence[Sequence[int]]
 _WORLD = {"CPU": "mccl_world_group", "Ascend": "hccl_world_group"}
 
 
-def groups_of(groups: Sequence[Groups], rank: int, device: str) -> list[tuple[str, list[int]]]:
-    """Names and ranks of the groups of a graph that a rank is in; that of all ranks has always
-    been there."""
-    named = [(_name(one, rank, device), _own(one, rank)) for one in groups]
+def rank_groups(groups: Sequence[Groups], rank: int, device: str) -> list[tuple[str, list[int]]]:
+    """Return names and ranks of the groups of a graph that contain a rank.
+
+    The group of all ranks is left out, because it always exists.
+    """
+    named = [(_name(one, rank, device), _group_of(one, rank)) for one in groups]
     return [(name, ranks) for name, ranks in named if name != _WORLD[device]]
 
 
-def personal(
+def fill_in_rank(
     binary: bytes,
     groups: Sequence[Groups],
     exchanges: Sequence[Sequence[int]],
     rank: int,
     device: str,
 ) -> bytes:
-    """The file of one rank.
+    """Return the MindIR file of one rank.
 
     Args:
-        groups: by number of their placeholders, all groups of a collective.
-        exchanges: by number, who sends to each rank.
+        binary: the MindIR file with placeholders.
+        groups: all groups of a collective, by the number in their placeholder.
+        exchanges: source rank of each rank, by number of the exchange.
+        rank: the rank.
         device: MindSpore's name: CPU or Ascend.
     """
     model = mindir.read(binary)
@@ -49,13 +53,13 @@ def personal(
     return model.SerializeToString(deterministic=True)
 
 
-def _own(groups: Groups, rank: int) -> list[int]:
+def _group_of(groups: Groups, rank: int) -> list[int]:
     return next(list(group) for group in groups if rank in group)
 
 
 def _name(groups: Groups, rank: int, device: str) -> str:
-    """The same on all ranks of a group, and of no other."""
-    own = _own(groups, rank)
+    """Return a name that is equal on all ranks of a group and different for other groups."""
+    own = _group_of(groups, rank)
     if len(groups) == 1:
         return _WORLD[device]
     return f"graphtrain_{hashlib.sha256(repr(own).encode()).hexdigest()[:16]}"

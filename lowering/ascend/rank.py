@@ -1,6 +1,6 @@
-"""One rank: MindSpore in a process of its own, which does what its host process says.
+"""One rank: a process with MindSpore that executes the commands of its host process.
 
-Nothing of graphtrain is imported, so that it begins as fast as MindSpore does.
+It imports nothing of graphtrain, so that it starts as fast as MindSpore does.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Rank:
-    """Arrays and loaded graphs by the numbers and names that the host gives them."""
+    """Arrays and loaded graphs of a rank, by the ids and names that the host process assigns."""
 
     def __init__(self, device: str, is_alone: bool) -> None:
         import mindspore
@@ -35,9 +35,12 @@ class Rank:
     def load(
         self, name: str, path: str, groups: list[tuple[str, list[int]]], variables: dict
     ) -> None:
-        """A graph from a file, and the groups that it names.
+        """Load a graph from a file, and create the groups that it uses.
 
         Args:
+            name: name for the graph.
+            path: the MindIR file.
+            groups: name and ranks of each group.
             variables: shape and type of each variable, by its name in the graph.
         """
         mindspore = self._mindspore
@@ -55,7 +58,7 @@ class Rank:
         self._graphs[name] = mindspore.nn.GraphCell(graph, params_init=zeros)
 
     def put(self, arrays: list[tuple[int, np.ndarray, str]]) -> None:
-        """Arrays of the host, of types that NumPy has, as the types that graphs take."""
+        """Store arrays of the host, given as (id, array, MindSpore's name of the type to store)."""
         for number, array, dtype in arrays:
             self._arrays[number] = self._mindspore.Tensor(array).astype(_type(dtype))
 
@@ -67,20 +70,21 @@ class Rank:
         returned: list[int],
         written: dict[str, int],
     ) -> dict[int, np.ndarray]:
-        """Compute a graph; the scalars that it returned, such as a loss.
+        """Run a graph; return the scalars among its results, such as a loss, by id.
 
         Args:
-            inputs: numbers of its arguments, in order.
-            variables: number of the array that each variable takes before.
-            returned: numbers for what it returns.
-            written: number for each variable as it is afterwards.
+            name: name of the graph.
+            inputs: ids of its arguments, in order.
+            variables: id of the array that each variable is set to before.
+            returned: ids for its results.
+            written: id for the value of each variable afterwards.
         """
         graph = self._graphs[name]
         parameters = graph.parameters_dict() if variables else {}
         for variable, number in variables.items():
             given = self._arrays.pop(number)
             if given is not parameters[variable]:
-                # A copy, since a graph may return one array under several names, as zeros.
+                # A copy, since a graph may return one array as several results, such as zeros.
                 copy = self._mindspore.Tensor(self._plain(given)).astype(given.dtype)
                 parameters[variable].set_data(copy)
         results = graph(*(self._arrays[number] for number in inputs))
@@ -93,7 +97,7 @@ class Rank:
         }
 
     def get(self, number: int) -> np.ndarray:
-        """An array, in a type that NumPy has."""
+        """Return an array, in a type that NumPy has."""
         return self._plain(self._arrays[number])
 
     def _plain(self, array: Any) -> np.ndarray:
@@ -102,6 +106,7 @@ class Rank:
         return array.asnumpy()
 
     def forget(self, numbers: list[int]) -> None:
+        """Delete arrays by their ids."""
         for number in numbers:
             self._arrays.pop(number, None)
 
@@ -116,38 +121,38 @@ def _type(dtype: str) -> Any:
     return getattr(mindspore, dtype)
 
 
-def _condensed(message: str) -> str:
-    """The first lines of a message without the frames that MindSpore puts around its parts."""
+def _shorten_error(message: str) -> str:
+    """Return the first 600 characters of an error, without MindSpore's frames around its parts."""
     lines = [line.strip(" -") for line in message.splitlines()]
     return " ".join(line for line in lines if line)[:600]
 
 
-def _end_with(host: int) -> None:
-    """Have the kernel end this process when its host dies, in whatever wait it is then.
+def _die_with_parent(host: int) -> None:
+    """Let the kernel kill this process when its host process dies, even in a blocking call.
 
-    It goes by the thread that started this one, which for graphtrain is the first.
+    The kernel watches the thread that started this process, which in graphtrain is the main thread.
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != host:  # gone before
+    if os.getppid() != host:  # the host died before prctl
         os._exit(1)
 
 
 def main() -> None:
-    """Serve the host until it is gone."""
-    # Schedulers send what is for a run to all of its processes; a rank is told by its host.
+    """Execute the commands of the host process until it closes the connection."""
+    # Cluster schedulers signal all processes of a run; a rank is stopped by its host process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
+    _die_with_parent(int(os.environ["GRAPHTRAIN_RANK_HOST"]))
     device, role = os.environ["GRAPHTRAIN_RANK_DEVICE"], os.environ.get("MS_ROLE")
-    if role == "MS_SCHED":  # through which the ranks meet
+    if role == "MS_SCHED":  # the process through which ranks connect
         Rank(device, is_alone=False)
         return
     with Connection(int(os.environ["GRAPHTRAIN_RANK_PIPE"])) as host:
         try:
             rank = Rank(device, is_alone=role is None)
         except Exception as error:
-            host.send((None, f"{type(error).__name__}: {_condensed(str(error))}"))
+            host.send((None, f"{type(error).__name__}: {_shorten_error(str(error))}"))
             os._exit(1)
         host.send((rank.rank, ""))
         while True:
@@ -159,8 +164,8 @@ def main() -> None:
                 rank.forget(gone)
                 host.send((True, getattr(rank, word)(*arguments)))
             except Exception as error:
-                host.send((False, f"{type(error).__name__}: {_condensed(str(error))}"))
-    os.killpg(0, signal.SIGKILL)  # MindSpore's own end waits for ranks that may be gone
+                host.send((False, f"{type(error).__name__}: {_shorten_error(str(error))}"))
+    os.killpg(0, signal.SIGKILL)  # MindSpore's own shutdown waits for ranks that may have died
 
 
 if __name__ == "__main__":

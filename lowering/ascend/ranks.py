@@ -1,8 +1,8 @@
-"""The processes that compute: one for each rank, with MindSpore in it.
+"""Connections to the processes that compute: one with MindSpore for each rank.
 
-This process imports no MindSpore. It keeps a connection to every rank of its host, says the same to
-all at the same time, and waits for all: their collectives wait for each other, and for those of
-other hosts, to which other processes of the run say the same.
+This process does not import MindSpore. It sends the same command to all ranks of its host at the
+same time, and waits for all answers, because collectives synchronize the ranks of all hosts; the
+other processes of the run send the same command to theirs.
 """
 
 from __future__ import annotations
@@ -18,69 +18,77 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lowering.ascend.launch import PATIENCE, Cluster, Launched
+from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
 from lowering.errors import LoweringError
 
-_LOOK = 1.0  # seconds between looks at ranks that do not answer: a child may hold their connection
+_POLL_SECONDS = (
+    1.0  # seconds between checks for ranks that died; child processes may keep connections open
+)
 
 
 class Ranks:
-    """Connections to the ranks of this host. Arrays there are known here by number."""
+    """Connections to the ranks of this host, whose arrays are referred to by ids (numbers)."""
 
     def __init__(self, cluster: Cluster, device: str) -> None:
-        """Start them.
+        """Start the ranks.
 
         Args:
+            cluster: ranks of the run and of this host.
             device: MindSpore's name: CPU or Ascend.
 
         Raises:
-            LoweringError: the ranks do not begin.
+            LoweringError: a rank did not start.
         """
-        self.mine = cluster.mine
+        self.local_ranks = cluster.local_ranks
         self._numbers = itertools.count()
         self._given_up: list[int] = []
-        self._then: Callable[[list[Any]], None] | None = None  # answers are due
+        self._then: Callable[[list[Any]], None] | None = None  # set while answers are due
         self.directory = Path(tempfile.mkdtemp(prefix="graphtrain-ranks-"))
         atexit.register(self.close)
-        self._launched = Launched(cluster, device, self.directory)
+        self._launched = RankProcesses(cluster, device, self.directory)
         self._connections = self._launched.connections
         with self._ending_all():
-            begun = self._heard(time.monotonic() + PATIENCE)
+            begun = self._receive(time.monotonic() + START_TIMEOUT)
         for rank, (number, failed) in begun.items():
             if failed or number != rank:
                 self._launched.kill()
-                what = failed or f"MindSpore calls it rank {number}"
-                raise LoweringError(f"rank {rank} did not begin: {what}")
+                what = failed or f"MindSpore assigned it rank {number}"
+                raise LoweringError(f"rank {rank} did not start: {what}")
 
-    def new_number(self) -> int:
+    def new_array_id(self) -> int:
+        """Return a new id for an array."""
         return next(self._numbers)
 
-    def give_up(self, number: int) -> None:
-        """Forget an array, with the next thing that is said."""
+    def delete_array(self, number: int) -> None:
+        """Delete an array on the ranks, with the next command."""
         self._given_up.append(number)
 
-    def tell(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
-        """Say something to every rank, each with its own arguments; what they answer, in order.
+    def call(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
+        """Send a command to every rank, each with its own arguments; return the answers by rank.
 
         Raises:
-            LoweringError: one failed, or died; perhaps over what it was told before.
+            LoweringError: a rank failed or died, possibly in the previous command.
         """
-        self.begin(word, of_rank)
+        self.send(word, of_rank)
         return self._answers()
 
-    def begin(
+    def send(
         self,
         word: str,
         of_rank: Callable[[int], Sequence[Any]],
         then: Callable[[list[Any]], None] = lambda answers: None,
     ) -> None:
-        """Say something without waiting for the answers; raises as tell, of what was said before.
+        """Send a command without waiting for the answers.
 
         Args:
-            of_rank: arguments for a rank, by its number among those of all hosts.
-            then: called with the answers, before anything else is said.
+            word: name of the method of `Rank` to call.
+            of_rank: returns the arguments for a rank, by its number among all hosts.
+            then: called with the answers, before the next command is sent.
+
+        Raises:
+            LoweringError: a rank failed or died in the previous command.
         """
-        self.settle()
+        self.wait_for_answers()
         gone, self._given_up = self._given_up, []
         with self._ending_all():
             for rank, connection in self._connections.items():
@@ -90,15 +98,15 @@ class Ranks:
                     raise self._has_ended(rank) from None
         self._then = then
 
-    def settle(self) -> None:
-        """Wait for the answers to what was said last; raises as tell."""
+    def wait_for_answers(self) -> None:
+        """Wait for the answers to the last command; raise an error as `tell` does."""
         if self._then is not None:
             self._answers()
 
     def _answers(self) -> list[Any]:
         then, self._then = self._then, None
         with self._ending_all():
-            heard = self._heard()
+            heard = self._receive()
         for rank, (is_well, answer) in heard.items():
             if not is_well:
                 raise LoweringError(f"rank {rank}: {answer}")
@@ -107,16 +115,16 @@ class Ranks:
             then(answers)
         return answers
 
-    def _heard(self, until: float = float("inf")) -> dict[int, Any]:
-        """What every rank says next, by rank.
+    def _receive(self, until: float = float("inf")) -> dict[int, Any]:
+        """Receive the next answer of every rank; return the answers by rank.
 
         Raises:
-            LoweringError: one has ended, on which the others wait in vain, or is late.
+            LoweringError: a rank has ended, or did not answer until the time `until`.
         """
         waiting: dict[Connection, int] = {each: rank for rank, each in self._connections.items()}
         heard: dict[int, Any] = {}
         while waiting:
-            ready: Any = wait(list(waiting), _LOOK)
+            ready: Any = wait(list(waiting), _POLL_SECONDS)
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
@@ -128,15 +136,17 @@ class Ranks:
                     raise self._has_ended(rank)
             if time.monotonic() > until:
                 late = ", ".join(map(str, waiting.values()))
-                raise LoweringError(f"the ranks did not begin in {PATIENCE} s: no word of {late}")
-        return {rank: heard[rank] for rank in self.mine}
+                raise LoweringError(
+                    f"the ranks did not start within {START_TIMEOUT} s: no answer from rank {late}"
+                )
+        return {rank: heard[rank] for rank in self.local_ranks}
 
     def _has_ended(self, rank: int) -> LoweringError:
         return LoweringError(f"rank {rank} has ended ({self._launched.end_of(rank)})")
 
     @contextlib.contextmanager
     def _ending_all(self) -> Iterator[None]:
-        """Where one rank has ended the others wait in vain."""
+        """Kill all ranks on an error: if one has ended, the others would wait forever."""
         try:
             yield
         except LoweringError:
@@ -144,10 +154,10 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """End them."""
+        """Stop the ranks and delete their directory."""
         for connection in self._connections.values() if hasattr(self, "_connections") else ():
             with contextlib.suppress(OSError):
-                connection.close()  # a rank ends when nobody is there any more
+                connection.close()  # a rank ends when its connection closes
         if hasattr(self, "_launched"):
             self._launched.wait(5)
             self._launched.kill()

@@ -1,8 +1,8 @@
-"""Marked regions in one device's HLO: which of them an operator can stand for.
+"""Marked regions in one device's HLO, and which of them a fused operator can replace.
 
-A region's inside is left out if nobody else reads it and if it is what was traced: arithmetic on
-what its entry gives. Where the partitioner has put a collective into it, or made it depend on the
-device, it is not, and stays as it is.
+The instructions inside a region are omitted if nothing else reads them and if they are as traced:
+arithmetic on the values at the region's entry. If the partitioner has inserted a collective, or
+made the region depend on the device, it is translated like any other code.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ _COLLECTIVES = ("all-", "collective-", "reduce-scatter")
 
 @dataclass(frozen=True)
 class Region:
-    """One region of a computation."""
+    """One marked region of a computation."""
 
     name: str
     settings: dict[str, Any]
-    entry: int  # id of the instruction that it begins with
-    inside: tuple[int, ...]  # ids that only it needs, in order
+    entry: int  # id of its first instruction
+    instructions: tuple[int, ...]  # ids of instructions that only the region needs, in order
 
 
 @dataclass(frozen=True)
-class Marked:
-    """The regions of a computation, and what of it is written whatever becomes of them."""
+class RegionsOf:
+    """The regions of a computation, and the instructions that are needed in any case."""
 
-    regions: dict[int, Region]  # by id of the instruction that they end with
-    needed: frozenset[int]  # ids
-    left: int  # number of regions that no operator can stand for
+    regions: dict[int, Region]  # by id of their last instruction
+    needed: frozenset[int]  # ids of instructions that are needed even if all regions are replaced
+    unreplaced: int  # number of regions that no operator can replace
 
 
-def find(computation: Message, *, whole: bool) -> Marked:
-    """The regions of a computation that an operator can stand for.
+def find(computation: Message, *, ignore_regions: bool) -> RegionsOf:
+    """Return the regions of a computation that an operator can replace.
 
     Args:
-        whole: there are no such operators.
+        computation: an HLO computation.
+        whole: replace no region, since the device has no such operators.
     """
     by_id = {each.id: each for each in computation.instructions}
     entries, insides, left = {}, {}, 0
     for each in computation.instructions:
-        if _mark(each, EXIT) and not whole:
+        if _mark(each, EXIT) and not ignore_regions:
             found = _inside(each, by_id)
             if found is None:
                 left += 1
             else:
                 entries[each.id], insides[each.id] = found
-    needed = _reached(computation.root_id, by_id, entries)
+    needed = _reachable(computation.root_id, by_id, entries)
     regions = {
         end: Region(
             by_id[end].frontend_attributes.map[EXIT],
@@ -62,11 +63,11 @@ def find(computation: Message, *, whole: bool) -> Marked:
         )
         for end, inside in insides.items()
     }
-    return Marked(regions, frozenset(needed), left)
+    return RegionsOf(regions, frozenset(needed), left)
 
 
 def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | None:
-    """A region's entry and what lies between, if that is arithmetic on what the entry gives."""
+    """Return a region's entry and its inside, if that is only arithmetic on the entry's values."""
     name, entry, inside = _mark(end, EXIT), None, set()
     waiting = list(end.operand_ids)
     while waiting:
@@ -86,12 +87,12 @@ def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | N
 
 
 def _mark(each: Message, which: str) -> str | None:
-    """A mark's region; XLA gives its attributes to what unpacks it too."""
+    """Return the region's name in a mark, a barrier: XLA copies attributes to its users too."""
     return each.frontend_attributes.map.get(which) if each.opcode == "opt-barrier" else None
 
 
-def _reached(root: int, by_id: dict[int, Message], entries: dict[int, int]) -> set[int]:
-    """What a computation's result is made of, with regions that need their entry only."""
+def _reachable(root: int, by_id: dict[int, Message], entries: dict[int, int]) -> set[int]:
+    """Return the ids that a computation's result depends on; regions depend on their entry only."""
     found: set[int] = set()
     waiting = [root]
     while waiting:

@@ -1,7 +1,8 @@
-"""The fields of MindIR's protocol buffers: name, number, type.
+"""Fields of MindIR's protocol buffers: name, number, type.
 
-Source: mindspore 2.10.0, mindspore.train.mind_ir_pb2, whose own numbers these are; what no program
-of ours has (quantisation, layouts of MindSpore's own parallelism, preprocessing) is left out.
+Source: mindspore 2.10.0, mindspore.train.mind_ir_pb2, with its field numbers. Fields that
+graphtrain never writes (quantisation, layouts of MindSpore's own parallelism, preprocessing) are
+left out.
 """
 
 MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
@@ -69,7 +70,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
 }
 
-# AttributeProto.AttributeType and TensorProto.DataType, by the names that HLO has for types.
+# TensorProto.DataType by HLO's type names, then AttributeProto.AttributeType.
 TENSOR_TYPES = {
     "f32": 1, "u8": 2, "s8": 3, "u16": 4, "s16": 5, "s32": 6, "s64": 7, "pred": 9, "f16": 10,
     "f64": 11, "u32": 12, "u64": 13, "bf16": 16,
@@ -79,7 +80,7 @@ GRAPH, CLOSURE, CHOICE = 27, 28, 29  # what Switch chooses from, a Partial, and 
 FLOAT = 1
 PRIMITIVE, FUNCTION = 1, 2  # PrimitiveProto.PrimType
 
-# mindspore.dtype as the numbers that Cast and Argmax take.
+# mindspore.dtype as the numbers that Cast and Argmax accept.
 TYPE_IDS = {
     "pred": 30, "s8": 32, "s16": 33, "s32": 34, "s64": 35, "u8": 37, "u16": 38, "u32": 39,
     "u64": 40, "f16": 42, "f32": 43, "f64": 44, "bf16": 45,

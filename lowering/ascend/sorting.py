@@ -1,4 +1,4 @@
-"""Sorting, the largest elements and where they are, and running sums and maxima."""
+"""Sorting, top-k, argmax and argmin, and running sums and maxima."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowering.ascend.emitter import Emitter, inverse, unsupported
-from lowering.ascend.mindir import Tensor
-from lowering.ascend.operations import FLOATS, hlo_type, settled, shape_of
-from lowering.ascend.values import Value, known
+from lowering.ascend.mindir import TensorInfo
+from lowering.ascend.operations import FLOATS, hlo_type, shape_of, wrap_to_hlo_type
+from lowering.ascend.values import ArrayValue, constant_value
 from lowering.hlo.proto import Message
 
-Evaluate = Callable[[Sequence[Value]], Value]  # a comparison, of two elements of each operand
+Evaluate = Callable[[Sequence[ArrayValue]], ArrayValue]  # compares two elements of each operand
 
 
-def is_ascending(evaluate: Evaluate, operands: Sequence[Value]) -> bool:
-    """How a comparison orders, found by asking it.
+def is_ascending(evaluate: Evaluate, operands: Sequence[ArrayValue]) -> bool:
+    """Return whether a comparison sorts in ascending order, by evaluating it on examples.
 
     Raises:
-        LoweringError: it does not order by its first operand alone.
+        LoweringError: the comparison does not order by its first operand alone.
     """
 
     def says(*pairs: tuple[int, int]) -> bool:
         scalars = [
-            known(np.array(number).astype(_numpy(x)), x.dtype)
+            constant_value(np.array(number).astype(_numpy(x)), x.dtype)
             for x, pair in zip(operands, pairs, strict=True)
             for number in pair
         ]
@@ -34,21 +34,21 @@ def is_ascending(evaluate: Evaluate, operands: Sequence[Value]) -> bool:
     ties = [(1, 1)] * (len(operands) - 1)
     up, down = says((1, 2), *ties), says((2, 1), *ties)
     if up == down:
-        raise unsupported("sort by this comparison")
+        raise unsupported("a sort by this comparison")
     for place in range(len(ties)):
         for pair in ((1, 2), (2, 1)):
             others = [pair if n == place else (1, 1) for n in range(len(ties))]
-            if says((1, 1), *others) and not _counts_up(operands[1 + place]):
-                raise unsupported("sort by several keys")
+            if says((1, 1), *others) and not _is_iota(operands[1 + place]):
+                raise unsupported("a sort by several keys")
     return up
 
 
-def _numpy(x: Value) -> type:
+def _numpy(x: ArrayValue) -> type:
     return {"f32": np.float32, "f16": np.float16, "f64": np.float64}.get(x.dtype, np.int64)
 
 
-def _counts_up(x: Value) -> bool:
-    """Whether it is the number of each element, which settles ties as a stable sort does."""
+def _is_iota(x: ArrayValue) -> bool:
+    """Return whether x contains the index of each element, which orders ties as a stable sort."""
     if x.data is None or not x.shape:
         return False
     return any(
@@ -57,21 +57,22 @@ def _counts_up(x: Value) -> bool:
     )
 
 
-def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequence[Value]):
-    """Along one axis, by the first operand; the others follow it."""
+def sort(emit: Emitter, instruction: Message, evaluate: Evaluate, operands: Sequence[ArrayValue]):
+    """Sort along one axis by the first operand, and reorder the other operands alike."""
     (axis,) = instruction.dimensions
     axis, key = int(axis), operands[0]
     descending = not is_ascending(evaluate, operands)
-    order = _order(emit, key, axis, descending)
-    results = [_taken_along(emit, x, order, axis) for x in operands]
+    order = _sort_indices(emit, key, axis, descending)
+    results = [_take_along_axis(emit, x, order, axis) for x in operands]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
-    """The numbers of elements in order, the first of equal ones first; no number is the greatest.
+def _sort_indices(emit: Emitter, key: ArrayValue, axis: int, descending: bool) -> ArrayValue:
+    """Return the indices that sort `key`; ties keep their order, and NaN counts as greatest.
 
-    MindSpore's Sort says nothing of equal elements, so an element's place is counted: how many are
-    smaller, or equal and before it. That is quadratic, and meant for the few experts of a mixture.
+    MindSpore's Sort does not define the order of ties, so each element's position is counted: how
+    many elements are smaller, or equal and before it. This is quadratic, and meant for the few
+    experts of a mixture of experts.
     """
     size = key.shape[axis]
     if key.dtype == "pred":
@@ -80,94 +81,96 @@ def _order(emit: Emitter, key: Value, axis: int, descending: bool) -> Value:
     rows = emit.transpose(key, [*behind, axis])
     mine = emit.reshape(rows, (*rows.shape, 1))
     others = emit.reshape(rows, (*rows.shape[:-1], 1, size))
-    before = known(np.arange(size)[None, :] < np.arange(size)[:, None], "pred")
+    before = constant_value(np.arange(size)[None, :] < np.arange(size)[:, None], "pred")
     before = emit.broadcast_to(before, (*rows.shape[:-1], size, size))
-    less, equal = _ordered(emit, *((mine, others) if descending else (others, mine)))
-    ahead = emit.either(less, emit.both(equal, before))
+    less, equal = _less_and_equal(emit, *((mine, others) if descending else (others, mine)))
+    ahead = emit.logical_or(less, emit.logical_and(equal, before))
     counted = emit.cast(ahead, "f32")
     place = emit.apply("ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32")
-    # The element whose place is p: the only one for which place == p.
-    wanted = known(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
+    # Exactly one element has place == p, for each position p.
+    wanted = constant_value(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
     is_at = emit.compare("Equal", emit.reshape(place, (*rows.shape[:-1], 1, size)), wanted)
-    numbers = known(np.arange(size, dtype=np.float32), "f32")
+    numbers = constant_value(np.arange(size, dtype=np.float32), "f32")
     weighted = emit.multiply(emit.cast(is_at, "f32"), numbers)
     order = emit.apply("ReduceSum", [weighted, (len(rows.shape),), False, False], rows.shape, "f32")
     order = emit.cast(order, "s64")
     return emit.transpose(order, inverse([*behind, axis]))
 
 
-def _ordered(emit: Emitter, a: Value, b: Value) -> tuple[Value, Value]:
-    """Whether a comes before b, and whether they are equal, in ascending order."""
+def _less_and_equal(emit: Emitter, a: ArrayValue, b: ArrayValue) -> tuple[ArrayValue, ArrayValue]:
+    """Return whether a sorts before b, and whether they are equal, in ascending order."""
     less, equal = emit.compare("Less", a, b), emit.compare("Equal", a, b)
     if a.dtype not in FLOATS:
         return less, equal
     no_a, no_b = (emit.compare("NotEqual", one, one) for one in (a, b))
     is_a = emit.elementwise("LogicalNot", np.logical_not, [no_a], "pred")
-    return emit.either(less, emit.both(is_a, no_b)), emit.either(equal, emit.both(no_a, no_b))
+    return emit.logical_or(less, emit.logical_and(is_a, no_b)), emit.logical_or(
+        equal, emit.logical_and(no_a, no_b)
+    )
 
 
-def _taken_along(emit: Emitter, x: Value, order: Value, axis: int) -> Value:
+def _take_along_axis(emit: Emitter, x: ArrayValue, order: ArrayValue, axis: int) -> ArrayValue:
     stored = x.dtype
     x = emit.cast(x, "s32") if stored == "pred" else x
     return emit.cast(emit.apply("GatherD", [x, axis, order], x.shape, x.dtype), stored)
 
 
-def top_k(emit: Emitter, instruction: Message, x: Value) -> tuple[Value, Value]:
-    """The largest elements along the last axis, largest first, and where they were."""
+def top_k(emit: Emitter, instruction: Message, x: ArrayValue) -> tuple[ArrayValue, ArrayValue]:
+    """Return the largest elements along the last axis, largest first, and their indices."""
     values = instruction.shape.tuple_shapes[0]
     k = values.dimensions[-1]
-    order = _order(emit, x, len(x.shape) - 1, descending=True)
+    order = _sort_indices(emit, x, len(x.shape) - 1, descending=True)
     low, high = [0] * len(x.shape), [*x.shape[:-1], k]
     order = emit.slice(order, low, high)
     found = emit.apply("GatherD", [x, len(x.shape) - 1, order], values.dimensions, x.dtype)
     return found, emit.cast(order, "s32")
 
 
-def largest(
-    emit: Emitter, evaluate: Callable[[Sequence[Value]], tuple[Value, Value]],
-    operands: Sequence[Value], axes: Sequence[int],
-) -> tuple[Value, Value]:  # fmt: skip
-    """A reduction of elements and their numbers to the largest or smallest and its number.
+def arg_extreme(
+    emit: Emitter, evaluate: Callable[[Sequence[ArrayValue]], tuple[ArrayValue, ArrayValue]],
+    operands: Sequence[ArrayValue], axes: Sequence[int],
+) -> tuple[ArrayValue, ArrayValue]:  # fmt: skip
+    """Translate argmax or argmin, which reduces elements and their indices together.
 
     Raises:
-        LoweringError: it is another reduction of several arrays.
+        LoweringError: the reduction of several arrays is another one.
     """
     x, numbers = operands[:2]
-    if len(operands) != 4 or len(axes) != 1 or not _counts_up(numbers):
-        raise unsupported("reduction of several arrays other than argmax and argmin")
-    one, two = (known(np.array(v).astype(_numpy(x)), x.dtype) for v in (1, 2))
+    if len(operands) != 4 or len(axes) != 1 or not _is_iota(numbers):
+        raise unsupported("a reduction of several arrays other than argmax and argmin")
+    one, two = (constant_value(np.array(v).astype(_numpy(x)), x.dtype) for v in (1, 2))
     zero = emit.integer(0, numbers)
     chosen, _ = evaluate([one, zero, two, zero])
     if chosen.data is None:
-        raise unsupported("reduction of several arrays other than argmax and argmin")
+        raise unsupported("a reduction of several arrays other than argmax and argmin")
     is_max = int(chosen.data) == 2
     (axis,) = axes
     shape = tuple(size for a, size in enumerate(x.shape) if a != axis)
     stored = x.dtype
     x = emit.cast(x, "s32") if stored == "pred" else x
     found = emit.apply("ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype)
-    # The first of the equal ones: the smallest number among them.
+    # Of equal elements the first: the smallest index.
     along = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     is_best = emit.compare("Equal", x, emit.reshape(found, along))
-    if x.dtype in FLOATS:  # what is not a number wins
+    if x.dtype in FLOATS:  # NaN counts as the extreme
         is_none = emit.compare("NotEqual", x, x)
         any_none = emit.apply("ReduceAny", [is_none, (axis,), False], shape, "pred")
         is_best = emit.select(emit.reshape(any_none, along), is_none, is_best)
         found = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), found)
     counted = emit.cast(numbers, "f32")
-    beyond = known(np.array(float(x.shape[axis]), np.float32), "f32")
+    beyond = constant_value(np.array(float(x.shape[axis]), np.float32), "f32")
     candidates = emit.select(is_best, counted, beyond)
     number = emit.apply("ReduceMin", [candidates, (axis,), False], shape, "f32")
     return emit.cast(found, stored), emit.cast(number, numbers.dtype)
 
 
-def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
-    """A sum or the greatest of a window that ends at each element and is as long as the axis.
+def running_reduction(emit: Emitter, instruction: Message, kind: str, x: ArrayValue) -> ArrayValue:
+    """Translate a running sum or maximum, from either end of one axis.
 
     Raises:
-        LoweringError: it is another window, or another function of it.
+        LoweringError: the reduce-window is another one.
     """
-    what = unsupported("reduce-window other than a running sum or maximum")
+    what = unsupported("a reduce-window other than a running sum or maximum")
     windows = instruction.window.dimensions
     moving = [axis for axis, window in enumerate(windows) if window.size > 1]
     if len(moving) > 1 or shape_of(instruction) != x.shape:
@@ -183,8 +186,8 @@ def running(emit: Emitter, instruction: Message, kind: str, x: Value) -> Value:
         raise what
     if kind == "add":
         sums = emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
-        return settled(emit, sums, hlo_type(instruction))
+        return wrap_to_hlo_type(emit, sums, hlo_type(instruction))
     x = emit.reverse(x, (axis,)) if backward else x
-    tensors = [Tensor(x.shape, x.dtype), Tensor(x.shape, "s64")]  # the second: where it is
-    greatest = emit.several("Cummax", [x, axis], tensors)[0]
+    tensors = [TensorInfo(x.shape, x.dtype), TensorInfo(x.shape, "s64")]  # the second: indices
+    greatest = emit.apply_multi("Cummax", [x, axis], tensors)[0]
     return emit.reverse(greatest, (axis,)) if backward else greatest

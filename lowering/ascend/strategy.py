@@ -1,9 +1,9 @@
-"""Parameter strategy files: how a plan splits its parameters, in the form that MindSpore keeps.
+"""Parameter strategy files: how a plan shards its parameters, in MindSpore's format.
 
-mindspore.transform_checkpoints and MindFormers read them, to take checkpoints from one split to
-another. Ranks are numbered as in our meshes, the last axis fastest.
-Source: mindspore 2.10.0, mindspore.train.node_strategy_pb2, whose numbers these are, and how
-mindspore.parallel._parallel_serialization reads them.
+mindspore.transform_checkpoints and MindFormers read them to convert checkpoints from one sharding
+to another. Ranks are numbered as in graphtrain's meshes, the last mesh axis fastest.
+Source: mindspore 2.10.0, mindspore.train.node_strategy_pb2 for the field numbers, and
+mindspore.parallel._parallel_serialization, which reads the files.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from lowering.errors import LoweringError
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout
+from sharding_rules.plan import ArrayLayout
 
-SUFFIX = ".ckpt"  # of MindSpore's own strategy files, which are no checkpoints
+SUFFIX = ".ckpt"  # of MindSpore's own strategy files, which are not checkpoints
 
-_UNSPLIT = -1
+_NOT_SHARDED = -1
 
 _MESSAGES = {
     "Strategies": {"stage": (1, "uint32")},
@@ -44,44 +44,48 @@ _MESSAGES = {
 }
 
 
-def strategy(layouts: Mapping[str, Layout], mesh: MeshShape) -> bytes:
-    """A strategy file, a ParallelStrategyMap.
+def strategy_file(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
+    """Return a strategy file, a ParallelStrategyMap.
 
     Args:
-        layouts: of the parameters, by the names that they have in checkpoints.
+        layouts: layouts of the parameters, by their names in checkpoints.
+        mesh: mesh axes and their sizes.
 
     Raises:
-        LoweringError: MindSpore would read a name as that of a pipeline's stage.
+        LoweringError: MindSpore would read part of a parameter's name as a pipeline stage.
     """
-    # Required fields are written though they are 0.
+    # Required fields are written even if they are 0.
     made = _classes()["StrategyMap"](current_stage=0)
-    # Readers take a file without operators for an empty one.
+    # Readers treat a file without operators as empty.
     item = made.parallel_strategy_item.add(node_name="graphtrain")
     item.parallel_strategys.stage = 0
     for name, layout in layouts.items():
         if "-" in name:
-            raise LoweringError(f"{name}: MindSpore takes what is before - for a pipeline's stage")
+            raise LoweringError(
+                f"{name}: MindSpore would read the part before '-' as a pipeline stage; rename the "
+                "parameter"
+            )
         item = made.parallel_layout_item.add(param_name=name)
         _describe(item.parallel_layouts, layout.split, mesh)
     return made.SerializeToString(deterministic=True)
 
 
 def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape) -> None:
-    """One layout: sizes of the mesh, and by dimension the mesh axes, counted from the last."""
-    axes = [name for name, size in mesh.axes.items() if size > 1]  # others split nothing
+    """Describe one layout: sizes of the mesh axes, and each dimension's axes, from the last."""
+    axes = [name for name, size in mesh.axes.items() if size > 1]  # others shard nothing
     described.dev_matrix.add(dim=[mesh.axes[name] for name in axes] or [1])
     dimensions = [[len(axes) - 1 - axes.index(name) for name in names] for names in split]
-    dimensions = [numbers or [_UNSPLIT] for numbers in dimensions]
+    dimensions = [numbers or [_NOT_SHARDED] for numbers in dimensions]
     if any(len(numbers) > 1 for numbers in dimensions):
         for numbers in dimensions:
             described.tensor_map.add(dim=numbers)
         if len(dimensions) == 1:
-            described.tensor_map.add()  # or the axes of one dimension would be one of each
+            described.tensor_map.add()  # else readers would assign one dimension to each axis
     else:
         described.tensor_map.add(
-            dim=[one for numbers in dimensions for one in numbers or [_UNSPLIT]]
+            dim=[one for numbers in dimensions for one in numbers or [_NOT_SHARDED]]
         )
-    described.param_split_shape.add()  # only where pieces differ in size
+    described.param_split_shape.add()  # used only if shards differ in size
     described.indices_offset.add()
     described.field = described.opt_weight_shard_step = described.opt_weight_shard_size = 0
 

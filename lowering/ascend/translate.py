@@ -1,7 +1,7 @@
-"""One device's HLO as a MindIR graph: a walk over its instructions, loops unrolled.
+"""Translate one device's HLO to a MindIR graph, instruction by instruction, with loops unrolled.
 
-Every instruction becomes operators of MindSpore, or is computed here where what it takes is known.
-A loop's counter is known, so its turns are written one after the other.
+Every instruction becomes MindSpore operators, or is evaluated during translation if its operands
+are known. Loops whose counter is known are unrolled; others become control flow.
 """
 
 from __future__ import annotations
@@ -14,51 +14,53 @@ from typing import Any
 import numpy as np
 
 from lowering.ascend import indexing, operations, sorting
-from lowering.ascend.attention import Attention
+from lowering.ascend.attention import FusedAttention
 from lowering.ascend.collectives import Collectives
 from lowering.ascend.control import Control
 from lowering.ascend.emitter import Emitter, unsupported
-from lowering.ascend.flow import Flow
-from lowering.ascend.literals import array_of
-from lowering.ascend.mindir import Tensor
+from lowering.ascend.flow import ControlFlow
+from lowering.ascend.literals import literal_to_numpy
+from lowering.ascend.mindir import TensorInfo
 from lowering.ascend.operations import REDUCERS, hlo_type, shape_of
-from lowering.ascend.regions import Marked, find
-from lowering.ascend.values import Value
+from lowering.ascend.regions import RegionsOf, find
+from lowering.ascend.values import ArrayValue
 from lowering.errors import LoweringError
 from lowering.hlo.proto import TYPE_NAMES, Message, read_module
 from lowering.hlo.replica_groups import Groups
-from lowering.per_device.normalise import Normalised, entry_of
+from lowering.per_device.normalise import NormalizedModule, entry_of
 
 
 @dataclass(frozen=True)
-class Translated:
-    """A graph for MindSpore, and what its loader puts in or has to know."""
+class MindirGraph:
+    """A MindIR graph, with what its loader needs or fills in."""
 
     mindir: bytes
-    inputs: tuple[Tensor, ...]  # of every argument, as stored; those written over are variables
-    outputs: tuple[Tensor, ...]
-    variables: tuple[int, ...]  # numbers of the arguments that are variables of the graph
-    returned: tuple[int, ...]  # numbers of the outputs that the graph returns, in order
-    groups: tuple[Groups, ...]  # by number of their placeholders
-    exchanges: tuple[tuple[int, ...], ...]  # by number: who sends to each rank
+    inputs: tuple[TensorInfo, ...]  # all arguments, as stored; those updated in place are variables
+    outputs: tuple[TensorInfo, ...]
+    variables: tuple[int, ...]  # indices of the arguments that are variables of the graph
+    returned: tuple[int, ...]  # indices of the outputs that the graph returns, in order
+    groups: tuple[Groups, ...]  # by the number in their placeholders
+    exchanges: tuple[tuple[int, ...], ...]  # by number: the source rank of each rank
     nodes: int
-    left: tuple[str, ...]  # why marked attention was left as it is
+    left: tuple[str, ...]  # why attention regions were not replaced by fused operators
 
 
 def translate(
-    normalised: Normalised, *, name: str, ranks: int, native: bool, in_place: dict[int, int]
-) -> Translated:
-    """Write the graph of a normalised module.
+    normalised: NormalizedModule, *, name: str, ranks: int, native: bool, in_place: dict[int, int]
+) -> MindirGraph:
+    """Translate a normalised module to MindIR.
 
     Args:
-        ranks: devices that run it.
-        native: for an Ascend device; else for a CPU.
-        in_place: number of the input that each of some outputs is written over.
+        normalised: the module of one device.
+        name: name of the graph.
+        ranks: number of devices that run it.
+        native: True for an Ascend device, False for a CPU.
+        in_place: output index to the index of the input that it overwrites.
 
     Raises:
-        LoweringError: an instruction that MindSpore has nothing for; with its line in the model.
+        LoweringError: an instruction is not supported; the message names its line in the model.
     """
-    walk = _Walk(normalised, name, ranks, native)
+    walk = _Translator(normalised, name, ranks, native)
     arguments = walk.arguments(set(in_place.values()))
     entry = entry_of(walk.module)
     results = walk.run(entry, arguments)
@@ -66,8 +68,8 @@ def translate(
     return walk.finished(arguments, results, in_place)
 
 
-class _Walk:
-    def __init__(self, normalised: Normalised, name: str, ranks: int, native: bool) -> None:
+class _Translator:
+    def __init__(self, normalised: NormalizedModule, name: str, ranks: int, native: bool) -> None:
         self.module = read_module(normalised.hlo)
         self.emit = Emitter(name, native=native)
         self._normalised, self._ranks = normalised, ranks
@@ -79,36 +81,39 @@ class _Walk:
             number: TYPE_NAMES[each.shape.element_type]
             for number, each in self._instructions.items()
         }
-        self._regions: dict[int, Marked] = {}  # by computation
-        self._is_located = False  # an error on its way says its line
-        self._attention = Attention(self.emit)
+        self._regions: dict[int, RegionsOf] = {}  # by computation
+        self._is_located = False  # the error being raised names its line
+        self._attention = FusedAttention(self.emit)
         control = Control(self.emit, lambda: self._collectives.rank, self._elsewhere)
-        self._flow = Flow(self.module, self.run, control)
+        self._flow = ControlFlow(self.module, self.run, control)
         self._collectives = Collectives(self.emit, ranks, None)
 
-    def arguments(self, written: set[int]) -> list[Value]:
-        """Inputs of the graph, and variables for those that are written over."""
+    def arguments(self, written: set[int]) -> list[ArrayValue]:
+        """Add the graph's inputs, with variables for those that are updated in place."""
         values = []
-        self._variables: dict[int, tuple[str, str]] = {}  # by number: the variable and its reading
+        self._variables: dict[int, tuple[str, str]] = {}  # by index: variable, node that reads it
         writer = self.emit.writer
         for number, shape in enumerate(entry_of(self.module).program_shape.parameters):
-            dtype = self.emit.stored(TYPE_NAMES[shape.element_type])
-            tensor = Tensor(shape.dimensions, dtype)
+            dtype = self.emit.storage_type(TYPE_NAMES[shape.element_type])
+            tensor = TensorInfo(shape.dimensions, dtype)
             if number in written:
                 variable = writer.parameter(f"input{number}", tensor)
                 read = writer.reading(variable, tensor)
                 self._variables[number] = variable, read
             else:
                 read = writer.input(f"input{number}", tensor)
-            values.append(Value(tensor.shape, dtype, node=read))
+            values.append(ArrayValue(tensor.shape, dtype, node=read))
         if self._normalised.rank_input:
             self._collectives = Collectives(self.emit, self._ranks, values[-1])
         return values
 
     def finished(
-        self, arguments: Sequence[Value], results: Sequence[Value], in_place: dict[int, int]
-    ) -> Translated:
-        """Write results over their inputs, and return the others."""
+        self,
+        arguments: Sequence[ArrayValue],
+        results: Sequence[ArrayValue],
+        in_place: dict[int, int],
+    ) -> MindirGraph:
+        """End the graph: assign results to inputs that they overwrite, and return the others."""
         emit, writer = self.emit, self.emit.writer
         others = [number for number in range(len(results)) if number not in in_place]
         returned = [emit.node(results[number]) for number in others]
@@ -116,11 +121,11 @@ class _Walk:
         for output, number in in_place.items():
             variable, read = self._variables[number]
             if results[output].node == read:
-                continue  # as it was
+                continue  # unchanged
             new = emit.node(results[output])
-            users = writer.users(read)
+            users = writer.readers_of(read)
             before = writer.node("UpdateState", [before or writer.monad(), read, *users, new], None)
-            tensor = Tensor(arguments[number].shape, arguments[number].dtype)
+            tensor = TensorInfo(arguments[number].shape, arguments[number].dtype)
             done = writer.node(
                 "Assign",
                 [variable, new, before],
@@ -129,21 +134,21 @@ class _Walk:
                 ref=f"input{number}",
             )
             before = writer.node("UpdateState", [before, done], None)
-        tensors = [Tensor(results[number].shape, results[number].dtype) for number in others]
-        return Translated(
+        tensors = [TensorInfo(results[number].shape, results[number].dtype) for number in others]
+        return MindirGraph(
             writer.finish(returned, tensors, before),
-            tuple(Tensor(one.shape, one.dtype) for one in arguments),
-            tuple(Tensor(one.shape, one.dtype) for one in results),
+            tuple(TensorInfo(one.shape, one.dtype) for one in arguments),
+            tuple(TensorInfo(one.shape, one.dtype) for one in results),
             tuple(sorted(self._variables)),
             tuple(others),
             tuple(self._collectives.groups),
             tuple(tuple(one) for one in self._collectives.exchanges),
             writer.count,
-            tuple(sorted(set(self._attention.left))),
+            tuple(sorted(set(self._attention.refusals))),
         )
 
     def run(self, computation: Message, arguments: Sequence[Any]) -> Any:
-        """The root of a computation: a Value, or a tuple of them."""
+        """Translate a computation; return its root, a Value or a tuple of them."""
         values: dict[int, Any] = {}
         marked = self._marked(computation)
         for instruction in computation.instructions:
@@ -153,31 +158,33 @@ class _Walk:
                 values[instruction.id] = arguments[instruction.parameter_number]
                 continue
             if region := marked.regions.get(instruction.id):
-                found = self._attention.written(region, values[region.entry])
+                found = self._attention.write_region(region, values[region.entry])
                 if found is not None:
                     values[instruction.id] = found
                     continue
-                for number in region.inside:
+                for number in region.instructions:
                     values[number] = self._located(self._instructions[number], values)
             values[instruction.id] = self._located(instruction, values)
         return values[computation.root_id]
 
-    def _marked(self, computation: Message) -> Marked:
-        """Its regions, which only devices have operators for."""
+    def _marked(self, computation: Message) -> RegionsOf:
+        """Return the computation's regions; only Ascend devices have operators for them."""
         if computation.id not in self._regions:
-            found = find(computation, whole=not self.emit.native)
-            if found.left:
-                self._attention.left.append("attention that several devices compute together")
+            found = find(computation, ignore_regions=not self.emit.native)
+            if found.unreplaced:
+                self._attention.refusals.append(
+                    "attention that several devices compute together, with collectives"
+                )
             self._regions[computation.id] = found
         return self._regions[computation.id]
 
     def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
-        """The result of an instruction; an error says which line of the model it comes from."""
+        """Translate an instruction; errors name the line of the model that it comes from."""
         try:
             return self._instruction(instruction, [values[i] for i in instruction.operand_ids])
         except LoweringError as error:
             line = self._normalised.sources.get(instruction.id)
-            if line is None or self._is_located:  # by what it calls
+            if line is None or self._is_located:  # by a called computation
                 raise
             self._is_located = True
             where = f"{instruction.opcode} in {self.module.name}"
@@ -185,22 +192,24 @@ class _Walk:
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit
-        if opcode in _NOT_OF_U64 and "u64" in {self._types[i] for i in instruction.operand_ids}:
+        if opcode in _UNSUPPORTED_FOR_U64 and "u64" in {
+            self._types[i] for i in instruction.operand_ids
+        }:
             raise unsupported(f"{opcode} of u64")
-        if opcode in _SIMPLE:
-            return _SIMPLE[opcode](emit, instruction, *operands)
-        if opcode in _STRUCTURE:
-            return _STRUCTURE[opcode](self, instruction, operands)
-        raise unsupported(f"operation for {opcode}")
+        if opcode in _ELEMENTARY:
+            return _ELEMENTARY[opcode](emit, instruction, *operands)
+        if opcode in _STRUCTURAL:
+            return _STRUCTURAL[opcode](self, instruction, operands)
+        raise unsupported(f"the operation {opcode}")
 
-    # What has computations of its own.
+    # Instructions that call computations.
 
     def _call(self, instruction: Message, operands: Sequence[Any]) -> Any:
         return self.run(self._computations[instruction.called_computation_ids[0]], operands)
 
     @contextmanager
-    def _elsewhere(self, rank: Value | None = None) -> Iterator[None]:
-        """In a graph of its own, where nodes of another are nothing."""
+    def _elsewhere(self, rank: ArrayValue | None = None) -> Iterator[None]:
+        """Translate into a separate graph, where nodes of the current one are not available."""
         before = self._attention.masks, self._collectives.rank
         self._attention.masks, self._collectives.rank = {}, rank
         try:
@@ -212,50 +221,52 @@ class _Walk:
         axes = [int(axis) for axis in instruction.dimensions]
         if len(operands) == 2:
             kind, dtype = self._combiner(instruction), hlo_type(instruction)
-            x = operations.reduced(self.emit, kind, operands[0], axes, dtype)
-            return operations.with_initial(self.emit, kind, x, operands[1], dtype)
-        return sorting.largest(self.emit, self._function(instruction), operands, axes)
+            x = operations.reduce(self.emit, kind, operands[0], axes, dtype)
+            return operations.combine_with_initial(self.emit, kind, x, operands[1], dtype)
+        return sorting.arg_extreme(self.emit, self._function(instruction), operands, axes)
 
     def _scatter(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if len(operands) != 3:
-            raise unsupported("scatter of several arrays at once")
+            raise unsupported("a scatter of several arrays at once")
         return indexing.scatter(self.emit, instruction, self._combiner(instruction), *operands)
 
     def _sort(self, instruction: Message, operands: Sequence[Any]) -> Any:
         return sorting.sort(self.emit, instruction, self._function(instruction), operands)
 
     def _windows(self, instruction: Message, operands: Sequence[Any]) -> Any:
-        return sorting.running(self.emit, instruction, self._combiner(instruction), operands[0])
+        return sorting.running_reduction(
+            self.emit, instruction, self._combiner(instruction), operands[0]
+        )
 
     def _custom(self, instruction: Message, operands: Sequence[Any]) -> Any:
         if instruction.custom_call_target == "TopK":
             return sorting.top_k(self.emit, instruction, operands[0])
-        raise unsupported(f"custom call {instruction.custom_call_target!r}")
+        raise unsupported(f"the custom call {instruction.custom_call_target!r}")
 
     def _function(self, instruction: Message) -> Callable[[Sequence[Any]], Any]:
-        """The computation that an instruction calls, to be asked."""
+        """Return the computation that an instruction calls, as a function."""
         called = self._computations[instruction.called_computation_ids[0]]
         return lambda arguments: self.run(called, arguments)
 
-    # What depends on the type of what it is given.
+    # Instructions that depend on the type of their operands.
 
     def _converted(self, instruction: Message, operands: Sequence[Any]) -> Any:
         source = self._types[instruction.operand_ids[0]]
         convert = (
-            operations.bitcast if instruction.opcode == "bitcast-convert" else operations.converted
+            operations.bitcast if instruction.opcode == "bitcast-convert" else operations.convert
         )
         return convert(self.emit, instruction, operands[0], source)
 
     def _compared(self, instruction: Message, operands: Sequence[Any]) -> Any:
         dtype, (a, b) = self._types[instruction.operand_ids[0]], operands
-        return operations.compared(self.emit, instruction.comparison_direction, a, b, dtype)
+        return operations.compare(self.emit, instruction.comparison_direction, a, b, dtype)
 
     def _combiner(self, instruction: Message) -> str:
-        """What a reducer does with its two scalars: an opcode, or "assign" for the second."""
+        """Return the opcode that combines a reducer's two scalars; "assign" returns the second."""
         body = self._computations[instruction.called_computation_ids[0]]
         root = next(each for each in body.instructions if each.id == body.root_id)
         seen = {each.id: each for each in body.instructions}
-        while root.opcode in ("convert", "copy", "reduce-precision"):  # around it
+        while root.opcode in ("convert", "copy", "reduce-precision"):  # around the result
             root = seen[root.operand_ids[0]]
         if root.opcode == "parameter" and root.parameter_number == 1:
             return "assign"
@@ -276,42 +287,42 @@ class _Walk:
         )
 
 
-# Kept in a signed type of 64 bits, which orders and divides otherwise.
-_NOT_OF_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
+# u64 is stored in a signed type, for which these operations give other results.
+_UNSUPPORTED_FOR_U64 = {"divide", "reduce", "reduce-window", "remainder", "scatter", "sort", "topk"}
 
 _Simple = Callable[..., Any]
 
 
-def _constant(emit: Emitter, instruction: Message) -> Value:
-    return emit.literal(array_of(instruction.literal), hlo_type(instruction))
+def _constant(emit: Emitter, instruction: Message) -> ArrayValue:
+    return emit.literal(literal_to_numpy(instruction.literal), hlo_type(instruction))
 
 
-def _slice(emit: Emitter, instruction: Message, x: Value) -> Value:
+def _slice(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
     cuts = instruction.slice_dimensions
     return emit.slice(
         x, [c.start for c in cuts], [c.limit for c in cuts], [c.stride or 1 for c in cuts]
     )
 
 
-def _finite(emit: Emitter, instruction: Message, x: Value) -> Value:
+def _finite(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
     del instruction
     return emit.elementwise("IsFinite", np.isfinite, [x], "pred")
 
 
-_SIMPLE: dict[str, _Simple] = {
+_ELEMENTARY: dict[str, _Simple] = {
     **dict.fromkeys(operations.UNARY, operations.unary),
     **dict.fromkeys(operations.BINARY, operations.binary),
-    **dict.fromkeys(("divide", "remainder"), operations.divided),
+    **dict.fromkeys(("divide", "remainder"), operations.divide),
     **dict.fromkeys(
-        ("shift-left", "shift-right-logical", "shift-right-arithmetic"), operations.shifted
+        ("shift-left", "shift-right-logical", "shift-right-arithmetic"), operations.shift
     ),
     **dict.fromkeys(("copy", "reduce-precision"), lambda emit, instruction, x: x),
     "and": lambda emit, i, a, b: operations.logical(emit, "and", a, b),
     "or": lambda emit, i, a, b: operations.logical(emit, "or", a, b),
     "xor": lambda emit, i, a, b: operations.logical(emit, "xor", a, b),
-    "not": operations.inverted,
+    "not": operations.bitwise_not,
     "broadcast": operations.broadcast,
-    "clamp": lambda emit, i, low, x, high: operations.clamped(emit, low, x, high),
+    "clamp": lambda emit, i, low, x, high: operations.clamp(emit, low, x, high),
     "concatenate": lambda emit, i, *xs: emit.concatenate(xs, int(i.dimensions[0])),
     "constant": _constant,
     "dot": operations.dot,
@@ -319,7 +330,7 @@ _SIMPLE: dict[str, _Simple] = {
     "get-tuple-element": lambda emit, i, x: x[i.tuple_index],
     "iota": operations.iota,
     "is-finite": _finite,
-    "pad": operations.padded,
+    "pad": operations.pad,
     "reshape": lambda emit, i, x: emit.reshape(x, shape_of(i)),
     "reverse": lambda emit, i, x: emit.reverse(x, tuple(int(axis) for axis in i.dimensions)),
     "select": lambda emit, i, c, a, b: emit.select(c, a, b),
@@ -327,17 +338,17 @@ _SIMPLE: dict[str, _Simple] = {
     "transpose": lambda emit, i, x: emit.transpose(x, i.dimensions),
     "tuple": lambda emit, i, *xs: tuple(xs),
 }
-_STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
+_STRUCTURAL: dict[str, Callable[[_Translator, Message, Sequence[Any]], Any]] = {
     "all-gather": lambda walk, i, xs: walk._collectives.all_gather(i, xs[0]),
-    "all-reduce": _Walk._all_reduce,
+    "all-reduce": _Translator._all_reduce,
     "all-to-all": lambda walk, i, xs: walk._collectives.all_to_all(i, xs),
-    "call": _Walk._call,
+    "call": _Translator._call,
     "collective-permute": lambda walk, i, xs: walk._collectives.permute(i, xs[0]),
-    "bitcast-convert": _Walk._converted,
-    "compare": _Walk._compared,
+    "bitcast-convert": _Translator._converted,
+    "compare": _Translator._compared,
     "conditional": lambda walk, i, xs: walk._flow.branch(walk.emit, i, xs),
-    "convert": _Walk._converted,
-    "custom-call": _Walk._custom,
+    "convert": _Translator._converted,
+    "custom-call": _Translator._custom,
     "dynamic-slice": lambda walk, i, xs: indexing.dynamic_slice(
         walk.emit, xs[0], xs[1:], i.dynamic_slice_sizes
     ),
@@ -345,11 +356,11 @@ _STRUCTURE: dict[str, Callable[[_Walk, Message, Sequence[Any]], Any]] = {
         walk.emit, xs[0], xs[1], xs[2:]
     ),
     "opt-barrier": lambda walk, i, xs: xs[0],
-    "reduce": _Walk._reduce,
-    "reduce-scatter": _Walk._reduce_scatter,
-    "reduce-window": _Walk._windows,
-    "scatter": _Walk._scatter,
+    "reduce": _Translator._reduce,
+    "reduce-scatter": _Translator._reduce_scatter,
+    "reduce-window": _Translator._windows,
+    "scatter": _Translator._scatter,
     "topk": lambda walk, i, xs: sorting.top_k(walk.emit, i, xs[0]),
-    "sort": _Walk._sort,
+    "sort": _Translator._sort,
     "while": lambda walk, i, xs: walk._flow.loop(i, xs[0]),
 }

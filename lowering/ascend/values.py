@@ -1,4 +1,4 @@
-"""What is known of an array while a graph is written: its elements, where it is, or its parts."""
+"""Arrays while a graph is written: their elements, their node in the graph, or their parts."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
-    """An array: known here (data), a node of the graph, or one that was written into in parts.
+class ArrayValue:
+    """An array: known elements (data), a node of the graph, or parts that were written into it.
 
-    Loops are unrolled, and a loop that stacks what it computes writes one slice in each turn. Such
-    an array is kept as its parts, so that reading one of them costs nothing and the whole is put
-    together once, not once in each turn.
+    Loops are unrolled, and a loop that stacks its results writes one slice in each iteration. Such
+    an array is represented by its parts, so that reading one of them costs nothing, and the array
+    is assembled once instead of in each iteration.
     """
 
     shape: Shape
-    dtype: str  # as it is stored, by HLO's name
+    dtype: str  # HLO's name of the stored type
     node: str | None = None
     data: np.ndarray | None = None
-    stacked: Stacked | None = None
+    stacked: SliceUpdates | None = None
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
-    """Slices along one axis that were written over an array."""
+class SliceUpdates:
+    """Slices along one axis that overwrite parts of an array."""
 
-    base: Value
+    base: ArrayValue
     axis: int
-    parts: Mapping[int, Value] = field(default_factory=lambda: MappingProxyType({}))  # by start
+    # By start index along the axis.
+    parts: Mapping[int, ArrayValue] = field(default_factory=lambda: MappingProxyType({}))
 
-    def with_part(self, start: int, part: Value) -> Stacked | None:
-        """With one slice more; None if it overlaps another that is not the same one."""
+    def with_part(self, start: int, part: ArrayValue) -> SliceUpdates | None:
+        """Return a copy with one more slice; None if it overlaps one that it does not replace."""
         size = part.shape[self.axis]
         for other, held in self.parts.items():
             apart = other + held.shape[self.axis] <= start or start + size <= other
             if not apart and (other != start or held.shape != part.shape):
                 return None
-        return Stacked(self.base, self.axis, {**self.parts, start: part})
+        return SliceUpdates(self.base, self.axis, {**self.parts, start: part})
 
 
-def known(data: np.ndarray, dtype: str) -> Value:
-    """An array whose elements are known."""
-    return Value(tuple(data.shape), dtype, data=data)
+def constant_value(data: np.ndarray, dtype: str) -> ArrayValue:
+    """Return a Value with known elements."""
+    return ArrayValue(tuple(data.shape), dtype, data=data)

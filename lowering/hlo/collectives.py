@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowering.hlo import fused_collectives
-from lowering.hlo.flops import flops_of
-from lowering.hlo.provenance import Origins
-from lowering.hlo.replica_groups import axes_of, groups_of
-from lowering.hlo.text import Computation, Instruction, Module, arrays, nbytes, parse
+from lowering.hlo.flops import instruction_flops
+from lowering.hlo.provenance import Provenance
+from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
+from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
@@ -31,7 +31,7 @@ _OPS = (
 # they contain no collectives.
 _CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
 # Custom calls that are annotations for the compiler and compute nothing.
-_REMARKS = (
+_ANNOTATIONS = (
     "AllocateBuffer",
     "AssumeGatherIndicesInBound",
     "AsyncCollective",
@@ -58,7 +58,7 @@ class Collective:
     arrays: tuple[str, ...] = ()  # paths of the program inputs that it moves, where known
     shapes: tuple[str, ...] = ()  # of one device's operands, as in "bf16[64,128]"
     dimension: int | None = None  # dimension of the operand that is gathered or scattered
-    instead_of: str = ""  # all-gather or reduce-scatter of which this permute is one step
+    decomposed_from: str = ""  # all-gather or reduce-scatter of which this permute is one step
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +87,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProgramFacts:
     """Collectives, FLOPs and kernels that one device executes in one step, read from HLO text."""
 
     collectives: tuple[Collective, ...] = ()
@@ -105,7 +105,7 @@ class Reading:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Reading:
+    def from_record(cls, record: Mapping[str, Any]) -> ProgramFacts:
         """Return the Reading stored in the record of a compiled program."""
         return cls(
             tuple(Collective.from_record(each) for each in record["collectives"]),
@@ -119,15 +119,15 @@ class Reading:
         return sum(each.wire_bytes_per_step for each in self.collectives)
 
 
-def read(text: str, mesh: MeshShape) -> Reading:
+def read(text: str, mesh: MeshShape) -> ProgramFacts:
     """Read an optimized program, as returned by `compiled.as_text()` on CPU, GPU and TPU.
 
     Operations that differ only in their position in the program are merged into one Collective, and
     their counts are added. A conditional counts as the branch that sends most.
     """
     module = parse(text)
-    reading = _Reader(module, mesh).of(module.entry)
-    return dataclasses.replace(reading, collectives=merged(_whole(reading.collectives)))
+    reading = _Reader(module, mesh).read_computation(module.entry)
+    return dataclasses.replace(reading, collectives=merged(_mark_decomposed(reading.collectives)))
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -139,16 +139,16 @@ def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     return tuple(sorted(found, key=lambda each: -each.wire_bytes_per_step))
 
 
-def _whole(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
+def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
     """Set `instead_of` on the first and last step of a collective that is decomposed into permutes.
 
     Those steps are outside the loop that contains the others, and share their scope.
     """
     permutes = [each for each in collectives if each.op == "collective-permute"]
-    taken_apart = {each.scope: each.instead_of for each in permutes if each.instead_of}
+    taken_apart = {each.scope: each.decomposed_from for each in permutes if each.decomposed_from}
     for each in collectives:
         if each.op == "collective-permute" and each.scope in taken_apart:
-            yield dataclasses.replace(each, instead_of=taken_apart[each.scope])
+            yield dataclasses.replace(each, decomposed_from=taken_apart[each.scope])
         else:
             yield each
 
@@ -156,20 +156,20 @@ def _whole(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
 class _Reader:
     """Reader that visits each computation once, regardless of how many instructions call it."""
 
-    def __init__(self, module: Module, mesh: MeshShape) -> None:
+    def __init__(self, module: HloModule, mesh: MeshShape) -> None:
         self.module = module
         self.mesh = mesh
-        self.origins = Origins(module)
-        self._read: dict[str, Reading] = {}
+        self.origins = Provenance(module)
+        self._read: dict[str, ProgramFacts] = {}
 
-    def of(self, name: str) -> Reading:
+    def read_computation(self, name: str) -> ProgramFacts:
         if name not in self._read:
             computation = self.module.computations[name]
             parts = [self._instruction(computation, i) for i in computation.instructions.values()]
-            self._read[name] = _together(parts)
+            self._read[name] = _sum(parts)
         return self._read[name]
 
-    def _instruction(self, computation: Computation, instruction: Instruction) -> Reading:
+    def _instruction(self, computation: Computation, instruction: Instruction) -> ProgramFacts:
         opcode = instruction.opcode
         if opcode == "while":
             return self._loop(computation, instruction)
@@ -178,41 +178,41 @@ class _Reader:
         base = opcode.removesuffix("-start")
         if base in _OPS:
             found = self._collective(computation, instruction, base)
-            return Reading(collectives=(found,) if found else ())
+            return ProgramFacts(collectives=(found,) if found else ())
         if base in _CALLS and (called := instruction.attribute(_CALLS[base])):
-            return self.of(called)
-        flops = flops_of(computation, instruction)
-        return Reading(flops=flops, kernels=_kernel(instruction))
+            return self.read_computation(called)
+        flops = instruction_flops(computation, instruction)
+        return ProgramFacts(flops=flops, kernels=_kernel(instruction))
 
-    def _loop(self, computation: Computation, loop: Instruction) -> Reading:
+    def _loop(self, computation: Computation, loop: Instruction) -> ProgramFacts:
         trips = trip_count(self.module, computation, loop)
-        body = self.of(loop.attribute("body") or "")
-        return _repeated(body, trips)
+        body = self.read_computation(loop.attribute("body") or "")
+        return _times(body, trips)
 
-    def _conditional(self, instruction: Instruction) -> Reading:
+    def _conditional(self, instruction: Instruction) -> ProgramFacts:
         names = instruction.computations("branch_computations") or [
             name
             for attribute in ("true_computation", "false_computation")
             if (name := instruction.attribute(attribute))
         ]
-        branches = [self.of(name) for name in names]
+        branches = [self.read_computation(name) for name in names]
         return max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
 
     def _collective(
         self, computation: Computation, instruction: Instruction, op: str
     ) -> Collective | None:
-        if fused_collectives.is_repeated(computation, instruction):
+        if fused_collectives.continues_async_collective(computation, instruction):
             return None
-        groups = groups_of(instruction.rest, self.mesh.devices)
-        axes = axes_of(groups, self.mesh)
+        groups = parse_groups(instruction.rest, self.mesh.devices)
+        axes = mesh_axes_of_groups(groups, self.mesh)
         shapes = computation.operand_shapes(instruction)
         if not axes or not shapes:
             return None  # a group of one device moves nothing
-        moved = _moved(op, shapes)
+        moved = _sent_shapes(op, shapes)
         is_permute = op == "collective-permute"
         devices = self.mesh.size(axes) if is_permute else len(groups[0])
         size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
-        if op == "all-reduce" and fused_collectives.is_scattered(computation, instruction):
+        if op == "all-reduce" and fused_collectives.is_reduce_scatter(computation, instruction):
             op = "reduce-scatter"
         scope, source = self.origins.place(computation, instruction)
         return Collective(
@@ -227,11 +227,13 @@ class _Reader:
             arrays=self.origins.arrays(computation, instruction, through_loops=is_permute),
             shapes=tuple(shape.partition("{")[0] for shape in moved),
             dimension=_dimension(instruction),
-            instead_of=fused_collectives.window(computation) if is_permute else "",
+            decomposed_from=fused_collectives.collective_matmul_op(computation)
+            if is_permute
+            else "",
         )
 
 
-def _moved(op: str, shapes: Sequence[str]) -> Sequence[str]:
+def _sent_shapes(op: str, shapes: Sequence[str]) -> Sequence[str]:
     """Return the shapes of the operands that are sent.
 
     Some operations also have operands that only specify offsets or destination buffers. Several
@@ -243,7 +245,7 @@ def _moved(op: str, shapes: Sequence[str]) -> Sequence[str]:
     return shapes
 
 
-def _together(readings: Iterable[Reading]) -> Reading:
+def _sum(readings: Iterable[ProgramFacts]) -> ProgramFacts:
     collectives: list[Collective] = []
     flops, unknown, kernels = 0.0, 0, Counter[str]()
     for each in readings:
@@ -251,13 +253,13 @@ def _together(readings: Iterable[Reading]) -> Reading:
         flops += each.flops
         unknown += each.unknown_loops
         kernels.update(each.kernels)
-    return Reading(tuple(collectives), flops, unknown, kernels)
+    return ProgramFacts(tuple(collectives), flops, unknown, kernels)
 
 
-def _repeated(body: Reading, trips: int | None) -> Reading:
+def _times(body: ProgramFacts, trips: int | None) -> ProgramFacts:
     times = 1 if trips is None else trips
     loops = () if trips is None else (trips,)
-    return Reading(
+    return ProgramFacts(
         tuple(
             dataclasses.replace(each, count=each.count * times, loops=loops + each.loops)
             for each in body.collectives
@@ -278,4 +280,4 @@ def _kernel(instruction: Instruction) -> dict[str, int]:
     """Return {kernel name: 1} for a custom call that computes something, else {}."""
     target = instruction.attribute("custom_call_target") or ""
     name = target.strip('"')
-    return {name: 1} if name and not name.startswith(_REMARKS) else {}
+    return {name: 1} if name and not name.startswith(_ANNOTATIONS) else {}

@@ -33,7 +33,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 
-def flops_of(computation: Computation, instruction: Instruction) -> float:
+def instruction_flops(computation: Computation, instruction: Instruction) -> float:
     """Return the FLOPs of one execution.
 
     0 for an instruction that is not a matrix product and for a kernel of unknown cost.

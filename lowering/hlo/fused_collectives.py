@@ -10,7 +10,7 @@ _WINDOWS = {
 }
 
 
-def is_repeated(computation: Computation, instruction: Instruction) -> bool:
+def continues_async_collective(computation: Computation, instruction: Instruction) -> bool:
     """Return whether the operation continues, or waits for, a collective started elsewhere.
 
     A collective that overlaps with matrix products appears in the fusion that starts it, in each
@@ -28,7 +28,7 @@ def is_repeated(computation: Computation, instruction: Instruction) -> bool:
     )
 
 
-def is_scattered(computation: Computation, instruction: Instruction) -> bool:
+def is_reduce_scatter(computation: Computation, instruction: Instruction) -> bool:
     """Return whether an all-reduce is a reduce-scatter: each device uses only its shard.
 
     Such a reduce-scatter is a fusion of the all-reduce and slices of its result.
@@ -39,7 +39,7 @@ def is_scattered(computation: Computation, instruction: Instruction) -> bool:
     return instruction.opcode == "all-reduce" and "dynamic-slice" in opcodes
 
 
-def window(computation: Computation) -> str:
+def collective_matmul_op(computation: Computation) -> str:
     """Return the collective that a collective-matmul loop decomposes into permutes; "" for none.
 
     The loop sends one shard while it multiplies another.

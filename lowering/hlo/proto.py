@@ -1,8 +1,8 @@
-"""HloModuleProto: the binary form of a program that neuronx-cc takes.
+"""HloModuleProto: the binary form of an HLO program, which neuronx-cc reads.
 
-The schema is built here from a table, so no generated code and no copy of XLA's files is needed.
+The schema is built from a table, so neither generated code nor a copy of XLA's files is needed.
 Names and numbers are those of xla/service/hlo.proto and xla/xla_data.proto. Enumerations are read
-as their numbers. What the table lacks stays in a message as an unknown field.
+as integers. Fields that the table lacks remain in a message as unknown fields.
 """
 
 import functools
@@ -19,11 +19,11 @@ from lowering.hlo.protobuf import classes
 from lowering.hlo.schema import MESSAGES
 from lowering.hlo.text import item_bits
 
-Message = Any  # a message of one of the classes below; protobuf makes them when they are asked for
+Message = Any  # an instance of one of the classes below, which protobuf creates at run time
 
-_PACKAGE = "graphtrain.hlo"  # our own, so that it meets no other copy of XLA's schema
+_PACKAGE = "graphtrain.hlo"  # unlike XLA's, to avoid conflicts with other copies of its schema
 
-# PrimitiveType of XLA, by the names that HLO text has for them.
+# XLA's PrimitiveType, by the type names of HLO text.
 TYPES = {
     "pred": 1, "s4": 21, "s8": 2, "s16": 3, "s32": 4, "s64": 5, "u4": 22, "u8": 6, "u16": 7,
     "u32": 8, "u64": 9, "f16": 10, "f32": 11, "bf16": 16, "f64": 12, "f8e5m2": 19, "f8e4m3": 28,
@@ -33,50 +33,50 @@ TYPES = {
 TYPE_NAMES = {number: name for name, number in TYPES.items()}
 
 
-def message(name: str, **fields: Any) -> Message:
-    """A new message, as in message("ReplicaGroup", replica_ids=[0, 1])."""
+def make_message(name: str, **fields: Any) -> Message:
+    """Create a message of the class `name`, for example a "ReplicaGroup" with replica_ids."""
     return _classes()[name](**fields)
 
 
 def read_module(binary: bytes) -> Message:
-    """Read an HloModuleProto.
+    """Parse an HloModuleProto.
 
     Raises:
-        LoweringError: it is something else.
+        LoweringError: the bytes are not an HloModuleProto.
     """
-    module = message("HloModuleProto")
+    module = make_message("HloModuleProto")
     if not (_parses(module, binary) and module.computations):
         raise LoweringError(
-            f"{len(binary):,} bytes that should be an HloModuleProto are not one; an HloProto "
-            "(XLA's *.hlo.pb) holds the module in its field 1, and StableHLO is another language"
+            f"these {len(binary):,} bytes are not an HloModuleProto; an HloProto (XLA's *.hlo.pb) "
+            "contains the module in its field 1, and StableHLO is not supported"
         )
     return module
 
 
 def read_dump(binary: bytes) -> Message:
-    """The module of an HloProto, which is what XLA dumps as *.hlo.pb.
+    """Return the module in an HloProto, which XLA dumps as *.hlo.pb.
 
     Raises:
-        LoweringError: it is something else.
+        LoweringError: the bytes are not an HloProto.
     """
-    dump = message("HloProto")
+    dump = make_message("HloProto")
     if not (_parses(dump, binary) and dump.hlo_module.computations):
-        raise LoweringError(f"{len(binary):,} bytes that should be an HloProto are not one")
+        raise LoweringError(f"these {len(binary):,} bytes are not an HloProto")
     return dump.hlo_module
 
 
 def write_module(module: Message) -> bytes:
-    """The bytes of a module; equal modules give equal bytes in every process."""
+    """Serialize a module; equal modules give equal bytes in every process."""
     return module.SerializeToString(deterministic=True)
 
 
 def array_bytes(shape: Message) -> int:
-    """Bytes of an array, without the padding of a device's layout."""
+    """Return the bytes of an array, without the padding of a device's layout."""
     return (math.prod(shape.dimensions) * item_bits(TYPE_NAMES[shape.element_type]) + 7) // 8
 
 
-def unknown(module: Message) -> Iterator[tuple[str, int]]:
-    """Message and number of every field, at any depth, that the table does not name."""
+def unknown_fields_of(module: Message) -> Iterator[tuple[str, int]]:
+    """Yield message name and number of every field, at any depth, that the table lacks."""
     name = module.DESCRIPTOR.name
     for field in unknown_fields.UnknownFieldSet(module):
         yield name, field.field_number
@@ -84,7 +84,7 @@ def unknown(module: Message) -> Iterator[tuple[str, int]]:
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for part in [value] if isinstance(value, AnyMessage) else value:
-            yield from unknown(part)
+            yield from unknown_fields_of(part)
 
 
 def _parses(into: Message, binary: bytes) -> bool:

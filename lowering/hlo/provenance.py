@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo.text import Computation, Instruction, Module
-from lowering.tracing.source_lines import line_of
+from lowering.hlo.text import Computation, HloModule, Instruction
+from lowering.tracing.source_lines import model_line
 
 # Operations whose result is an operand, or part of one, with another location, dtype or layout.
 _MOVES = {
@@ -28,13 +28,13 @@ _MOVES = {
     "transpose",
 }
 _KEY = re.compile(r"\['?([^'\]]*)'?\]")
-_FAR = 400  # instructions to follow before giving up
+_MAX_STEPS = 400  # instructions to follow before giving up
 
 
-class Origins:
+class Provenance:
     """Tracer of values back to their producers, across computations."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: HloModule) -> None:
         self.module = module
         self._users: dict[str, dict[str, Instruction]] = {}  # by computation, filled on demand
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
@@ -84,12 +84,12 @@ class Origins:
         return instruction
 
     def _source(self, frame: int) -> str:
-        return line_of((each.file, each.line) for each in self.module.stack(frame))
+        return model_line((each.file, each.line) for each in self.module.stack(frame))
 
     def _input(self, computation: Computation, name: str, through_loops: bool) -> str | None:
         """Return the path of the entry parameter that a value is, or is a part of; else None."""
         index: int | None = None
-        for _ in range(_FAR):
+        for _ in range(_MAX_STEPS):
             instruction = computation.instructions.get(name)
             if instruction is None:
                 return None

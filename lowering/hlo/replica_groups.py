@@ -17,7 +17,7 @@ import numpy as np
 from sharding_rules.mesh import MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
-Span = tuple[str, int, int]  # axis, product of the sizes before the part, size of the part
+SubAxis = tuple[str, int, int]  # axis, product of the sizes before the part, size of the part
 
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -33,7 +33,7 @@ _AXIS_SIZE = re.compile(r"'([^']+)'=(\d+)")
 _AXIS_USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-def groups_of(attributes: str, devices: int) -> Groups:
+def parse_groups(attributes: str, devices: int) -> Groups:
     """Return the groups of devices that communicate; for a collective-permute, source-target pairs.
 
     An operation without groups involves all devices.
@@ -47,7 +47,7 @@ def groups_of(attributes: str, devices: int) -> Groups:
     return _of_lists("", devices)
 
 
-def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
+def mesh_axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
     """Return the mesh axes along which the devices of a group differ, in mesh order."""
     return _axes_of(groups, tuple(mesh.axes.items()))
 
@@ -70,7 +70,7 @@ def _of_lists(lists: str, devices: int) -> Groups:
 
 @functools.lru_cache(maxsize=4096)
 def _of_iota(shape: str, sizes: str, order: str | None) -> Groups:
-    return of_iota(_ints(shape), _ints(sizes), _ints(order or ""))
+    return groups_from_iota(_ints(shape), _ints(sizes), _ints(order or ""))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,10 +81,10 @@ def _of_mesh(
     ids = _iota(_ints(sizes), _ints(order or "")) if sizes else np.arange(math.prod(mesh.values()))
     ids = np.array(_ints(listed)) if listed else ids.reshape(-1)
     spans = [(name, int(p or 1), int(n or mesh[name])) for name, p, n in _AXIS_USED.findall(used)]
-    return along_axes(mesh, ids, spans)
+    return groups_along_axes(mesh, ids, spans)
 
 
-def along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[Span]) -> Groups:
+def groups_along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[SubAxis]) -> Groups:
     """Return the groups along axes, or sub-axes, of a mesh in the compiler's notation.
 
     Args:
@@ -107,12 +107,12 @@ def along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[Span]) 
     return _rows(grid.transpose(outside + inside).reshape(-1, width))
 
 
-def of_iota(shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Groups:
+def groups_from_iota(shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Groups:
     """Return the rows of an iota of ids: reshaped to sizes, transposed, reshaped to shape."""
     return _rows(_iota(sizes, order).reshape(shape))
 
 
-def _cut(name: str, size: int, spans: Sequence[Span]) -> list[Span]:
+def _cut(name: str, size: int, spans: Sequence[SubAxis]) -> list[SubAxis]:
     """Split an axis into sub-axes (axis, product of the sizes before it, its size)."""
     mine = [(before, piece) for axis, before, piece in spans if axis == name]
     points = sorted({1, size} | {p for before, piece in mine for p in (before, before * piece)})

@@ -1,8 +1,8 @@
-"""The fields of HLO's protocol buffers: name, number, type.
+"""Fields of HLO's protocol buffers: name, number, type.
 
-"[int64]" is repeated, "{string}" a map from strings. Enumerations are int32, which is the same on
-the wire. Messages that nobody here looks into are bytes, which is the same on the wire too, so they
-pass through as they are.
+"[int64]" is a repeated field, "{string}" a map from strings. Enumerations are declared as int32,
+and messages that graphtrain does not read as bytes; both are the same on the wire, so these
+messages are passed on unchanged.
 Source: openxla/xla, xla/service/hlo.proto and xla/xla_data.proto; 92, 93, 97, 98, 101 and 102 of
 an instruction and 3 of a mesh as jaxlib 0.10 and 0.11 write them.
 """
@@ -198,7 +198,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
     "BufferDonor": {"entries": (1, "[BufferDonorEntry]")},
     "BufferDonorEntry": {"parameter_number": (1, "int64"), "parameter_shape_index": (2, "[int64]")},
-    "SparsityConfig": {},  # always empty here: what stands in one is told as unknown
+    "SparsityConfig": {},  # always empty: any field in it is reported as unknown
     "BlockScalingConfig": {},  # the same
     "ReplicaGroup": {"replica_ids": (1, "[int64]")},
     "SourceTarget": {"source": (1, "int64"), "target": (2, "int64")},

@@ -86,7 +86,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     """A parsed HLO module."""
 
     computations: Mapping[str, Computation]
@@ -102,7 +102,7 @@ class Module:
         return found
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Parse the text of a compiled program, in time linear in its length."""
     computations: dict[str, Computation] = {}
     tables: dict[str, list[str]] = {name: [] for name in _TABLES}
@@ -125,7 +125,7 @@ def parse(text: str) -> Module:
             tables[table].append(line)
         else:
             table = None
-    return Module(computations, entry, _frames(tables))
+    return HloModule(computations, entry, _frames(tables))
 
 
 def _instruction(line: str) -> tuple[bool, Instruction | None]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from lowering.hlo.text import Computation, Instruction, Module
+from lowering.hlo.text import Computation, HloModule, Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SAME_VALUE = ("bitcast", "convert", "copy", "reshape", "copy-start", "copy-done")
 
 
-def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int | None:
     """Return the trip count of a while loop, or None if it is unknown.
 
     CPU and GPU programs contain the count. In TPU programs it is derived from a constant start,
@@ -36,7 +36,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
 
 
 def _inside(
-    module: Module, computation: Computation, fusion: Instruction
+    module: HloModule, computation: Computation, fusion: Instruction
 ) -> tuple[Instruction, Computation]:
     """Return the root of a fusion, and its computation with parameters replaced by operands."""
     fused = module.computations[fusion.attribute("calls") or ""]
@@ -78,7 +78,7 @@ def _start(caller: Computation, loop: Instruction, index: int | None) -> int | N
     return _constant(caller, state.operands[index])
 
 
-def _step(module: Module, body: Computation, index: int | None) -> int | None:
+def _step(module: HloModule, body: Computation, index: int | None) -> int | None:
     """Return the constant that the body adds to the counter; None if there is none."""
     state = body.instructions[body.root]
     if index is None or state.opcode != "tuple":

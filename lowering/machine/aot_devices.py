@@ -11,7 +11,7 @@ from importlib import util
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.machine.target import CHIPS_OF_A_HOST, Target
+from lowering.machine.target import CHIPS_PER_HOST, Target
 
 
 @cache
@@ -31,31 +31,31 @@ def _tpu(target: Target) -> tuple[Any, ...]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")  # by default it writes to /tmp/tpu_logs
     question: dict[str, Any] = {}
-    if "chip" in target.about:
-        question["chip_config_name"] = target.about["chip"]
-    if math.prod(target.topology) < CHIPS_OF_A_HOST:  # by default it requires complete hosts
+    if "chip" in target.specification:
+        question["chip_config_name"] = target.specification["chip"]
+    if math.prod(target.topology) < CHIPS_PER_HOST:  # by default it requires complete hosts
         question["chips_per_host_bounds"] = (*target.topology, 1, 1)[:3]
-    return _described(target, platform="tpu", topology_name=str(target), **question)
+    return _topology_devices(target, platform="tpu", topology_name=str(target), **question)
 
 
 def _cuda(target: Target) -> tuple[Any, ...]:
     _require(target, "jax_plugins.xla_cuda13", "gpu")
-    return _described(
+    return _topology_devices(
         target,
         platform="cuda",
         topology_name="",
-        target_config=_card(target),
+        target_config=_gpu_config(target),
         topology=_hosts(target),
     )
 
 
 def _hosts(target: Target) -> str:
     """Return the topology as "slices x hosts x GPUs per host"."""
-    per_host = min(target.devices, int(target.about["group"]))
+    per_host = min(target.devices, int(target.specification["group"]))
     return f"1x{target.devices // per_host}x{per_host}"
 
 
-def _described(target: Target, **question: Any) -> tuple[Any, ...]:
+def _topology_devices(target: Target, **question: Any) -> tuple[Any, ...]:
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
@@ -83,9 +83,9 @@ def _require(target: Target, module: str, extra: str) -> None:
         )
 
 
-def _card(target: Target) -> str:
+def _gpu_config(target: Target) -> str:
     """Return the GPU as the text form of XLA's GpuTargetConfigProto."""
-    card, about = target.about["gpu"], target.about
+    card, about = target.specification["gpu"], target.specification
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,

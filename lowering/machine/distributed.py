@@ -18,12 +18,12 @@ from typing import Any
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
-_PATIENCE = 600  # timeout in seconds for the slowest process to reach an exchange
-_SILENCE = 60  # seconds without a heartbeat after which a process is considered dead
-_GOODBYE = 5  # seconds that rank 0 waits for the other ranks when all end with an error
-_FAREWELL = 120  # seconds that the first process to shut down waits for the last
+_EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach an exchange
+_HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process is considered dead
+_ERROR_EXIT_TIMEOUT = 5  # seconds that rank 0 waits for the other ranks when all end with an error
+_SHUTDOWN_TIMEOUT = 120  # seconds that the first process to shut down waits for the last
 _SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
-_ALONE = SimpleNamespace(
+_SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
 )  # fmt: skip
@@ -81,7 +81,7 @@ def membership(
     return None
 
 
-def check_target(target: Target, member: Membership | None) -> None:
+def check_process_count(target: Target, member: Membership | None) -> None:
     """Check that the number of processes is that of the target.
 
     Raises:
@@ -97,7 +97,7 @@ def check_target(target: Target, member: Membership | None) -> None:
     )
 
 
-def join(member: Membership, target: Target) -> None:
+def initialize(member: Membership, target: Target) -> None:
     """Join the other processes; call it before JAX's backend is initialized.
 
     Raises:
@@ -117,8 +117,8 @@ def join(member: Membership, target: Target) -> None:
             num_processes=member.count,
             process_id=member.rank,
             cluster_detection_method="deactivate" if member.coordinator else "slurm",
-            heartbeat_timeout_seconds=_SILENCE,
-            shutdown_timeout_seconds=_FAREWELL,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
@@ -145,7 +145,7 @@ def first_host() -> str:
     return address.rpartition(":")[0].strip("[]") if address else "127.0.0.1"
 
 
-def exchange(word: str) -> list[str]:
+def all_gather_text(word: str) -> list[str]:
     """Send `word` to all processes; return the words of all, by rank. All processes synchronize.
 
     Raises:
@@ -157,7 +157,7 @@ def exchange(word: str) -> list[str]:
     client.key_value_set(f"{name}/{rank()}", word)
     try:
         return [
-            client.blocking_key_value_get(f"{name}/{other}", _PATIENCE * 1000)
+            client.blocking_key_value_get(f"{name}/{other}", _EXCHANGE_TIMEOUT * 1000)
             for other in range(count())
         ]
     except RuntimeError as error:
@@ -173,7 +173,7 @@ def is_stop_agreed(step: int) -> bool:
     return manager is not None and manager.reached_sync_point(step)
 
 
-def leave() -> None:
+def wait_for_failed_ranks() -> None:
     """Prepare to exit with an error: rank 0, which runs the service, waits for the other ranks."""
     client, others = _state().client, range(1, count())
     with contextlib.suppress(RuntimeError):  # a process that has already ended does not respond
@@ -181,10 +181,10 @@ def leave() -> None:
             client.key_value_set(f"graphtrain/left/{rank()}", "")
             return
         for other in others:
-            client.blocking_key_value_get(f"graphtrain/left/{other}", _GOODBYE * 1000)
+            client.blocking_key_value_get(f"graphtrain/left/{other}", _ERROR_EXIT_TIMEOUT * 1000)
 
 
-def stand_in(target: Target) -> None:
+def fake_peer_processes(target: Target) -> None:
     """Simulate the other processes of a CPU target in this process, to compile for all devices.
 
     XLA learns of the devices of other processes only from their clients. Threads of this process
@@ -199,10 +199,12 @@ def stand_in(target: Target) -> None:
     address = f"127.0.0.1:{_free_port()}"
 
     def announce(other: int) -> None:
-        client = _jax.get_distributed_runtime_client(address, other, init_timeout=_SILENCE)
+        client = _jax.get_distributed_runtime_client(
+            address, other, init_timeout=_HEARTBEAT_TIMEOUT
+        )
         client.connect()
-        _announced.append(client)
-        _announced.append(
+        _fake_clients.append(client)
+        _fake_clients.append(
             xla_client.make_cpu_client(
                 distributed_client=client,
                 node_id=other,
@@ -219,12 +221,12 @@ def stand_in(target: Target) -> None:
         thread.start()
     state: Any = distributed.global_state
     state.service = _jax.get_distributed_runtime_service(address, processes)
-    state.client = _jax.get_distributed_runtime_client(address, 0, init_timeout=_SILENCE)
+    state.client = _jax.get_distributed_runtime_client(address, 0, init_timeout=_HEARTBEAT_TIMEOUT)
     state.client.connect()
     state.process_id, state.num_processes = 0, processes
 
 
-_announced: list[Any] = []  # keeps the clients alive, and with them their devices
+_fake_clients: list[Any] = []  # keeps the clients alive, and with them their devices
 
 
 def _free_port() -> int:
@@ -237,7 +239,7 @@ def _free_port() -> int:
 
 def _state() -> Any:
     if "jax" not in sys.modules:  # join() imports jax, so this is a single process
-        return _ALONE
+        return _SINGLE_PROCESS
     from jax._src import distributed  # the key-value store has no public API (jax 0.11)
 
     return distributed.global_state

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-_GROUP = Path("/sys/fs/cgroup")  # cgroup v2 of this container
+_CGROUP = Path("/sys/fs/cgroup")  # cgroup v2 of this container
 # mallopt parameters: M_ARENA_MAX = 1; M_MMAP_MAX = 0, never use mmap; M_TRIM_THRESHOLD = -1, never
 # trim (the value is unsigned).
-_KEEP = {-8: 1, -4: 0, -1: -1}
+_MALLOPT = {-8: 1, -4: 0, -1: -1}
 _kept: list[bool] = []  # for each parameter, whether the C library accepted it
 
 
@@ -48,7 +48,7 @@ def available_memory() -> int:
     available = psutil.virtual_memory().available
     try:
         limit, used = (
-            int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current")
+            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
         )
     except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return available
@@ -79,7 +79,7 @@ def peak_resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def forget_peak() -> int:
+def reset_peak() -> int:
     """Reset the peak resident memory on Linux (clear_refs in proc(5)); return the new peak.
 
     Without a reset, the peak of a small program would include memory that only imports used.
@@ -89,7 +89,7 @@ def forget_peak() -> int:
     return peak_resident_bytes()
 
 
-def keep_pages() -> None:
+def retain_freed_memory() -> None:
     """Configure malloc to retain freed memory instead of returning it to the kernel (glibc only).
 
     XLA:CPU allocates the temporaries of every step anew. By default each allocation faults its
@@ -101,11 +101,11 @@ def keep_pages() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another system or C library
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in _KEEP.items():
+        for parameter, value in _MALLOPT.items():
             _kept.append(mallopt(parameter, value) == 1)
 
 
-def keeps_pages() -> bool:
+def retains_freed_memory() -> bool:
     """Return whether keep_pages() succeeded."""
     return bool(_kept) and all(_kept)
 

@@ -11,14 +11,14 @@ from typing import Any
 from lowering.machine import host
 
 _HUGEPAGE, _COLLAPSE = 14, 25  # madvise advice; since Linux 2.6.38 and 6.1
-_PIECE = 16 << 20  # bytes per madvise call; other threads can map memory between two calls
-_WRITTEN = 64 << 20  # bytes per memset call, about 0.03 s; Python runs between two calls
+_MADVISE_BYTES = 16 << 20  # bytes per madvise call; other threads can map memory between two calls
+_MEMSET_BYTES = 64 << 20  # bytes per memset call, about 0.03 s; Python runs between two calls
 _HUGE = 2 << 20  # bytes of a huge page
 _MAPS = Path("/proc/self/maps")
 _NODES = Path("/sys/devices/system/node/online")
 
 
-class PagesAhead:
+class MemoryPrefault:
     """Background thread that prefaults memory while Python imports modules, until stopped.
 
     Otherwise init and the first step on a CPU fault their pages in as they write, when every core
@@ -32,7 +32,7 @@ class PagesAhead:
         """Start the thread; size is in bytes."""
         self._given, self._stopped = 0, False
         self._thread = threading.Thread(target=self._give, args=(size,), daemon=True)
-        if size and host.keeps_pages() and host.usable_cores() > 1 and _has_one_node():
+        if size and host.retains_freed_memory() and host.usable_cores() > 1 and _has_one_node():
             self._thread.start()
 
     def stop(self) -> int:
@@ -46,13 +46,13 @@ class PagesAhead:
         library = _library()
         place = library.malloc(size)
         while place and not self._stopped and self._given < size:
-            piece = min(_WRITTEN, size - self._given)
+            piece = min(_MEMSET_BYTES, size - self._given)
             library.memset(place + self._given, 0, piece)
             self._given += piece
         library.free(place)
 
 
-def merge_pages() -> threading.Thread | None:
+def use_huge_pages() -> threading.Thread | None:
     """Merge the pages of this process's heap into huge pages, in a background thread.
 
     A step reads gigabytes once and spends a tenth of its time on TLB misses of 4 kB pages. Call
@@ -66,7 +66,7 @@ def merge_pages() -> threading.Thread | None:
     """
     with contextlib.suppress(OSError, AttributeError):
         heap = [line for line in _MAPS.read_text().splitlines() if line.endswith("[heap]")]
-        if heap and host.keeps_pages():
+        if heap and host.retains_freed_memory():
             begin = int(heap[0].split("-")[0], 16)
             end = int(heap[-1].split()[0].split("-")[1], 16)
             thread = threading.Thread(target=_merge, args=(_library(), begin, end), daemon=True)
@@ -77,8 +77,10 @@ def merge_pages() -> threading.Thread | None:
 
 def _merge(library: Any, begin: int, end: int) -> None:
     begin = -(-begin // _HUGE) * _HUGE
-    for place in range(begin, end - _HUGE + 1, _PIECE):  # the process can exit between two calls
-        size = min(_PIECE, (end - place) // _HUGE * _HUGE)
+    for place in range(
+        begin, end - _HUGE + 1, _MADVISE_BYTES
+    ):  # the process can exit between two calls
+        size = min(_MADVISE_BYTES, (end - place) // _HUGE * _HUGE)
         if library.madvise(place, size, _HUGEPAGE) == 0:
             library.madvise(place, size, _COLLAPSE)
 

@@ -11,7 +11,7 @@ from typing import Any
 from lowering.errors import LoweringError
 from lowering.machine import host
 
-CHIPS_OF_A_HOST = 4  # on a TPU
+CHIPS_PER_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 
@@ -47,37 +47,37 @@ class Target:
 
     def _problem(self) -> str:
         """Return why the topology is impossible and what to write; empty if it is possible."""
-        sizes, machine, group = self.topology, self.machine, int(self.about.get("group", 0))
-        if self._by_process and len(sizes) > 2:
+        sizes, machine, group = self.topology, self.machine, int(self.specification.get("group", 0))
+        if self.has_process_topology and len(sizes) > 2:
             return f"write the number of processes and the devices of each, as in {machine}:2x4"
         if self.platform == "tpu":
             return self._problem_of_torus()
         if len(sizes) > 1:
             by_number = f"{machine} has no topology; write {machine}:{self.devices}"
-            return "" if self._by_process else by_number
+            return "" if self.has_process_topology else by_number
         if group and self.devices > group and self.devices % group:
             return f"{machine} has {group} devices on each host; use a multiple of {group} devices"
         return ""
 
     def _problem_of_torus(self) -> str:
         sizes, machine = self.topology, self.machine
-        dimensions, largest = self.about["dimensions"], self.about["slice"]
+        dimensions, largest = self.specification["dimensions"], self.specification["slice"]
         example = f"{machine}:{'x'.join('221'[:dimensions])}"
         if len(sizes) != dimensions:
             return f"{machine} is a torus of {dimensions} dimensions; write chips as in {example}"
         if math.prod(sizes) > largest:
             return f"a slice of {machine} has at most {largest} chips"
-        if math.prod(sizes) >= CHIPS_OF_A_HOST and (sizes[0] % 2 or sizes[1] % 2):
+        if math.prod(sizes) >= CHIPS_PER_HOST and (sizes[0] % 2 or sizes[1] % 2):
             return f"a host has 2x2 chips; the first two sizes must be even, as in {example}"
         return ""
 
     @property
     def platform(self) -> str:
         """Compiler platform: cpu, cuda, rocm, tpu, neuron or ascend."""
-        return self.about.get("platform", "cpu")
+        return self.specification.get("platform", "cpu")
 
     @property
-    def about(self) -> dict[str, Any]:
+    def specification(self) -> dict[str, Any]:
         """The machine's table in topologies.toml; empty for cpu, whose data is read at run time."""
         return {} if self.machine == "cpu" else _topologies()[self.machine]
 
@@ -87,9 +87,9 @@ class Target:
         return self.platform in ("cuda", "rocm")
 
     @property
-    def on_host(self) -> bool:
+    def runs_on_cpu(self) -> bool:
         """True if its devices run on this machine's CPU and share its memory."""
-        return self.machine == "cpu" or "simulates" in self.about
+        return self.machine == "cpu" or "simulates" in self.specification
 
     @property
     def random_bits(self) -> str | None:
@@ -98,25 +98,25 @@ class Target:
         Neuron devices support only XLA's own generator ("rbg"). A simulated Neuron device uses the
         CPU's generator, so that its losses can be compared with a CPU's.
         """
-        return "rbg" if self.platform == "neuron" and not self.on_host else None
+        return "rbg" if self.platform == "neuron" and not self.runs_on_cpu else None
 
     @property
-    def _by_process(self) -> bool:
+    def has_process_topology(self) -> bool:
         """True if a topology can be "processes x devices of each process"."""
-        return self.machine == "cpu" or self.about.get("by_process", False)
+        return self.machine == "cpu" or self.specification.get("by_process", False)
 
     @property
     def devices(self) -> int:
-        return math.prod(self.topology) * self.about.get("devices_per_chip", 1)
+        return math.prod(self.topology) * self.specification.get("devices_per_chip", 1)
 
     @property
     def processes(self) -> int | None:
         """Number of processes, one for each host; None if the launcher determines it."""
-        if self._by_process and len(self.topology) > 1:
+        if self.has_process_topology and len(self.topology) > 1:
             return self.topology[0]
         if self.machine == "cpu":
             return 1
-        group = self.about.get("group")
+        group = self.specification.get("group")
         return None if group is None else -(-self.devices // int(group))
 
     @property
@@ -124,18 +124,18 @@ class Target:
         """Memory of one device in bytes; CPU devices share the machine's memory equally."""
         if self.machine == "cpu":
             return host.memory_bytes() // self.devices
-        return int(self.about["memory"])
+        return int(self.specification["memory"])
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of all devices together; 0.0 if it is unknown for the dtype."""
         if self.machine == "cpu":
             return host.peak_flops(dtype)
-        return self.devices * self.about["flops"].get(dtype, 0.0)
+        return self.devices * self.specification["flops"].get(dtype, 0.0)
 
-    def ingredients(self) -> dict[str, Any]:
+    def key_parts(self) -> dict[str, Any]:
         """Return the properties of the machine that go into the cache key of a program."""
         about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
-        return about | ({"processor": host.processor()} if self.on_host else {})
+        return about | ({"processor": host.processor()} if self.runs_on_cpu else {})
 
     def __str__(self) -> str:
         return f"{self.machine}:{'x'.join(map(str, self.topology))}"

@@ -17,7 +17,7 @@ _PLATFORM_PACKAGES = {
 }
 _PLATFORM_FLAGS = {"neuron": ("NEURON_CC_FLAGS",)}
 # JAX settings of devices, its own cache and logging, which do not change generated code.
-_HARMLESS = (
+_IGNORED_VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_NUM_CPU_DEVICES",
     "JAX_COORDINATOR_",
@@ -28,7 +28,7 @@ _HARMLESS = (
     "JAX_DEBUG_LOG",
     "JAX_TRACEBACK",
 )
-_HARMLESS_FLAGS = (
+_IGNORED_FLAGS = (
     "--xla_dump",
     "--xla_force_host_platform_device_count",
     "--xla_gpu_dump_autotune_results_to",
@@ -45,7 +45,7 @@ class Toolchain:
     environment: dict[str, str]
 
     @classmethod
-    def here(cls, platform: str) -> "Toolchain":
+    def current(cls, platform: str) -> "Toolchain":
         """Return the toolchain of this process for one platform, without importing its packages."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
         flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
@@ -68,16 +68,16 @@ def _environment(flag_variables: tuple[str, ...]) -> dict[str, str]:
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith("JAX_") and not name.startswith(_HARMLESS)
+        if name.startswith("JAX_") and not name.startswith(_IGNORED_VARIABLES)
     }
     for name in flag_variables:
-        flags = [f for f in os.environ.get(name, "").split() if not f.startswith(_HARMLESS_FLAGS)]
+        flags = [f for f in os.environ.get(name, "").split() if not f.startswith(_IGNORED_FLAGS)]
         if flags:
-            settings[name] = " ".join(map(_by_content, flags))
+            settings[name] = " ".join(map(_with_file_digest, flags))
     return settings
 
 
-def _by_content(flag: str) -> str:
+def _with_file_digest(flag: str) -> str:
     """Return a flag with the path of its file replaced by the digest of the content.
 
     Raises:

@@ -1,6 +1,6 @@
-"""AWS Trainium: from a graph to what neuronx-cc takes, to a NEFF, to a run.
+"""AWS Trainium backend: normalise a graph's HLO, compile it to a NEFF with neuronx-cc, and run it.
 
     Graph ─► per-device HLO ─► normalised HLO ─► preflight ─► neuronx-cc ─► NEFF ─► nrt
 
-The words of the road: docs/neuron.md.
+docs/neuron.md explains the steps and the terms. Imports `lowering` and `sharding_rules` only.
 """

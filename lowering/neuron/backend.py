@@ -1,4 +1,4 @@
-"""The backend of Trainium: what lowering.xla.backend is to XLA's own targets."""
+"""Trainium backend: the counterpart of lowering.xla.backend, which serves XLA's own targets."""
 
 import hashlib
 from typing import Any
@@ -11,82 +11,96 @@ from lowering.hlo import collectives
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.neuron import bundle, compiler, neff, preflight, simulation
-from lowering.neuron.device import DeviceArray, Program
+from lowering.neuron.device import CoreArray, NeffProgram
 from lowering.per_device import backend as per_device
-from lowering.per_device.backend import OneDevice
+from lowering.per_device.backend import DeviceLowering
 from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla.backend import (
     Device,
     Executable,
-    fill,
     forbid_tracing,
+    from_shards,
     make_mesh,
     memory_in_use,
     peak_memory,
     plan_graph,
-    put,
+    to_devices,
 )
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 __all__ = [
+    "checkpoint_arrays",
     "compile",
-    "described_devices",
+    "compile_devices",
     "devices",
-    "fill",
     "forbid_tracing",
+    "from_global_program",
+    "from_shards",
     "load",
     "lower",
     "make_mesh",
     "memory_in_use",
     "peak_memory",
     "plan_graph",
-    "put",
-    "storable",
-    "take",
+    "to_devices",
 ]
 
 
-def described_devices(target: Target) -> list[Device]:
-    """Devices of the CPU, for which a graph is traced and split."""
+def compile_devices(target: Target) -> list[Device]:
+    """Return CPU devices, one for each target device, for tracing and partitioning a graph."""
     return per_device.devices(target)
 
 
 def devices(target: Target) -> list[Device]:
-    """The devices that hold a run's arrays: of the CPU, on which a simulation also computes."""
+    """Return the CPU devices that hold a run's arrays; neuron-sim also computes on them."""
     return per_device.devices(target)
 
 
 def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> Lowered:
-    """The program of one device, with the flags of its compiler; raises as per_device.lower."""
+    """Lower a graph to the program of one device, with the compiler's flags as options.
+
+    Raises:
+        ShardingError: see `per_device.lower`.
+        LoweringError: see `per_device.lower`.
+    """
     program = per_device.lower(graph, rules, mesh_shape, target)
-    return _flagged(program, target, quickly=graph.runs_once)
+    return _with_compiler_flags(program, target, quickly=graph.runs_once)
 
 
-def take(whole: Lowered, target: Target) -> Lowered:
-    """The same of a program that is lowered for devices of a CPU, one for each of the target's."""
-    return _flagged(per_device.take(whole, target), target)
+def from_global_program(whole: Lowered, target: Target) -> Lowered:
+    """Return the program of one device for a program lowered for as many CPU devices.
+
+    Raises:
+        LoweringError: see `per_device.from_global_program`.
+    """
+    return _with_compiler_flags(per_device.from_global_program(whole, target), target)
 
 
-def _flagged(program: OneDevice, target: Target, *, quickly: bool = False) -> Lowered:
-    found = compiler.find(target)
-    version = found.version if found else compiler.NEWEST
+def _with_compiler_flags(
+    program: DeviceLowering, target: Target, *, quickly: bool = False
+) -> Lowered:
+    found = compiler.find_compiler(target)
+    version = found.version if found else compiler.NEWEST_VERSION
     options = {
         "hlo": hashlib.sha256(program.normalised.hlo).hexdigest(),
-        "flags": compiler.flags(target, version, quickly=quickly),
+        "flags": compiler.flags(target, version, fast=quickly),
         "compiler": found.version if found else None,
     }
     return program.lowered(target, "neuron", options)
 
 
 def compile(lowered: Lowered) -> Artifact:
-    """Compile with neuronx-cc, or with the simulator; the record says what a loader checks.
+    """Compile with neuronx-cc, or with the simulator if the target is neuron-sim.
+
+    The artifact's record contains everything that a loader checks.
 
     Raises:
-        CompilerMissing: neuronx-cc is not here; the error holds a bundle for where it is.
-        OutOfMemory: the program does not fit the device.
-        LoweringError: the compiler refused it.
+        CompilerMissing: neuronx-cc is not installed on this machine; the error carries a bundle
+            that can be compiled on another one.
+        OutOfMemory: the program does not fit the device's memory.
+        LoweringError: preflight or the compiler rejected the program.
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
     memory = per_device.memory(lowered.handle, lowered.facts["neuron"])
@@ -94,15 +108,17 @@ def compile(lowered: Lowered) -> Artifact:
         hlo, lowered.handle.sources, lowered.name, target, flags, peak=memory["peak"]
     )
     record = _record(lowered, memory, checked)
-    found = compiler.find(target)
+    found = compiler.find_compiler(target)
     if found is None:
-        raise bundle.unfinished(hlo, flags, record, target)
-    payload, seconds = compiler.timed(found, hlo, flags, graph=lowered.name, target=target)
-    return Artifact(payload, bundle.completed(record, payload, seconds, flags, found.version))
+        raise bundle.compiler_missing_error(hlo, flags, record, target)
+    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=lowered.name, target=target)
+    return Artifact(
+        payload, bundle.completed_record(record, payload, seconds, flags, found.version)
+    )
 
 
 def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a program before it is compiled."""
+    """Return the part of the record that is known before compilation."""
     target = lowered.target
     about = {
         "target": str(target),
@@ -111,33 +127,32 @@ def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -
         "neuron": lowered.facts["neuron"] | {"preflight": checked},
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
-    if target.on_host:
+    if target.runs_on_cpu:
         about["fingerprint"] = xla.fingerprint(devices(target))
     return lowered.facts | about
 
 
 def load(artifact: Artifact, target: Target) -> Executable:
-    """Load a compiled program; the payload must already have been checked against its digest.
+    """Load a compiled program; the caller has checked the payload against its digest.
 
     Raises:
-        LoweringError: it was made for another machine, or this one has no Neuron runtime.
+        LoweringError: the payload was compiled for another machine, or it is a simulated NEFF for
+            a real target or the reverse, or this machine has no Neuron runtime.
     """
     about = artifact.record
     neff.check(
-        artifact.payload, simulated=target.on_host, what=f"the compiled {about['graph']} step"
+        artifact.payload, simulated=target.runs_on_cpu, what=f"the compiled {about['graph']} step"
     )
     placed_on = devices(target)
     mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
-    if not target.on_host:
-        return Executable(Program(artifact.payload, about, mesh), about, mesh)
+    if not target.runs_on_cpu:
+        return Executable(NeffProgram(artifact.payload, about, mesh), about, mesh)
     xla.check_fingerprint(about, placed_on)
     _, executable = neff.unpack(artifact.payload)
     loaded = simulation.load_module(executable, placed_on)
-    return Executable(simulation.Program(loaded, about, mesh), about, mesh)
+    return Executable(simulation.SimulatedProgram(loaded, about, mesh), about, mesh)
 
 
-def storable(tree: Tree) -> Tree:
-    """What a checkpoint can write: arrays of Neuron devices as copies in the host's memory."""
-    return jax.tree.map(
-        lambda leaf: leaf.to_host() if isinstance(leaf, DeviceArray) else leaf, tree
-    )
+def checkpoint_arrays(tree: Tree) -> Tree:
+    """Return a tree that a checkpoint can write: arrays on Neuron cores are copied to the host."""
+    return jax.tree.map(lambda leaf: leaf.to_host() if isinstance(leaf, CoreArray) else leaf, tree)

@@ -1,4 +1,4 @@
-"""A program whose compiler is not here: the files that one command finishes where it is."""
+"""Bundles: the files needed to compile a program on another machine that has neuronx-cc."""
 
 import json
 import shlex
@@ -9,16 +9,16 @@ from lowering.errors import CompilerMissing, LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
 
-ABOUT_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
+BUNDLE_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
 
-# What PyPI has under this name is a placeholder.
-_INSTALL = "pip install neuronx-cc from AWS's index, which the AWS Neuron documentation names"
+# Names AWS's index, since the neuronx-cc package on PyPI is a placeholder.
+_INSTALL = "pip install neuronx-cc from AWS's package index, see the AWS Neuron documentation"
 
 
-def unfinished(
+def compiler_missing_error(
     hlo: bytes, flags: list[str], record: Mapping[str, Any], target: Target
 ) -> CompilerMissing:
-    """What to raise where a program cannot be compiled, with all that compiling it takes."""
+    """Build the error for a program that cannot be compiled here; it carries the bundle's files."""
     graph = record["graph"]
     about = {
         "format": 1,
@@ -30,23 +30,23 @@ def unfinished(
     files = {
         compiler.HLO_FILE: hlo,
         compiler.FLAGS_FILE: json.dumps(flags).encode(),
-        ABOUT_FILE: (json.dumps(about, indent=1) + "\n").encode(),
+        BUNDLE_FILE: (json.dumps(about, indent=1) + "\n").encode(),
         SCRIPT_FILE: _script(graph, target, flags).encode(),
     }
     return CompilerMissing(
-        f"{target}: neuronx-cc is not installed here; install it ({_INSTALL}; it needs no device) "
-        "and compile again, or finish the bundles where it is",
+        f"{target}: neuronx-cc is not installed on this machine; install it ({_INSTALL}; no device "
+        "is needed) and compile again, or finish the bundles on a machine that has neuronx-cc",
         files,
         record["neuron"].get("preflight", {}),
     )
 
 
 def _script(graph: str, target: Target, flags: list[str]) -> str:
-    """The compiler's command, for a machine that has neuronx-cc and not graphtrain."""
+    """Return a shell script that compiles the bundle on a machine without graphtrain."""
     command = ["neuronx-cc", *compiler.arguments(compiler.HLO_FILE, compiler.NEFF_FILE, flags)]
     return f"""#!/bin/sh
-# Compiles the {graph} step for {target}. The flags are for neuronx-cc {compiler.NEWEST}.
-# Afterwards, with graphtrain: graphtrain neuron-finish DIRECTORY
+# Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler.NEWEST_VERSION}.
+# Then, on a machine with graphtrain: graphtrain neuron-finish DIRECTORY
 # If neuronx-cc is missing: {_INSTALL}
 set -e
 cd "$(dirname "$0")"
@@ -56,40 +56,47 @@ neuronx-cc --version > {VERSION_FILE}
 
 
 def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str], str]:
-    """Compile a bundle, or take the NEFF that its script has made.
+    """Compile a bundle, or use the NEFF that its script has produced.
 
     Returns:
         The NEFF, the record of the program, the flags, and the compiler's version.
 
     Raises:
-        CompilerMissing: there is neither a compiler nor a NEFF.
-        LoweringError: the compiler refused the program, or the bundle is not whole.
+        CompilerMissing: neuronx-cc is not installed, and the bundle contains no NEFF.
+        LoweringError: the compiler rejected the program, or the bundle is incomplete.
     """
     try:
-        about, flags = json.loads(files[ABOUT_FILE]), json.loads(files[compiler.FLAGS_FILE])
+        about, flags = json.loads(files[BUNDLE_FILE]), json.loads(files[compiler.FLAGS_FILE])
         target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
         hlo, runs_once = files[compiler.HLO_FILE], about["runs_once"]
         if compiler.NEFF_FILE in files:
-            files[VERSION_FILE]  # what its script has written before
+            files[VERSION_FILE]  # the script writes it before the NEFF
     except (KeyError, TypeError, ValueError) as error:
-        raise LoweringError(f"the bundle is not whole ({error!r}); copy it again") from None
+        raise LoweringError(f"the bundle is incomplete ({error!r}); copy it again") from None
     if compiler.NEFF_FILE in files:
         payload = files[compiler.NEFF_FILE]
-        neff.check(payload, simulated=target.on_host, what=f"{compiler.NEFF_FILE} of the bundle")
+        neff.check(
+            payload, simulated=target.runs_on_cpu, what=f"{compiler.NEFF_FILE} of the bundle"
+        )
         version = compiler.version_in(files[VERSION_FILE].decode(), VERSION_FILE)
-        return payload, completed(record, payload, 0.0, flags, version), flags, version
-    found = compiler.find(target)
+        return payload, completed_record(record, payload, 0.0, flags, version), flags, version
+    found = compiler.find_compiler(target)
     if found is None:
-        raise unfinished(hlo, flags, record, target)
-    flags = compiler.flags(target, found.version, quickly=runs_once)
-    payload, seconds = compiler.timed(found, hlo, flags, graph=graph, target=target)
-    return payload, completed(record, payload, seconds, flags, found.version), flags, found.version
+        raise compiler_missing_error(hlo, flags, record, target)
+    flags = compiler.flags(target, found.version, fast=runs_once)
+    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=graph, target=target)
+    return (
+        payload,
+        completed_record(record, payload, seconds, flags, found.version),
+        flags,
+        found.version,
+    )
 
 
-def completed(
+def completed_record(
     record: Mapping[str, Any], payload: bytes, seconds: float, flags: list[str], version: str
 ) -> dict[str, Any]:
-    """The record of a program, with what only its compilation tells."""
+    """Return a program's record, completed with the results of its compilation."""
     memory = dict(record["memory"])
     if neff.is_simulated(payload):
         known = neff.unpack(payload)[0]["temporaries"]

@@ -1,4 +1,4 @@
-"""neuronx-cc: its flags by version, its command, what it says when it fails."""
+"""neuronx-cc: its flags by version, its command line, and the meaning of its failures."""
 
 import functools
 import json
@@ -20,16 +20,17 @@ from lowering.neuron import neff
 
 HLO_FILE, NEFF_FILE, FLAGS_FILE = "model.hlo_module.pb", "model.neff", "compile_flags.json"
 
-# The version whose flags a bundle for a compiler that is not here is written for: SDK 2.32.
-NEWEST = "2.27.5334.0"
+# If no compiler is installed, bundles are written with the flags of this version: SDK 2.32.
+NEWEST_VERSION = "2.27.5334.0"
 _SIMULATOR = "lowering.neuron.simulator"
-TOO_LITTLE_MEMORY = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
+OUT_OF_MEMORY_CODES = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
 _ERROR_CODE = re.compile(r"\[?NCC_([A-Z]{4}\d{3})\]?:? *(.*)")
-_SIGNALLED = re.compile(r"\[F(1\d\d)\] neuronx-cc")  # printed before it exits with 70
+_SIGNALLED = re.compile(r"\[F(1\d\d)\] neuronx-cc")  # printed before exit status 70
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*(?:\+[0-9a-f]+)?(?:\+simulator)?")
-# Who compiles for Neuron's devices: neuronx-cc as it is, or AWS's library, which calls it.
-CHOICE, LIBRARY = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
-# Options of the wrapper that torch-neuronx and JAX call; the compiler knows none of them.
+# Environment variable that selects how to compile for Neuron devices: neuronx-cc itself (the
+# default), or AWS's library, which calls it.
+COMPILER_VARIABLE, LIBNEURONXLA = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
+# Options of the wrapper that torch-neuronx and JAX call; the compiler itself rejects them.
 _WRAPPER_ONLY = (
     "--cache_dir",
     "--compile_workdir",
@@ -41,34 +42,34 @@ _WRAPPER_ONLY = (
 
 
 class CompilerFailed(LoweringError):
-    """neuronx-cc refused a program; it would again."""
+    """neuronx-cc rejected a program, and would reject it again."""
 
 
 class CompilerInterrupted(LoweringError):
-    """neuronx-cc was ended from outside; the program may be sound."""
+    """neuronx-cc was terminated by a signal; the program may be valid."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that can be run here."""
+    """A compiler that is installed on this machine."""
 
     command: tuple[str, ...]
-    version: str  # as it says itself, as in "2.27.5334.0+a3f3b4c7"
+    version: str  # as the compiler reports it, for example "2.27.5334.0+a3f3b4c7"
 
     @property
     def directory(self) -> str:
-        """The directory of a Neuron persistent cache in which its NEFFs belong."""
+        """Name of the directory for this compiler's NEFFs in a Neuron persistent cache."""
         return f"neuronxcc-{self.version}"
 
 
 @functools.cache
-def find(target: Target) -> Compiler | None:
-    """The compiler for a target, if it is installed.
+def find_compiler(target: Target) -> Compiler | None:
+    """Return the compiler for a target, or None if it is not installed.
 
     Raises:
-        LoweringError: it is there but does not say its version.
+        LoweringError: the compiler does not report its version.
     """
-    if target.on_host:
+    if target.runs_on_cpu:
         command = (sys.executable, "-m", _SIMULATOR)
     elif found := shutil.which("neuronx-cc"):
         command = (found,)
@@ -80,69 +81,72 @@ def find(target: Target) -> Compiler | None:
 
 
 def version_in(text: str, where: str) -> str:
-    """The version that a compiler says it has.
+    """Return the compiler version in `text`; `where` names the source of the text in errors.
 
     Raises:
-        LoweringError: there is none in what it said.
+        LoweringError: the text contains no version.
     """
     found = _VERSION.search(text)
     if found is None:
-        raise LoweringError(f"{where} says no version of neuronx-cc: {text[-300:]!r}")
+        raise LoweringError(f"{where} contains no version of neuronx-cc: {text[-300:]!r}")
     return found[0]
 
 
-def flags(target: Target, version: str, *, quickly: bool = False) -> list[str]:
-    """The flags for a compiler of a version, in a fixed order; NEURON_CC_FLAGS come last.
+def flags(target: Target, version: str, *, fast: bool = False) -> list[str]:
+    """Return the flags for a compiler version, in a fixed order; NEURON_CC_FLAGS come last.
 
-    Everything whose default has changed between versions, or will, is said: numbers then do not
-    depend on the version. Source: neuronx-cc's command line reference, SDK 2.32, and its release
-    notes (2.27: automatic casts off; next: 64-bit integers on, no downcast of integers).
+    Every flag whose default has changed between versions, or will change, is set explicitly, so
+    that results do not depend on the version. `quickly` lowers the optimisation level, for programs
+    that run once.
+
+    Source: neuronx-cc's command line reference, SDK 2.32, and its release notes (2.27: automatic
+    casts off; next: 64-bit integers on, no downcast of integers).
     """
-    about = target.about["neuron"]
+    about = target.specification["neuron"]
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     chosen = [
         f"--target={about['target']}",
         "--model-type=transformer",
         "--auto-cast=none",
-        f"--optlevel={1 if quickly else 2}",
+        f"--optlevel={1 if fast else 2}",
         "--enable-mixed-precision-accumulation",
     ]
-    if about["target"] != "trn1":  # which has no logical cores, and refuses the flag
+    if about["target"] != "trn1":  # trn1 has no logical cores and rejects the flag
         chosen.append(f"--logical-nc-config={about['cores']}")
     if release >= (2, 27):
-        # Indices fit 32 bits, which preflight has checked; the hardware has no 64-bit integers.
+        # Preflight has checked that indices fit 32 bits; the hardware has no 64-bit integers.
         chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
-    if target.on_host:
+    if target.runs_on_cpu:
         chosen.append(f"--simulated-ranks={target.devices}")
-    return chosen + forwarded(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
+    return chosen + without_wrapper_flags(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
 
 
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
-    """What follows the compiler's name on its command line."""
+    """Return the arguments that follow the compiler's name on its command line."""
     return ["compile", "--framework=XLA", program, "--output", output, *chosen]
 
 
-def timed(
+def compile_timed(
     compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
 ) -> tuple[bytes, float]:
-    """Compile as run() does; return the NEFF and the seconds it took."""
+    """Compile as `run` does; return the NEFF and the compile time in seconds."""
     began = time.perf_counter()
     payload = run(compiler, hlo, chosen, graph=graph, target=target)
     return payload, time.perf_counter() - began
 
 
 def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target) -> bytes:
-    """Compile a normalised module to a NEFF. What the compiler says goes to standard error.
+    """Compile a normalised module to a NEFF; print the compiler's output to standard error.
 
     Raises:
-        OutOfMemory: the program does not fit the device.
-        CompilerFailed: the compiler refused the program; with its codes.
-        CompilerInterrupted: a signal ended the compiler.
+        OutOfMemory: the program does not fit the device's memory.
+        CompilerFailed: the compiler rejected the program; the message lists its error codes.
+        CompilerInterrupted: a signal terminated the compiler.
     """
-    if _through_library(target):
-        from lowering.neuron import library  # which imports this module
+    if _uses_library(target):
+        from lowering.neuron import library  # imports this module
 
-        return library.compile(hlo, chosen, graph=graph, target=target)
+        return library.compile_through_library(hlo, chosen, graph=graph, target=target)
     with tempfile.TemporaryDirectory(prefix="graphtrain-neuron-") as name:
         directory = Path(name)
         (directory / HLO_FILE).write_bytes(hlo)
@@ -150,56 +154,66 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
-            [*tied(), *words], cwd=directory, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
-        )  # fmt: skip
+            [*kill_with_parent_prefix(), *words],
+            cwd=directory,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
-            raise failure(ended.returncode, ended.stdout, graph=graph, target=target)
+            raise compile_error(ended.returncode, ended.stdout, graph=graph, target=target)
         made = directory / NEFF_FILE
         if not made.exists():
-            raise CompilerFailed(f"neuronx-cc ended well for {graph}, and wrote no {NEFF_FILE}")
+            raise CompilerFailed(f"neuronx-cc exited with 0 for {graph}, but wrote no {NEFF_FILE}")
         payload = made.read_bytes()
-    neff.check(payload, simulated=target.on_host, what=f"the compiled {graph} step")
+    neff.check(payload, simulated=target.runs_on_cpu, what=f"the compiled {graph} step")
     return payload
 
 
-def _through_library(target: Target) -> bool:
-    """Whether the environment asks for AWS's library.
+def _uses_library(target: Target) -> bool:
+    """Return whether the environment selects AWS's library.
 
     Raises:
-        LoweringError: it asks for something else.
+        LoweringError: the environment variable has an unknown value.
     """
-    asked = os.environ.get(CHOICE, "neuronx-cc")
-    if asked not in ("neuronx-cc", LIBRARY):
-        raise LoweringError(f"{CHOICE}={asked} is neither neuronx-cc nor {LIBRARY}")
-    return asked == LIBRARY and not target.on_host
+    asked = os.environ.get(COMPILER_VARIABLE, "neuronx-cc")
+    if asked not in ("neuronx-cc", LIBNEURONXLA):
+        raise LoweringError(
+            f"{COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {LIBNEURONXLA}; set it to one "
+            "of them, or "
+            "unset it for neuronx-cc"
+        )
+    return asked == LIBNEURONXLA and not target.runs_on_cpu
 
 
-def failure(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
-    """What an unsuccessful compilation was: to be repeated with more memory, or not at all."""
+def compile_error(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
+    """Return the error for a failed compilation: interrupted, out of memory, or rejected."""
     number = ending_signal(status, log)
     if number is not None:
         known = number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
         hint = "; the machine may be out of memory, try --jobs 1" if name == "SIGKILL" else ""
         return CompilerInterrupted(
-            f"neuronx-cc was ended by {name} while it compiled {graph}{hint}"
+            f"neuronx-cc was terminated by {name} while it compiled {graph}{hint}"
         )
-    told_by_code = errors(log)
+    told_by_code = coded_errors(log)
     for code, said in told_by_code:
-        if code in TOO_LITTLE_MEMORY:
+        if code in OUT_OF_MEMORY_CODES:
             return OutOfMemory(graph, target, f"NCC_{code} {said}")
     told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in told_by_code[:5]))
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
-    return CompilerFailed(f"neuronx-cc refused {graph} (status {status}): {told or last}")
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
+    return CompilerFailed(f"neuronx-cc rejected {graph} (status {status}): {told or last}")
 
 
 def ending_signal(status: int | None, log: str) -> int | None:
-    """The signal that ended the compiler or a process of its own, if one did.
+    """Return the signal that ended the compiler or one of its child processes, or None.
 
     Args:
-        status: as subprocess has it; None where only the log is left.
+        status: exit status as subprocess reports it; None if only the log is available.
+        log: output of the compiler.
     """
     if status is not None and (status < 0 or status > 128):
         return -status if status < 0 else status - 128
@@ -207,27 +221,31 @@ def ending_signal(status: int | None, log: str) -> int | None:
     return int(found[1]) - 128 if found else None
 
 
-def errors(log: str) -> list[tuple[str, str]]:
-    """Every error that a compiler's output tells by a code, as in ("EVRF004", "complex types")."""
+def coded_errors(log: str) -> list[tuple[str, str]]:
+    """Return the coded errors in a compiler's output, for example ("EVRF004", "complex types")."""
     found = map(_ERROR_CODE.search, log.splitlines())
     return [(each[1], each[2]) for each in found if each]
 
 
-def forwarded(asked: list[str]) -> list[str]:
-    """The flags without those that are for AWS's wrapper, which the compiler would refuse."""
+def without_wrapper_flags(asked: list[str]) -> list[str]:
+    """Return the flags without those of AWS's wrapper, which the compiler would reject."""
     return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
 
 
-def tied() -> list[str]:
-    """What sends a command SIGTERM when its parent dies; a part of util-linux.
+def kill_with_parent_prefix() -> list[str]:
+    """Return a command prefix that sends the command SIGTERM when its parent process dies.
 
-    Without it a compiler of a killed run works on, for nothing but without harm.
+    setpriv is part of util-linux. Where it is missing, the compiler of a killed run continues to
+    the end, which is useless but harmless.
     """
     return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
 def environment() -> dict[str, str]:
-    """Ours, with our packages on the path: the simulator is one of their modules."""
+    """Return this process's environment, with graphtrain's packages on PYTHONPATH.
+
+    The simulator, which is one of their modules, needs them.
+    """
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     return os.environ | {"PYTHONPATH": path}

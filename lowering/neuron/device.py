@@ -1,7 +1,7 @@
-"""A NEFF on the Neuron cores of this machine, as a function of trees of arrays.
+"""NEFFs loaded on the Neuron cores of this machine, as functions of trees of arrays.
 
-State stays on the devices: what a program returns are handles, which the next call takes as they
-are. Only what is read, such as a loss or a checkpoint, comes to the host.
+State stays on the devices: a program returns handles, which the next call accepts as arguments.
+Only values that are read, such as a loss or a checkpoint, are copied to the host.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lowering.errors import LoweringError
-from lowering.neuron.nrt import Model, Runtime, Tensor
-from lowering.per_device.layout import ArrayLayout
+from lowering.neuron.nrt import LoadedNeff, Runtime, RuntimeTensor
+from lowering.per_device.layout import RankLayout
 from lowering.trees import Tree, flatten, unflatten
 
 
 @functools.cache
 def runtime() -> Runtime:
-    """The runtime of this process, initialised when it is first asked for.
+    """Return the Neuron runtime of this process, initialised on first use.
 
     Raises:
         LoweringError: libnrt is not installed, or finds no device.
@@ -31,18 +31,18 @@ def runtime() -> Runtime:
     return Runtime()
 
 
-class DeviceArray:
-    """A global array whose shards are tensors on Neuron cores, one for each rank."""
+class CoreArray:
+    """Global array whose shards are tensors on Neuron cores, one for each rank."""
 
-    def __init__(self, tensors: list[Tensor], layout: ArrayLayout) -> None:
+    def __init__(self, tensors: list[RuntimeTensor], layout: RankLayout) -> None:
         self.tensors, self.layout = tensors, layout
         self.shape, self.dtype, self.sharding = layout.shape, layout.dtype, layout.sharding
 
     def to_host(self) -> jax.Array:
-        """A copy in the host's memory, split in the same way."""
+        """Copy the array to host memory, with the same sharding."""
         self._check()
         shards = [
-            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard)
+            np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard_shape)
             for tensor in self.tensors
         ]
         placed = [
@@ -52,7 +52,7 @@ class DeviceArray:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
     def is_deleted(self) -> bool:
-        """Whether a program has taken the memory for what it returned."""
+        """Return whether the array was donated, so that an output now uses its memory."""
         return not self.tensors
 
     def __float__(self) -> float:
@@ -64,31 +64,37 @@ class DeviceArray:
 
     def _check(self) -> None:
         if self.is_deleted():
-            raise RuntimeError("this array was donated to a step; use what the step returned")
+            raise RuntimeError(
+                "this array was donated to a step; use the array that the step returned"
+            )
 
 
-class Program:
-    """A NEFF loaded for every rank; call it with the trees its graph names, in order."""
+class NeffProgram:
+    """A NEFF loaded for every rank; call it with the trees that its graph names, in order."""
 
     def __init__(self, neff: bytes, record: Mapping[str, Any], mesh: Mesh) -> None:
-        """Load onto the first cores of this machine, all at once: they meet while they load.
+        """Load a NEFF onto the first cores of this machine.
+
+        All ranks load at the same time, because loading synchronizes them.
 
         Raises:
-            LoweringError: there is no runtime, or it has fewer cores than the mesh has devices.
+            LoweringError: the Neuron runtime is missing, or it has fewer cores than the mesh has
+                devices.
         """
         self._runtime, self._record = runtime(), record
         ranks = mesh.devices.size
         if self._runtime.cores() < ranks:
             raise LoweringError(
                 f"the compiled {record['graph']} step is for {ranks} Neuron cores; this process "
-                f"sees {self._runtime.cores()} (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG)"
+                f"sees {self._runtime.cores()}; check NEURON_RT_VISIBLE_CORES and "
+                "NEURON_LOGICAL_NC_CONFIG"
             )
         self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
         load = functools.partial(self._runtime.load, neff, ranks=ranks)
-        self._models: list[Model] = self._on_each(lambda rank: load(core=rank, rank=rank))
-        self._inputs = {path: ArrayLayout(fact, mesh) for path, fact in record["inputs"].items()}
-        self._outputs = {path: ArrayLayout(fact, mesh) for path, fact in record["outputs"].items()}
-        self._in_place = dict(record["neuron"]["aliases"])  # output to input, by number
+        self._models: list[LoadedNeff] = self._on_each(lambda rank: load(core=rank, rank=rank))
+        self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
+        self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
+        self._in_place = dict(record["neuron"]["aliases"])  # output index to input index
         self._ranks = self._numbered(ranks) if record["neuron"]["rank_input"] else []
 
     def __call__(self, *trees: Tree) -> Tree:
@@ -114,36 +120,36 @@ class Program:
             taken[number].tensors = []
         return unflatten(dict(zip(self._outputs, made, strict=True)))
 
-    def _placed(self, leaf: Any, layout: ArrayLayout) -> DeviceArray:
-        """An argument on the devices: where it is already, or copied there."""
-        if isinstance(leaf, DeviceArray):
+    def _placed(self, leaf: Any, layout: RankLayout) -> CoreArray:
+        """Return an argument on the devices; copy it there if it is on the host."""
+        if isinstance(leaf, CoreArray):
             leaf._check()
             if not leaf.sharding.is_equivalent_to(layout.sharding, len(layout.shape)):
                 raise LoweringError(
-                    f"an array split as {leaf.sharding.spec} is given to the compiled "
-                    f"{self._record['graph']} step, which takes it as {layout.sharding.spec}"
+                    f"an array sharded as {leaf.sharding.spec} was passed to the compiled "
+                    f"{self._record['graph']} step, which expects {layout.sharding.spec}"
                 )
             return leaf
         tensors = []
         for core, shard in enumerate(layout.shards(leaf)):
             tensors.append(self._runtime.tensor(layout.nbytes, core=core))
             tensors[-1].write(shard.tobytes())
-        return DeviceArray(tensors, layout)
+        return CoreArray(tensors, layout)
 
-    def _result(self, taken: list[DeviceArray], index: int, layout: ArrayLayout) -> DeviceArray:
-        """Where an output goes: over the input it replaces, or into new memory."""
+    def _result(self, taken: list[CoreArray], index: int, layout: RankLayout) -> CoreArray:
+        """Return an output's array, in the memory of the input it replaces or in new memory."""
         if index in self._in_place:
-            return DeviceArray(taken[self._in_place[index]].tensors, layout)
+            return CoreArray(taken[self._in_place[index]].tensors, layout)
         cores = range(self._size)
-        return DeviceArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
+        return CoreArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
 
-    def _numbered(self, ranks: int) -> list[Tensor]:
-        """The rank of each core, on the core."""
+    def _numbered(self, ranks: int) -> list[RuntimeTensor]:
+        """Store the rank of each core in a tensor on that core."""
         tensors = [self._runtime.tensor(4, core=rank) for rank in range(ranks)]
         for rank, tensor in enumerate(tensors):
             tensor.write(np.uint32(rank).tobytes())
         return tensors
 
     def _on_each(self, work: Any) -> list[Any]:
-        """Do something for every rank at the same time, since collectives wait for all."""
+        """Call `work` for every rank at the same time, since collectives synchronize all ranks."""
         return list(self._threads.map(work, range(self._size)))

@@ -1,4 +1,4 @@
-"""What preflight says of a module, and the module as its rules see it."""
+"""Findings of preflight, and the view of a module that its rules use."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lowering.machine.target import Target
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the compiler would refuse, or would not take as it stands."""
+class PreflightFinding:
+    """A reason for the compiler to reject a module (error), or a possible problem (warning)."""
 
-    code: str  # as in "EVRF004", after NCC_; empty where AWS publishes none
-    instruction: int  # its id, which leads to a line of the model's code; 0 for the module
-    what: str
+    code: str  # for example "EVRF004", without NCC_; empty if AWS publishes no code for it
+    instruction: int  # id, by which the line of the model is found; 0 for the complete module
+    problem: str
     remedy: str
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        return (f"[NCC_{self.code}] " if self.code else "") + f"{self.what}; {self.remedy}"
+        return (f"[NCC_{self.code}] " if self.code else "") + f"{self.problem}; {self.remedy}"
 
 
-class Module:
-    """A module and where to find its parts."""
+class PreflightModule:
+    """HLO module with its computations and instructions by id."""
 
     def __init__(self, proto: Message, target: Target) -> None:
         self.proto = proto
-        self.machine = str(target.about["neuron"]["target"])
+        self.machine = str(target.specification["neuron"]["target"])
         self.memory = target.memory_bytes
         self.computations = {each.id: each for each in proto.computations}
         self.instructions = {
@@ -47,12 +47,12 @@ class Module:
 
 
 def type_of(instruction: Message) -> str:
-    """The element type as HLO text has it; empty for one that no name is known for."""
+    """Return an instruction's element type, as named in HLO text; empty if the type is unknown."""
     return TYPE_NAMES.get(instruction.shape.element_type, "")
 
 
-def told(findings: Iterable[Finding], sources: Mapping[int, str]) -> list[str]:
-    """Findings with the lines of the model that they come from; one for each line and code."""
+def format_findings(findings: Iterable[PreflightFinding], sources: Mapping[int, str]) -> list[str]:
+    """Format findings with the lines of the model that cause them, one for each line and code."""
     lines: dict[tuple[str, ...], str] = {}
     for finding in findings:
         source = sources.get(finding.instruction)

@@ -1,21 +1,22 @@
-"""How many instructions neuronx-cc would make of a module: an estimate, from the sizes of tiles.
+"""Estimate the number of instructions that neuronx-cc generates for a module, from tile sizes.
 
-The compiler cuts every array into tiles and counts an instruction for each. A product takes one for
-every 128 rows of what it sums over, 128 of one side and 512 of the other (limits of the tensor
-engine); everything else one for every 128 x 512 elements, a transposition one for every 128 x 128.
-What moves nothing is free, and a collective is one. Convolutions are not counted: no model has one.
+The compiler cuts every array into tiles and generates an instruction for each. A matrix product
+takes one for every 128 elements of the contracted axes, 128 of one side and 512 of the other
+(limits of the tensor engine); every other operation takes one for 128 x 512 elements, a transpose
+one for 128 x 128. Operations that move no data are free, and a collective counts as one. There is
+no special formula for convolutions, since no model has one.
 Source: AWS Neuron documentation, nki.isa.nc_matmul and the architecture of Trainium, SDK 2.32.
 
-Loops count in two ways. JAX on Neuron takes static loops only, and AWS's and AXLearn's scripts have
-them unrolled (NEURON_WHILE_LOOP_UNROLL=1), so `unrolled` is what is held against the limit; `once`
-is what would remain if the compiler kept every loop.
+Loops are counted in two ways. JAX on Neuron supports static loops only, and the scripts of AWS and
+AXLearn unroll them (NEURON_WHILE_LOOP_UNROLL=1), which `unrolled` counts; `once` counts each loop
+body once, as if the compiler kept every loop. Preflight compares both with the limit.
 
-Two counts are published with sizes that let the estimate be held against them: a training step of
-SmolLM2-360M on 8 x 2048 tokens on one core of a trn1, 37,536,776 instructions, is 3.4 times the
-estimate; 4096 products of a vector and a 4096 x 4096 matrix, 4,194,304, are 4 times. Expect as much
-more, and still more where a layout suits the compiler badly.
-Source: reports of users of trn1 with the compiler's messages NCC_EVRF007 and NCC_EXTP003, August
-and September 2026; the sizes of the second are worked out from the memory that it tells.
+Two published counts come with sizes, so that the estimate can be compared with them: a training
+step of SmolLM2-360M on 8 x 2048 tokens on one core of a trn1 has 37,536,776 instructions, 3.4 times
+the estimate; 4096 products of a vector and a 4096 x 4096 matrix have 4,194,304, 4 times the
+estimate. Expect such factors, and larger ones where a layout suits the compiler badly.
+Source: reports of trn1 users with the compiler messages NCC_EVRF007 and NCC_EXTP003, August and
+September 2026; the sizes of the second are derived from the memory that its message reports.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowering.hlo.proto import TYPES, Message
 
-TOO_LOW = 4  # times, by which an estimate was below a published count
+UNDERESTIMATE_FACTOR = 4  # factor by which an estimate was below a published count
 _ROWS, _COLUMNS = 128, 512
 _FREE = frozenset(
     [
@@ -44,72 +45,75 @@ _FREE = frozenset(
     ]
 )
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
-# The operand that says how much is done, where it is not the result.
+# The operand whose size determines the work, for operations where it is not the result's size.
 _SIZED_BY = {"reduce": 0, "reduce-window": 0, "dynamic-update-slice": 1, "scatter": 2}
 
 
 @dataclass(frozen=True)
-class Instructions:
-    """Of a module or a part of it, by estimate."""
+class InstructionCount:
+    """Estimated instruction counts of a module or of a part of it."""
 
-    unrolled: int = 0  # every loop as often as it runs
-    once: int = 0  # the body of every loop once
-    largest: int = 0  # of a single operation
-    largest_id: int = 0  # of that operation
+    unrolled: int = 0  # with the body of every loop times its number of iterations
+    loops_once: int = 0  # with the body of every loop once
+    largest: int = 0  # of the operation that takes most
+    largest_id: int = 0  # id of that operation
 
-    def __add__(self, other: Instructions) -> Instructions:
+    def __add__(self, other: InstructionCount) -> InstructionCount:
         larger = max(self, other, key=lambda each: each.largest)
-        return replace(larger, unrolled=self.unrolled + other.unrolled, once=self.once + other.once)
+        return replace(
+            larger, unrolled=self.unrolled + other.unrolled, once=self.loops_once + other.loops_once
+        )
 
 
-def estimate(module: Message) -> Instructions:
-    """Instructions of a whole module."""
+def estimate(module: Message) -> InstructionCount:
+    """Estimate the instructions of a complete module."""
     computations = {each.id: each for each in module.computations}
-    return _of(computations[module.entry_computation_id], computations)
+    return _count(computations[module.entry_computation_id], computations)
 
 
-def _of(computation: Message, computations: Mapping[int, Message]) -> Instructions:
+def _count(computation: Message, computations: Mapping[int, Message]) -> InstructionCount:
     known = {each.id: each for each in computation.instructions}
-    total = Instructions()
+    total = InstructionCount()
     for each in computation.instructions:
         if each.opcode == "while":
             parts = [computations[number] for number in each.called_computation_ids]
-            inside = sum((_of(part, computations) for part in parts), Instructions())
-            total += replace(inside, unrolled=_trips(parts[1]) * inside.unrolled)
+            inside = sum((_count(part, computations) for part in parts), InstructionCount())
+            total += replace(inside, unrolled=_trip_count(parts[1]) * inside.unrolled)
         elif each.opcode in ("call", "fusion"):
             for number in each.called_computation_ids:
-                total += _of(computations[number], computations)
+                total += _count(computations[number], computations)
         else:
-            count = _of_one(each, known)
-            total += Instructions(count, count, count, each.id)
+            count = _count_one(each, known)
+            total += InstructionCount(count, count, count, each.id)
     return total
 
 
-def _of_one(each: Message, known: Mapping[int, Message]) -> int:
+def _count_one(each: Message, known: Mapping[int, Message]) -> int:
     if each.opcode in _FREE:
         return 0
     if each.opcode in _COLLECTIVES:
         return 1
     if each.opcode == "dot":
-        return _of_product(each, known)
+        return _count_dot(each, known)
     sized = known[each.operand_ids[_SIZED_BY[each.opcode]]] if each.opcode in _SIZED_BY else each
     columns = _ROWS if each.opcode == "transpose" else _COLUMNS
-    return _cut(_elements(sized.shape), _ROWS * columns)
+    return _ceil_div(_elements(sized.shape), _ROWS * columns)
 
 
-def _of_product(each: Message, known: Mapping[int, Message]) -> int:
+def _count_dot(each: Message, known: Mapping[int, Message]) -> int:
     left, right = (known[number].shape.dimensions for number in each.operand_ids)
     numbers = each.dot_dimension_numbers
     batch = math.prod(left[axis] for axis in numbers.lhs_batch_dimensions)
     summed = math.prod(left[axis] for axis in numbers.lhs_contracting_dimensions)
     rows, columns = (math.prod(side) // (batch * summed) for side in (left, right))
     result = min(
-        _cut(rows, _ROWS) * _cut(columns, _COLUMNS), _cut(rows, _COLUMNS) * _cut(columns, _ROWS)
+        _ceil_div(rows, _ROWS) * _ceil_div(columns, _COLUMNS),
+        _ceil_div(rows, _COLUMNS) * _ceil_div(columns, _ROWS),
     )
-    return batch * _cut(summed, _ROWS) * result
+    return batch * _ceil_div(summed, _ROWS) * result
 
 
-def _cut(size: int, tile: int) -> int:
+def _ceil_div(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
@@ -119,8 +123,8 @@ def _elements(shape: Message) -> int:
     return math.prod(shape.dimensions)
 
 
-def _trips(condition: Message) -> int:
-    """What a loop's counter is compared with; 1 where it is no constant."""
+def _trip_count(condition: Message) -> int:
+    """Return the constant that a loop's counter is compared with; 1 if it is not constant."""
     known = {each.id: each for each in condition.instructions}
     root = known[condition.root_id]
     for number in root.operand_ids:

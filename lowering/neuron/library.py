@@ -1,6 +1,6 @@
-"""libneuronxla, AWS's library: compiles through the persistent cache that its other users share.
+"""Compilation through libneuronxla, AWS's library, and the persistent cache of its other users.
 
-Source: how neuronx-distributed and transformers-neuronx, which are public, call it.
+Source: calls of the library in neuronx-distributed and transformers-neuronx, which are public.
 """
 
 import hashlib
@@ -13,45 +13,47 @@ from lowering.neuron import compiler, neff
 from lowering.neuron.persistent_cache import flags as cache_flags
 
 
-def compile(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:
-    """Compile a normalised module, or take its NEFF from the persistent cache.
+def compile_through_library(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:
+    """Compile a normalised module, or read its NEFF from the persistent cache.
 
-    The key is a digest of the module, which is the same in every process: whoever compiles the same
-    step with the same compiler and flags through this function finds it.
+    The cache key is a digest of the module, which is the same in every process: any process that
+    compiles the same step with the same compiler and flags through this function finds the entry.
 
     Raises:
-        LoweringError: the library is not here, or did not compile the program.
+        LoweringError: the library is not installed, or failed to compile the program.
     """
     library = _library(target)
     try:
         payload = library.neuron_xla_compile(
             hlo,
-            [flag for flag in flags if not flag.startswith("--target=")],  # it adds its own
+            [flag for flag in flags if not flag.startswith("--target=")],  # added by the library
             input_format="hlo",
-            platform_target=cache_flags.machine(flags),
+            platform_target=cache_flags.target_flag(flags),
             cache_key=hashlib.sha256(hlo).hexdigest()[:20],
         )
-    except Exception as error:  # which ones it raises is documented nowhere
+    except Exception as error:  # the library does not document its exceptions
         kind = type(error).__name__
         raise LoweringError(
-            f"{compiler.LIBRARY} did not compile {graph} for {target}: {kind}: {error}"
+            f"{compiler.LIBNEURONXLA} did not compile {graph} for {target}: {kind}: {error}"
         ) from error
     neff.check(payload, simulated=False, what=f"the compiled {graph} step")
     return payload
 
 
 def _library(target: Target) -> Any:
-    """The library, if it is AWS's: PyPI has a placeholder of its name."""
+    """Import AWS's library; raise an error for the placeholder of that name on PyPI."""
     try:
-        library = importlib.import_module(compiler.LIBRARY)
+        library = importlib.import_module(compiler.LIBNEURONXLA)
     except ModuleNotFoundError as error:
-        if error.name != compiler.LIBRARY:
+        if error.name != compiler.LIBNEURONXLA:
             raise
         library = None
     if library is None or not hasattr(library, "neuron_xla_compile"):
-        what = "is not installed" if library is None else "is the placeholder that PyPI has"
+        what = "is not installed" if library is None else "is PyPI's placeholder package"
         raise LoweringError(
-            f"{target}: {compiler.CHOICE} asks for {compiler.LIBRARY}, which {what} here; install "
-            f"it from the index that the AWS Neuron documentation names, or unset {compiler.CHOICE}"
+            f"{target}: {compiler.COMPILER_VARIABLE} selects {compiler.LIBNEURONXLA}, which "
+            f"{what} on this "
+            "machine; install it from AWS's package index, see the AWS Neuron documentation, or "
+            f"unset {compiler.COMPILER_VARIABLE}"
         )
     return library

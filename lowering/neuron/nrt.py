@@ -1,4 +1,4 @@
-"""The Neuron runtime, libnrt, by its C interface.
+"""Bindings to the C interface of the Neuron runtime, libnrt.
 
 Source: nrt/nrt.h and nrt/nrt_status.h of the AWS Neuron SDK, version 2 of the interface.
 """
@@ -12,26 +12,26 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint32,
 from lowering.errors import LoweringError
 
 _LIBRARY = "libnrt.so.1"
-_PLACES = (_LIBRARY, f"/opt/aws/neuron/lib/{_LIBRARY}")
+_SEARCH_PATHS = (_LIBRARY, f"/opt/aws/neuron/lib/{_LIBRARY}")
 _NO_FRAMEWORK, _ON_DEVICE = 1, 0
-_ALL_CORES_OF_ONE = -1  # nrt.h: "DEPRECATED: always use -1"
+_DEFAULT_VNC_COUNT = -1  # nrt.h: "DEPRECATED: always use -1"
 
-_MEANINGS = {
-    1: "it failed",
-    2: "invalid: a bad NEFF, or a tensor whose name or size the NEFF does not have",
+_STATUS_MESSAGES = {
+    1: "general failure",
+    2: "invalid: a bad NEFF, or a tensor with a name or size that the NEFF does not declare",
     3: "invalid handle",
     4: "a resource could not be allocated; the device's memory may be full",
     5: "timeout",
     6: "hardware error",
     7: "the execution queue is full",
-    9: "not enough Neuron cores; another process may hold them",
-    10: "this runtime does not read NEFFs of that version; update the runtime",
+    9: "not enough Neuron cores; another process may be using them",
+    10: "this runtime does not support the version of the NEFF; update the runtime",
     13: "the runtime is not initialised",
     14: "the runtime is closed",
     1002: "invalid input",
     1003: "numerical errors: NaN was produced",
     1004: "execution errors",
-    1005: "the Neuron core is held by another process",
+    1005: "the Neuron core is in use by another process",
 }
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "nrt_init": (c_int, [c_int, c_char_p, c_char_p]),
@@ -55,13 +55,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 
 class Runtime:
-    """libnrt, initialised; a process has one, from open() until close()."""
+    """The initialised libnrt; a process has at most one, until close()."""
 
     def __init__(self, library: str | None = None) -> None:
-        """Load and initialise the library.
+        """Load and initialise the library; `library` is its path, None for the usual places.
 
         Raises:
-            LoweringError: it is not installed, or finds no device.
+            LoweringError: libnrt is not installed, or finds no device.
         """
         self.library = _load(library)
         for name, (result, arguments) in _SIGNATURES.items():
@@ -70,28 +70,29 @@ class Runtime:
         self.call("nrt_init", _NO_FRAMEWORK, b"", b"")
 
     def cores(self) -> int:
-        """(Logical) Neuron cores that this process may use."""
+        """Return the number of (logical) Neuron cores that this process may use."""
         count = c_uint32()
         self.call("nrt_get_visible_vnc_count", byref(count))
         return count.value
 
-    def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> Model:
-        """Load a program onto a core. With several ranks, all must be loading at the same time."""
+    def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> LoadedNeff:
+        """Load a program onto a core; several ranks must all be loading at the same time."""
         handle = c_void_p()
-        where = neff, len(neff), core, _ALL_CORES_OF_ONE
+        where = neff, len(neff), core, _DEFAULT_VNC_COUNT
         if ranks == 1:
             self.call("nrt_load", *where, byref(handle))
         else:
             self.call("nrt_load_collectives", *where, rank, ranks, byref(handle))
-        return Model(self, handle, core)
+        return LoadedNeff(self, handle, core)
 
-    def tensor(self, nbytes: int, *, core: int) -> Tensor:
-        """New memory on the device of a core."""
+    def tensor(self, nbytes: int, *, core: int) -> RuntimeTensor:
+        """Allocate memory on the device of a core."""
         handle = c_void_p()
         self.call("nrt_tensor_allocate", _ON_DEVICE, core, nbytes, None, byref(handle))
-        return Tensor(self, handle, nbytes)
+        return RuntimeTensor(self, handle, nbytes)
 
     def close(self) -> None:
+        """Shut down the runtime."""
         self.library.nrt_close()
 
     def call(self, name: str, *arguments: object) -> None:
@@ -102,12 +103,12 @@ class Runtime:
         """
         status = getattr(self.library, name)(*arguments)
         if status:
-            meaning = _MEANINGS.get(status, "see nrt_status.h")
+            meaning = _STATUS_MESSAGES.get(status, "see nrt_status.h")
             raise LoweringError(f"{name} of the Neuron runtime returned {status}: {meaning}")
 
 
 def _load(library: str | None) -> ctypes.CDLL:
-    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_PLACES)
+    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_SEARCH_PATHS)
     errors = []
     for place in filter(None, places):
         try:
@@ -115,22 +116,24 @@ def _load(library: str | None) -> ctypes.CDLL:
         except OSError as error:
             errors.append(str(error))
     raise LoweringError(
-        f"the Neuron runtime is not on this machine ({'; '.join(errors)}); on a trn instance, "
-        "install aws-neuronx-runtime-lib, or name the library in GRAPHTRAIN_LIBNRT"
+        f"the Neuron runtime was not found on this machine ({'; '.join(errors)}); on a trn "
+        "instance, install aws-neuronx-runtime-lib, or set GRAPHTRAIN_LIBNRT to the library's path"
     )
 
 
-class Tensor:
-    """Memory on a device; freed when nothing refers to it."""
+class RuntimeTensor:
+    """Memory on a device; freed when the object is garbage-collected."""
 
     def __init__(self, runtime: Runtime, handle: c_void_p, nbytes: int) -> None:
         self._runtime, self.handle, self.nbytes = runtime, handle, nbytes
 
     def write(self, data: bytes | memoryview) -> None:
+        """Copy data from the host; it must have the tensor's size."""
         buffer = (ctypes.c_char * self.nbytes).from_buffer_copy(data)
         self._runtime.call("nrt_tensor_write", self.handle, buffer, 0, self.nbytes)
 
     def read(self) -> bytes:
+        """Copy the tensor's content to the host."""
         buffer = ctypes.create_string_buffer(self.nbytes)
         self._runtime.call("nrt_tensor_read", self.handle, buffer, 0, self.nbytes)
         return buffer.raw
@@ -139,14 +142,14 @@ class Tensor:
         self._runtime.library.nrt_tensor_free(byref(self.handle))
 
 
-class Model:
-    """A program on one core."""
+class LoadedNeff:
+    """A program loaded on one core."""
 
     def __init__(self, runtime: Runtime, handle: c_void_p, core: int) -> None:
         self._runtime, self._handle, self.core = runtime, handle, core
 
-    def execute(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Run once, from and into tensors by name; returns when the outputs are written."""
+    def execute(self, inputs: dict[str, RuntimeTensor], outputs: dict[str, RuntimeTensor]) -> None:
+        """Run the program once on tensors by name; return when the outputs are written."""
         sets = [self._set(inputs), self._set(outputs)]
         try:
             self._runtime.call("nrt_execute", self._handle, *sets)
@@ -155,9 +158,10 @@ class Model:
                 self._runtime.library.nrt_destroy_tensor_set(byref(each))
 
     def unload(self) -> None:
+        """Remove the program from its core."""
         self._runtime.call("nrt_unload", self._handle)
 
-    def _set(self, tensors: dict[str, Tensor]) -> c_void_p:
+    def _set(self, tensors: dict[str, RuntimeTensor]) -> c_void_p:
         made = c_void_p()
         self._runtime.call("nrt_allocate_tensor_set", byref(made))
         for name, tensor in tensors.items():

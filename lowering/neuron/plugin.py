@@ -1,7 +1,7 @@
-"""JAX's plugin for Neuron: what it extracts, and what it takes to make it extract.
+"""Extraction of programs with JAX's Neuron plugin.
 
-While it extracts, the plugin compiles nothing and its programs return zeros; it leaves every
-program that it is given in the persistent cache, under a key that only it can make.
+While extracting, the plugin compiles nothing and its programs return zeros; it stores every program
+that it receives in the persistent cache, under a key that only the plugin can compute.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from lowering.errors import LoweringError
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 
-# Source: environment of neuron_parallel_compile and of other launchers of an extraction.
+# Source: the environment that neuron_parallel_compile and other launchers set for an extraction.
 _EXTRACTION = {
     "NEURON_EXTRACT_GRAPHS_ONLY": "1",
     "NEURON_PARALLEL_COMPILE": "1",
@@ -25,91 +25,96 @@ _EXTRACTION = {
 }
 
 
-def environment(root: Path) -> dict[str, str]:
-    """Ours, with what has the plugin extract into a cache.
+def extraction_environment(root: Path) -> dict[str, str]:
+    """Return this process's environment, with variables that make the plugin extract into a cache.
 
     Raises:
-        LoweringError: NEURON_CC_FLAGS name another cache, which the plugin would prefer.
+        LoweringError: NEURON_CC_FLAGS selects another cache, which the plugin would use instead.
     """
     asked = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
     elsewhere = [flag for flag in asked if flag.partition("=")[0] in ("--cache_dir", "--no_cache")]
     if elsewhere:
         raise LoweringError(
-            f"NEURON_CC_FLAGS has {elsewhere[0]}, which the plugin obeys before "
-            f"NEURON_COMPILE_CACHE_URL={root}; take it out of NEURON_CC_FLAGS"
+            f"NEURON_CC_FLAGS contains {elsewhere[0]}, which takes precedence over "
+            f"NEURON_COMPILE_CACHE_URL={root} in the plugin; remove it from NEURON_CC_FLAGS"
         )
     return os.environ | _EXTRACTION | {"NEURON_COMPILE_CACHE_URL": str(root.resolve())}
 
 
 def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None:
-    """Run a command that trains for a few steps, for the programs it gives to the plugin.
+    """Run a command that trains for a few steps, so that the plugin stores its programs.
 
     Raises:
-        LoweringError: it cannot be run, or failed.
+        LoweringError: the command cannot be run, or failed.
     """
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as unused:
-        # AWS's tool names a file for its plugin to write the cache's path to; here that is known.
-        told = environment(root) | {"NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name}
+        # AWS's tool passes a file for the plugin to write the cache's path to. Here the path is
+        # known, so the file is not read.
+        told = extraction_environment(root) | {
+            "NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name
+        }
         try:
             status = subprocess.run(list(command), env=told).returncode
         except OSError as error:
             raise LoweringError(f"cannot run {shlex.join(command)}: {error.strerror}") from None
     if status and not ignore_failure:
         raise LoweringError(
-            f"{shlex.join(command)} ended with status {status} while its graphs were extracted; "
-            "results are zeros meanwhile, so have it skip what depends on them (it sees "
-            "NEURON_EXTRACT_GRAPHS_ONLY=1), or compile what it had left with --ignore-failure"
+            f"{shlex.join(command)} exited with status {status} while its graphs were extracted; "
+            "all results are zeros during extraction, so let it skip code that depends on them "
+            "(if NEURON_EXTRACT_GRAPHS_ONLY is 1), or pass --ignore-failure to compile the graphs "
+            "extracted so far"
         )
 
 
-def check(target: Target) -> None:
-    """Refuse to go on where the plugin is not installed; looks, and imports nothing.
+def check_installed(target: Target) -> None:
+    """Check that the plugin is installed, without importing it.
 
     Raises:
-        LoweringError: says what to install.
+        LoweringError: the plugin is not installed; the message names the packages.
     """
     if importlib.util.find_spec("libneuronxla") is None:
         raise LoweringError(
-            f"{target}: JAX's plugin for Neuron is not installed here; install jax-neuronx and "
-            "libneuronxla from AWS's index, which the AWS Neuron documentation names. Without it, "
-            "graphtrain compile makes the programs that graphtrain run loads"
+            f"{target}: JAX's Neuron plugin is not installed on this machine; install jax-neuronx "
+            "and libneuronxla from AWS's package index, see the AWS Neuron documentation. "
+            "graphtrain compile and graphtrain run do not need the plugin"
         )
 
 
 def devices(target: Target) -> list:
-    """The plugin's devices, for as many as the target has.
+    """Return the plugin's devices; their number must be the target's.
 
     Raises:
-        LoweringError: the plugin is not here, or shows another number.
+        LoweringError: the plugin is not installed, fails to start, or has another number of
+            devices.
     """
     import jax
 
-    check(target)
+    check_installed(target)
     jax.config.update("jax_platforms", "neuron,cpu")
     try:
         found = jax.devices("neuron")
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
-        raise LoweringError(f"{target}: JAX's plugin for Neuron does not begin ({said})") from None
+        raise LoweringError(f"{target}: JAX's Neuron plugin failed to start ({said})") from None
     if len(found) != target.devices:
         raise LoweringError(
-            f"{target} has {target.devices} devices, and JAX's plugin for Neuron shows "
-            f"{len(found)}; programs for another number are others. NEURON_RT_VISIBLE_CORES or "
-            "NEURON_PJRT_PROCESSES_NUM_DEVICES says how many it shows"
+            f"{target} has {target.devices} devices, but JAX's Neuron plugin reports {len(found)}, "
+            "and programs depend on the number of devices; set NEURON_RT_VISIBLE_CORES or "
+            "NEURON_PJRT_PROCESSES_NUM_DEVICES, or change --target"
         )
     return found
 
 
-def give(lowered: Lowered) -> None:
-    """Give a program to the plugin, which puts it into the cache while it extracts.
+def extract_program(lowered: Lowered) -> None:
+    """Pass a program to the plugin, which stores it in the cache while extracting.
 
     Raises:
-        LoweringError: it does not extract, and would compile one program after the other.
+        LoweringError: the plugin is not extracting, and would compile one program after the other.
     """
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") != "1":
         raise LoweringError(
-            "NEURON_EXTRACT_GRAPHS_ONLY is not 1, so the plugin would compile; run this below "
-            "graphtrain neuron-cache collect DIR -- COMMAND"
+            "NEURON_EXTRACT_GRAPHS_ONLY is not 1, so the plugin would compile instead of "
+            "extracting; run this command through graphtrain neuron-cache collect DIR -- COMMAND"
         )
     lowered.handle.compile()

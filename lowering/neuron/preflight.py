@@ -1,6 +1,7 @@
-"""What neuronx-cc would refuse in a module, told before hours of compiling, in its own codes.
+"""Preflight: find what neuronx-cc would reject in a module before hours of compiling.
 
-Rules of single instructions are in `rules`; here are those of a module as a whole.
+Findings have the compiler's own error codes. `rules` checks single instructions; this module checks
+limits of the complete program.
 Source: AWS Neuron documentation, compiler error codes and limits, SDK 2.32.
 """
 
@@ -13,19 +14,19 @@ from typing import Any
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import TYPES, Message, array_bytes, read_module
 from lowering.machine.target import Target
-from lowering.neuron.compiler import TOO_LITTLE_MEMORY
-from lowering.neuron.findings import Finding, Module, told
-from lowering.neuron.instructions import TOO_LOW, Instructions, estimate
+from lowering.neuron.compiler import OUT_OF_MEMORY_CODES
+from lowering.neuron.findings import PreflightFinding, PreflightModule, format_findings
+from lowering.neuron.instructions import UNDERESTIMATE_FACTOR, InstructionCount, estimate
 from lowering.neuron.rules import RULES
 
-_INSTRUCTIONS = 5_000_000  # of a NEFF, unless a flag says otherwise
-_LIMIT_FLAG = "--internal-max-instruction-limit"  # as AWS's tutorial of AXLearn raises it
+_DEFAULT_INSTRUCTION_LIMIT = 5_000_000  # limit of a NEFF, unless a flag changes it
+_LIMIT_FLAG = "--internal-max-instruction-limit"  # used in AWS's AXLearn tutorial
 _LOGICAL_CORES = re.compile(r"(--logical-nc-config|--lnc|-lnc)[ =](\d+)")
-# Of one operation; no page says it, reports of NCC_EXTP003 from trn1 and trn2 do.
-_OF_ONE_OPERATION = {"trn1": 150_000}
-_OF_ONE_OPERATION_ELSEWHERE = 300_000
-_COMMUNICATORS = 16  # groups of ranks in a NEFF
-_LARGEST_MODULE = 2**31 - 1  # bytes that a protocol buffer may have
+# Limit of instructions of one operation. Undocumented; from reports of NCC_EXTP003 on trn1, trn2.
+_OPERATION_LIMITS = {"trn1": 150_000}
+_DEFAULT_OPERATION_LIMIT = 300_000
+_MAX_COMMUNICATORS = 16  # limit of different groups of ranks in a NEFF
+_LARGEST_MODULE = 2**31 - 1  # bytes; limit of a protocol buffer
 
 
 def check(
@@ -37,53 +38,60 @@ def check(
     *,
     peak: int = 0,
 ) -> dict[str, Any]:
-    """Refuse a normalised module that the compiler would refuse, with the lines it comes from.
+    """Raise an error for a normalised module that the compiler would reject.
 
     Args:
-        peak: bytes on a device that XLA would need on a CPU, of which too many are a warning.
+        hlo: the normalised module.
+        sources: line of the model's code by instruction id.
+        graph: name of the graph, for messages.
+        target: machine to compile for.
+        flags: the compiler's flags.
+        peak: bytes per device that XLA would need on a CPU; more than the target's memory is a
+            warning.
 
     Returns:
-        For the record: the estimated instructions, their limit, and warnings.
+        Entries for the record: estimated instructions, their limit, and warnings.
 
     Raises:
-        OutOfMemory: the inputs alone do not fit the device, and nothing else is wrong.
-        LoweringError: with every error.
+        OutOfMemory: the inputs alone do not fit the device, and there is no other error.
+        LoweringError: the compiler would reject the module; the message lists every error with
+            the line of the model that causes it.
     """
-    module = Module(read_module(hlo), target)
+    module = PreflightModule(read_module(hlo), target)
     count, limit = estimate(module.proto), instruction_limit(flags)
     found = _findings(module, count, len(hlo), flags)
     errors = [one for one in found if one.severity == "error"]
-    if errors and all(one.code in TOO_LITTLE_MEMORY for one in errors):
-        raise OutOfMemory(graph, target, "; ".join(told(errors, sources)))
+    if errors and all(one.code in OUT_OF_MEMORY_CODES for one in errors):
+        raise OutOfMemory(graph, target, "; ".join(format_findings(errors, sources)))
     if errors:
-        lines = "\n".join(f"  {line}" for line in told(errors, sources))
-        raise LoweringError(f"neuronx-cc would refuse {graph}, and was not asked:\n{lines}")
+        lines = "\n".join(f"  {line}" for line in format_findings(errors, sources))
+        raise LoweringError(f"neuronx-cc would reject {graph}, so it was not started:\n{lines}")
     warnings = [one for one in found if one.severity == "warning"]
     if peak > target.memory_bytes:
-        warnings.append(_too_little_memory(peak, target))
+        warnings.append(_memory_warning(peak, target))
     return {
         "instructions": count.unrolled,
-        "instructions_once": count.once,
+        "instructions_once": count.loops_once,
         "instruction_limit": limit,
-        "warnings": told(warnings, sources),
+        "warnings": format_findings(warnings, sources),
     }
 
 
-def preflight(hlo: bytes, target: Target, flags: Sequence[str] = ()) -> list[Finding]:
-    """Everything that the compiler would refuse or change in a normalised module."""
-    module = Module(read_module(hlo), target)
+def preflight(hlo: bytes, target: Target, flags: Sequence[str] = ()) -> list[PreflightFinding]:
+    """Return all errors and warnings for a normalised module."""
+    module = PreflightModule(read_module(hlo), target)
     return _findings(module, estimate(module.proto), len(hlo), flags)
 
 
 def instruction_limit(flags: Sequence[str]) -> int:
-    """How many instructions a NEFF may have; flags may raise it."""
+    """Return the maximum number of instructions of a NEFF, which a flag can change."""
     asked = re.findall(rf"{_LIMIT_FLAG}[ =](\d+)", " ".join(flags))
-    return int(asked[-1]) if asked else _INSTRUCTIONS
+    return int(asked[-1]) if asked else _DEFAULT_INSTRUCTION_LIMIT
 
 
 def _findings(
-    module: Module, count: Instructions, size: int, flags: Sequence[str]
-) -> list[Finding]:
+    module: PreflightModule, count: InstructionCount, size: int, flags: Sequence[str]
+) -> list[PreflightFinding]:
     found = [
         finding
         for each in module.instructions.values()
@@ -98,67 +106,76 @@ def _findings(
     return found
 
 
-def _cores(module: Module, flags: Sequence[str]) -> Iterator[Finding]:
+def _cores(module: PreflightModule, flags: Sequence[str]) -> Iterator[PreflightFinding]:
     asked = [found[0] for found in _LOGICAL_CORES.finditer(" ".join(flags)) if found[2] != "1"]
     if module.machine == "trn1" and asked:
-        what = f"a trn1 has no logical cores of several, as {asked[-1]} says"
-        yield Finding("EARG001", 0, what, "take that out of NEURON_CC_FLAGS")
+        what = f"trn1 cannot combine cores into one logical core, as {asked[-1]} requests"
+        yield PreflightFinding("EARG001", 0, what, "remove that flag from NEURON_CC_FLAGS")
 
 
-def _size(size: int) -> Iterator[Finding]:
+def _size(size: int) -> Iterator[PreflightFinding]:
     if size > _LARGEST_MODULE:
-        what = f"the module has {size:,} bytes, and 2 GiB is the most"
-        yield Finding("EXTP004", 0, what, "scan the layers, and give constants as inputs")
+        what = f"the module has {size:,} bytes; the limit is 2 GiB"
+        yield PreflightFinding("EXTP004", 0, what, "scan over layers, and pass constants as inputs")
 
 
-def _instructions(module: Module, count: Instructions, limit: int) -> Iterator[Finding]:
+def _instructions(
+    module: PreflightModule, count: InstructionCount, limit: int
+) -> Iterator[PreflightFinding]:
     less = (
-        "split the model over more devices, take fewer sequences in a step, or raise the limit: "
+        "shard the model over more devices, use fewer sequences per step, or raise the limit: "
         f"NEURON_CC_FLAGS={_LIMIT_FLAG}=N"
     )
-    if count.once > limit:
+    if count.loops_once > limit:
         what = (
-            f"about {count.once:,} instructions with no loop unrolled (an estimate), and the limit "
-            f"is {limit:,}"
+            f"about {count.loops_once:,} instructions with no loop unrolled (estimate); the limit "
+            "is "
+            f"{limit:,}"
         )
-        yield Finding("EVRF007", 0, what, less)
-    elif count.unrolled * TOO_LOW > limit:
+        yield PreflightFinding("EVRF007", 0, what, less)
+    elif count.unrolled * UNDERESTIMATE_FACTOR > limit:
         what = (
-            f"about {count.unrolled:,} instructions (an estimate; published counts were "
-            f"3 to {TOO_LOW} times theirs), and the limit is {limit:,}"
+            f"about {count.unrolled:,} instructions (estimate; published counts were "
+            f"3 to {UNDERESTIMATE_FACTOR} times the estimate); the limit is {limit:,}"
         )
-        yield Finding("EVRF007", 0, what, less, "warning")
-    most = _OF_ONE_OPERATION.get(module.machine, _OF_ONE_OPERATION_ELSEWHERE)
+        yield PreflightFinding("EVRF007", 0, what, less, "warning")
+    most = _OPERATION_LIMITS.get(module.machine, _DEFAULT_OPERATION_LIMIT)
     if count.largest > most:
         name = module.instructions[count.largest_id].name
-        what = f"{name} alone takes about {count.largest:,} instructions; {most:,} is the limit"
-        yield Finding(
-            "EXTP003", count.largest_id, what, "split it over devices, or in pieces", "warning"
+        what = f"{name} alone takes about {count.largest:,} instructions; the limit is {most:,}"
+        yield PreflightFinding(
+            "EXTP003", count.largest_id, what, "shard it over more devices, or split it", "warning"
         )
 
 
-def _communicators(module: Module) -> Iterator[Finding]:
+def _communicators(module: PreflightModule) -> Iterator[PreflightFinding]:
     groups = {
         tuple(tuple(group.replica_ids) for group in each.replica_groups)
         for each in module.instructions.values()
         if each.replica_groups
     }
-    if len(groups) > _COMMUNICATORS:
-        what = f"{len(groups)} different groups of ranks, and {_COMMUNICATORS} is the most"
-        yield Finding("", 0, what, "use fewer mesh axes", "warning")
+    if len(groups) > _MAX_COMMUNICATORS:
+        what = f"{len(groups)} different groups of ranks; the limit is {_MAX_COMMUNICATORS}"
+        yield PreflightFinding("", 0, what, "use fewer mesh axes", "warning")
 
 
-def _inputs(module: Module) -> Iterator[Finding]:
+def _inputs(module: PreflightModule) -> Iterator[PreflightFinding]:
     held = sum(_bytes(shape) for shape in module.proto.host_program_shape.parameters)
     if held > module.memory:
-        what = f"the inputs alone take {held / 1e9:.1f} GB of {module.memory / 1e9:.1f} GB"
-        yield Finding("EOOM001", 0, what, "split the state over more devices")
+        what = (
+            f"the inputs alone need {held / 1e9:.1f} GB per device; a device has "
+            f"{module.memory / 1e9:.1f} GB"
+        )
+        yield PreflightFinding("EOOM001", 0, what, "shard the state over more devices")
 
 
-def _too_little_memory(peak: int, target: Target) -> Finding:
-    what = f"XLA on a CPU would hold {peak / 1e9:.1f} GB of {target.memory_bytes / 1e9:.1f} GB"
-    remedy = "if neuronx-cc does no better, see what graphtrain plan proposes"
-    return Finding("EOOM001", 0, what, remedy, "warning")
+def _memory_warning(peak: int, target: Target) -> PreflightFinding:
+    what = (
+        f"XLA on a CPU would need {peak / 1e9:.1f} GB per device; a device has "
+        f"{target.memory_bytes / 1e9:.1f} GB"
+    )
+    remedy = "if neuronx-cc needs as much, apply a change that graphtrain plan proposes"
+    return PreflightFinding("EOOM001", 0, what, remedy, "warning")
 
 
 def _bytes(shape: Message) -> int:

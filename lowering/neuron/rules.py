@@ -1,9 +1,9 @@
-"""What neuronx-cc refuses of a single instruction, in AWS's codes: one function for each rule.
+"""Preflight rules for single instructions that neuronx-cc rejects, one function for each rule.
 
-Source: AWS Neuron documentation, SDK 2.32: compiler error codes, and known issues of JAX on Neuron;
-what only the latter says gets the code of unsupported operators. Rules of calls that only Neuron's
-own libraries make (EVRF036 to 058, 059, 065) are left to the compiler, and so are illegal shapes
-(EVRF064), of which XLA makes none.
+Source: AWS Neuron documentation, SDK 2.32: compiler error codes, and known issues of JAX on Neuron.
+A problem that only the known issues list gets the code of unsupported operators. Two kinds of rules
+are left to the compiler: those for calls that only Neuron's own libraries make (EVRF036 to 058,
+059, 065), and those for illegal shapes (EVRF064), which XLA never produces.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lowering.hlo.proto import Message
-from lowering.neuron.findings import Finding, Module, type_of
+from lowering.neuron.findings import PreflightFinding, PreflightModule, type_of
 
-Rule = Callable[[Message, Module], Iterator[Finding]]
+Rule = Callable[[Message, PreflightModule], Iterator[PreflightFinding]]
 
-_LARGEST_ID = 2**31 - 1
+_MAX_ID = 2**31 - 1
 _RNG_DEFAULT = 0
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 _UNSUPPORTED = {
-    "triangular-solve": "solve by products with an inverse that is computed outside",
-    "cholesky": "factorise outside of the step",
+    "triangular-solve": "compute the inverse outside the step, and multiply by it",
+    "cholesky": "factorise outside the step",
     "fft": "write it as a product with the matrix of the transform",
-    "conditional": "compute both and select between them",
-    "infeed": "give the step its data as inputs",
+    "conditional": "compute both branches and select between their results",
+    "infeed": "pass the data to the step as inputs",
     "outfeed": "return the values as outputs",
-    "send": "take callbacks to the host out of the step",
-    "recv": "take callbacks to the host out of the step",
+    "send": "move host callbacks out of the step",
+    "recv": "move host callbacks out of the step",
     "reduce-precision": "convert to the smaller type and back",
-    "rng": "draw by rng-bit-generator, as jax_default_prng_impl=rbg does",
+    "rng": "use rng-bit-generator, as jax_default_prng_impl=rbg does",
 }
-# Calls that the compiler knows (NCC_EHCA005 lists them).
-_KNOWN_CALLS = frozenset(
+# Custom calls that the compiler supports (the message of NCC_EHCA005 lists them).
+_SUPPORTED_CALLS = frozenset(
     [
         "AwsNeuronErf",
         "AwsNeuronGelu",
@@ -64,123 +64,127 @@ _KNOWN_CALLS = frozenset(
         "ResizeNearestGrad",
     ]
 )
-_NO_TYPES = ("f64", "s4", "u4", "opaque", "f8e3m4")
+_UNSUPPORTED_TYPES = ("f64", "s4", "u4", "opaque", "f8e3m4")
 _OTHER_FP8 = ("f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2fnuz")
 _INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64", "pred")
-_SAME_NUMBERS = ("reshape", "copy", "convert", "bitcast")
+_INDEX_PRESERVING = ("reshape", "copy", "convert", "bitcast")
 
 
-def _identifier(each: Message, module: Module) -> Iterator[Finding]:
-    if each.id > _LARGEST_ID:
-        what = f"the id of {each.name} is beyond 32 bits"
-        yield Finding("EVRF001", each.id, what, "give the compiler a normalised module")
+def _identifier(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
+    if each.id > _MAX_ID:
+        what = f"the id of {each.name} does not fit 32 bits"
+        yield PreflightFinding("EVRF001", each.id, what, "pass a normalised module to the compiler")
 
 
-def _dynamic(each: Message, module: Module) -> Iterator[Finding]:
+def _dynamic(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if any(each.shape.is_dynamic_dimension):
         what = f"{each.name} has a dynamic size"
-        yield Finding("EMOD025", each.id, what, "give every array a fixed size")
+        yield PreflightFinding("EMOD025", each.id, what, "give every array a fixed size")
 
 
-def _custom_call(each: Message, module: Module) -> Iterator[Finding]:
-    if each.opcode == "custom-call" and each.custom_call_target not in _KNOWN_CALLS:
-        what = f"{each.name} calls {each.custom_call_target!r}, which the compiler does not know"
-        yield Finding("EHCA005", each.id, what, "write it with ordinary operations")
+def _custom_call(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
+    if each.opcode == "custom-call" and each.custom_call_target not in _SUPPORTED_CALLS:
+        what = f"{each.name} calls {each.custom_call_target!r}, which the compiler does not support"
+        yield PreflightFinding("EHCA005", each.id, what, "write it with ordinary operations")
 
 
-def _unsupported(each: Message, module: Module) -> Iterator[Finding]:
+def _unsupported(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode in _UNSUPPORTED:
         what = f"{each.name}: {each.opcode} is not supported"
-        yield Finding("EVRF001", each.id, what, _UNSUPPORTED[each.opcode])
+        yield PreflightFinding("EVRF001", each.id, what, _UNSUPPORTED[each.opcode])
 
 
-def _types(each: Message, module: Module) -> Iterator[Finding]:
+def _types(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     name = type_of(each)
     if name in ("c64", "c128"):
         what = f"{each.name} is complex"
-        yield Finding("EVRF004", each.id, what, "compute with pairs of real numbers")
+        yield PreflightFinding("EVRF004", each.id, what, "compute with pairs of real numbers")
     elif name in _OTHER_FP8:
-        yield Finding("EVRF005", each.id, f"{each.name} is {name}", "use f8e4m3 or f8e5m2")
+        yield PreflightFinding("EVRF005", each.id, f"{each.name} is {name}", "use f8e4m3 or f8e5m2")
     elif name == "f8e4m3fn" and module.machine != "trn3":
-        what = f"{each.name} is {name}, which only trn3 has"
-        yield Finding("EVRF051", each.id, what, "use f8e4m3")
-    elif name in _NO_TYPES:
-        what = f"{each.name} is {name}, which the devices do not have"
-        yield Finding("ESPP004", each.id, what, "use float32 or bfloat16")
+        what = f"{each.name} is {name}, which only trn3 supports"
+        yield PreflightFinding("EVRF051", each.id, what, "use f8e4m3")
+    elif name in _UNSUPPORTED_TYPES:
+        what = f"{each.name} is {name}, which the devices do not support"
+        yield PreflightFinding("ESPP004", each.id, what, "use float32 or bfloat16")
 
 
-def _random_bits(each: Message, module: Module) -> Iterator[Finding]:
+def _random_bits(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode == "rng-bit-generator" and each.rng_algorithm != _RNG_DEFAULT:
-        what = f"{each.name} asks for an algorithm of its own"
-        yield Finding("EVRF006", each.id, what, "draw by the default algorithm")
+        what = f"{each.name} selects a random number algorithm"
+        yield PreflightFinding("EVRF006", each.id, what, "use the default algorithm")
 
 
-def _constants(each: Message, module: Module) -> Iterator[Finding]:
+def _constants(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode == "constant" and any(number >= 2**32 for number in each.literal.u64s):
-        what = f"{each.name} is a 64-bit constant beyond 32 bits"
-        yield Finding("ESFH002", each.id, what, "compute with 32-bit numbers")
+        what = f"{each.name} is a 64-bit constant that does not fit 32 bits"
+        yield PreflightFinding("ESFH002", each.id, what, "compute with 32-bit numbers")
 
 
-def _integer_arithmetic(each: Message, module: Module) -> Iterator[Finding]:
-    """The flags let the compiler compute these in fewer bits, which may not be what was meant."""
+def _integer_arithmetic(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
+    """Warn about integer operations that the flags let the compiler compute in fewer bits."""
     name, wide = type_of(each), ("s32", "u32", "s64", "u64")
     codes = {"dot": ("EVRF035", wide), "all-reduce": ("EVRF061", wide)}
     codes |= {"reduce-scatter": ("EVRF063", wide), "power": ("EVRF062", ("s64", "u64"))}
     code, types = codes.get(each.opcode, ("", ()))
     if name in types:
         what = f"{each.name} is a {each.opcode} of {name}, computed in fewer bits"
-        yield Finding(code, each.id, what, "convert to float32 if its numbers fit", "warning")
+        yield PreflightFinding(
+            code, each.id, what, "convert to float32 if its values fit", "warning"
+        )
 
 
-def _top_k(each: Message, module: Module) -> Iterator[Finding]:
+def _top_k(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode == "topk" and type_of(module.operand(each, 0)) in _INTEGERS:
-        yield Finding(
+        yield PreflightFinding(
             "EVRF013", each.id, f"{each.name} is a top-k of integers", "convert to float32"
         )
 
 
-def _scatter(each: Message, module: Module) -> Iterator[Finding]:
+def _scatter(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode != "scatter" or type_of(module.operand(each, 0)) not in _INTEGERS:
         return
-    if module.root(*module.called(each)).opcode != "parameter":  # more than replacing
+    if module.root(*module.called(each)).opcode != "parameter":  # it does not just replace values
         what = f"{each.name} combines integers in a scatter"
-        yield Finding(
+        yield PreflightFinding(
             "EVRF016", each.id, what, "scatter float32, or write it with one-hot products"
         )
 
 
-def _sort(each: Message, module: Module) -> Iterator[Finding]:
+def _sort(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode != "sort":
         return
     root = module.root(*module.called(each))
     if root.opcode != "compare" or root.comparison_direction not in ("LT", "LE", "GT", "GE"):
         what = f"{each.name} sorts by something other than <, <=, > or >="
-        yield Finding("EVRF001", each.id, what, "sort by one key that is not NaN")
+        yield PreflightFinding("EVRF001", each.id, what, "sort by one key without NaN")
 
 
-def _reduce(each: Message, module: Module) -> Iterator[Finding]:
+def _reduce(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode == "reduce" and len(each.operand_ids) > 2:
         what = f"{each.name} reduces several arrays at once"
-        yield Finding(
-            "EVRF001", each.id, what, "reduce one array; take the maximum, then its index"
+        yield PreflightFinding(
+            "EVRF001", each.id, what, "reduce one array; for argmax, the maximum, then its index"
         )
 
 
-def _reduced_windows(each: Message, module: Module) -> Iterator[Finding]:
+def _reduced_windows(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode != "reduce-window":
         return
     if any(one.base_dilation > 1 for one in each.window.dimensions):
-        what = f"{each.name} dilates what it reduces"
-        yield Finding("EVRF017", each.id, what, "pad between the elements before")
+        what = f"{each.name} dilates its input"
+        yield PreflightFinding(
+            "EVRF017", each.id, what, "insert padding between the elements first"
+        )
     if any(one.window_dilation > 1 for one in each.window.dimensions):
         what = f"{each.name} has a dilated window"
-        yield Finding("EVRF018", each.id, what, "take strided slices instead")
+        yield PreflightFinding("EVRF018", each.id, what, "use strided slices instead")
     if len(each.operand_ids) != 2:
         what = f"{each.name} reduces several arrays at once"
-        yield Finding("EVRF019", each.id, what, "reduce one array at a time")
+        yield PreflightFinding("EVRF019", each.id, what, "reduce one array at a time")
 
 
-def _convolutions(each: Message, module: Module) -> Iterator[Finding]:
+def _convolutions(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode != "convolution":
         return
     sizes = each.window.dimensions
@@ -188,14 +192,14 @@ def _convolutions(each: Message, module: Module) -> Iterator[Finding]:
         return
     if any(one.window_dilation > 1 for one in sizes):
         what = f"{each.name} dilates both its input and its kernel"
-        yield Finding("EVRF010", each.id, what, "dilate one of them beforehand")
+        yield PreflightFinding("EVRF010", each.id, what, "dilate one of them beforehand")
     if any(one.stride > 1 for one in sizes):
         what = f"{each.name} has a stride and dilates its input"
-        yield Finding("EVRF011", each.id, what, "take one after the other")
+        yield PreflightFinding("EVRF011", each.id, what, "use two operations, one for each")
 
 
-def _indices(each: Message, module: Module) -> Iterator[Finding]:
-    """Rows by their number in turn, of which there are more than the array has."""
+def _indices(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
+    """Find gathers and scatters at indices 0, 1, 2 ... that exceed the size of the array."""
     if each.opcode == "gather":
         code, axes = "EVRF056", each.gather_dimension_numbers.start_index_map
     elif each.opcode == "scatter":
@@ -203,32 +207,34 @@ def _indices(each: Message, module: Module) -> Iterator[Finding]:
     else:
         return
     index = module.operand(each, 1)
-    while index.opcode in _SAME_NUMBERS:
+    while index.opcode in _INDEX_PRESERVING:
         index = module.operand(index, 0)
     if index.opcode != "iota" or len(axes) != 1:
         return
     count = index.shape.dimensions[index.dimensions[0]]
     size = module.operand(each, 0).shape.dimensions[axes[0]]
     if count > size:
-        what = f"{each.name} takes rows 0 to {count - 1} of an array that has {size}"
-        yield Finding(code, each.id, what, "give both the same size, as max_length the sequence's")
+        what = f"{each.name} accesses rows 0 to {count - 1} of an array with {size} rows"
+        yield PreflightFinding(
+            code, each.id, what, "use one size for both, for example max_length = seq_len"
+        )
 
 
-def _shift(each: Message, module: Module) -> Iterator[Finding]:
+def _shift(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     if each.opcode == "shift-right-arithmetic" and type_of(each) not in ("s32", "u32"):
         what = f"{each.name} shifts {type_of(each)}"
-        yield Finding("EVRF022", each.id, what, "convert to int32 before")
+        yield PreflightFinding("EVRF022", each.id, what, "convert to int32 first")
 
 
-def _groups(each: Message, module: Module) -> Iterator[Finding]:
+def _groups(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
     explicit = each.replica_groups or each.source_target_pairs
     if each.opcode in _COLLECTIVES and not explicit:
-        what = f"{each.name} names no replica groups"
-        yield Finding("EVRF001", each.id, what, "give the compiler a normalised module")
+        what = f"{each.name} has no explicit replica groups"
+        yield PreflightFinding("EVRF001", each.id, what, "pass a normalised module to the compiler")
 
 
-def _loop(each: Message, module: Module) -> Iterator[Finding]:
-    """A loop whose condition is not a count against a constant runs as often as data says."""
+def _loop(each: Message, module: PreflightModule) -> Iterator[PreflightFinding]:
+    """Find loops whose condition does not compare with a constant: their length depends on data."""
     if each.opcode != "while":
         return
     _, condition = module.called(each)
@@ -238,8 +244,8 @@ def _loop(each: Message, module: Module) -> Iterator[Finding]:
         for number in (root.operand_ids if root.opcode == "compare" else ())
     ]
     if "constant" not in limits:
-        what = f"{each.name} runs as often as its data says"
-        yield Finding("EUOC002", each.id, what, "loop a fixed number of times")
+        what = f"{each.name} has a number of iterations that depends on data"
+        yield PreflightFinding("EUOC002", each.id, what, "use a fixed number of iterations")
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,7 +1,7 @@
-"""A Neuron machine made of this one's processor: a normalised module, rank by rank, through XLA.
+"""Simulation of a Neuron machine: run a normalised module on this machine's CPU through XLA.
 
-What runs is the module that neuronx-cc would be given, on as many replicas as the target has
-devices, with its own replica groups: a wrong group or donation shows as a wrong loss.
+The same module that neuronx-cc would compile runs on as many replicas as the target has devices,
+with its own replica groups: a wrong replica group or donation shows up as a wrong loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowering.hlo.proto import Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
 
-# No public name compiles HLO or runs what it gives (jax 0.11).
+# jax 0.11 has no public function that compiles HLO or runs the result.
 from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
 
 xla_client: Any = _client
@@ -23,8 +23,8 @@ Device = Any
 
 
 def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mapping[str, Any]) -> Any:
-    """Compile a normalised module for CPU devices, one replica on each."""
-    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_with_whole_broadcasts(hlo))
+    """Compile a normalised module for CPU devices, with one replica on each."""
+    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_merge_split_broadcasts(hlo))
     options = _options(len(devices))
     options.env_option_overrides = [(name, str(each)) for name, each in options_of_xla.items()]
     return devices[0].client.compile_and_load(
@@ -32,12 +32,12 @@ def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mappin
     )
 
 
-def _with_whole_broadcasts(hlo: bytes) -> bytes:
-    """Put together again what XLA takes a broadcast along sizes of 1 apart into.
+def _merge_split_broadcasts(hlo: bytes) -> bytes:
+    """Merge the instructions into which XLA splits a broadcast along array axes of size 1.
 
-    Taken apart it is a broadcast that changes nothing, a reshape, and a broadcast. On the way to
-    StableHLO and back two of them would be lost, and XLA then divides in a softmax where it would
-    have multiplied: in bfloat16 the losses would differ from those of a CPU.
+    XLA splits such a broadcast into one that changes nothing, a reshape, and another broadcast.
+    Conversion to StableHLO and back would drop two of them, and XLA would then divide in a softmax
+    where it otherwise multiplies: in bfloat16, losses would differ from those of a CPU target.
     """
     module = read_module(hlo)
     for computation in module.computations:
@@ -51,7 +51,7 @@ def _with_whole_broadcasts(hlo: bytes) -> bytes:
 
 
 def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message | None:
-    """What the three instructions that end with one broadcast; None if it is not their last."""
+    """Return the operand that the three instructions ending with `last` broadcast, or None."""
     chain = [last]
     for opcode in ("broadcast", "reshape", "broadcast"):
         if chain[-1].opcode != opcode or len(chain[-1].operand_ids) != 1:
@@ -69,7 +69,7 @@ def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message
 
 
 def load_module(executable: bytes, devices: Sequence[Device]) -> Any:
-    """Load what `compile_module(...)` was serialized to."""
+    """Load the serialized result of `compile_module`."""
     return devices[0].client.deserialize_executable(
         executable, xla_client.DeviceList(tuple(devices)), _options(len(devices))
     )
@@ -85,18 +85,18 @@ def _options(ranks: int) -> Any:
     return options
 
 
-class Program:
+class SimulatedProgram:
     """A loaded module as a function of trees of global arrays.
 
-    Arrays stay where they are, each shard with its rank; donated ones are used up.
+    Each shard stays on the device of its rank; donated arrays are deleted.
     """
 
     def __init__(self, executable: Any, record: Any, mesh: Mesh) -> None:
         self._executable = executable
         self._arguments = record["arguments"]
-        self._inputs = {path: _placed(fact, mesh) for path, fact in record["inputs"].items()}
+        self._inputs = {path: _sharding_of(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = [
-            (path, tuple(fact["shape"]), _placed(fact, mesh))
+            (path, tuple(fact["shape"]), _sharding_of(fact, mesh))
             for path, fact in record["outputs"].items()  # in the order of flatten, as compiled
         ]
         self._rank = _ranks(mesh) if record["neuron"]["rank_input"] else None
@@ -118,12 +118,12 @@ class Program:
         )
 
 
-def _placed(fact: Any, mesh: Mesh) -> NamedSharding:
+def _sharding_of(fact: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in fact["split"])))
 
 
 def _ranks(mesh: Mesh) -> jax.Array:
-    """A scalar that differs: the rank of each device, on the device."""
+    """Return a scalar with a different value on each device: the device's rank."""
     devices = mesh.devices.reshape(-1)
     parts = [jax.device_put(np.uint32(rank), device) for rank, device in enumerate(devices)]
     return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, PartitionSpec()), parts)

@@ -1,7 +1,7 @@
-"""A stand-in for neuronx-cc, with its command line: python -m lowering.neuron.simulator compile ...
+"""Simulator of neuronx-cc's command line: python -m lowering.neuron.simulator compile ...
 
-Reads the module as the compiler would, refuses what it would with the same codes, and writes a file
-that only the target neuron-sim runs.
+Reads a module as the compiler would, rejects what the compiler would reject, with the same codes,
+and writes a file that only the target neuron-sim can run.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from lowering.machine.target import Target
 from lowering.neuron import neff
 from lowering.neuron.preflight import preflight
 
-_REFUSED = 70  # the status of neuronx-cc
+_REJECTED_STATUS = 70  # exit status of neuronx-cc for a rejected program
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -27,18 +27,18 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, LoweringError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    refusals = _refusals(hlo, asked)
+    refusals = _rejections(hlo, asked)
     for refusal in refusals:
         print(f"ERROR: {refusal}", file=sys.stderr)
     if refusals:
-        return _REFUSED
+        return _REJECTED_STATUS
     asked.output.write_bytes(_compile(hlo, asked))
     print("Compiler status PASS")
     return 0
 
 
-def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
-    """What the compiler would say of a module that it does not take."""
+def _rejections(hlo: bytes, asked: argparse.Namespace) -> list[str]:
+    """Return the errors that the compiler would report for a module."""
     known = Target.parse("trn1" if asked.target in ("trn1n", "inf2") else asked.target)
     limit = asked.internal_max_instruction_limit
     flags = [f"--internal-max-instruction-limit={limit}"] if limit else []
@@ -48,11 +48,11 @@ def _refusals(hlo: bytes, asked: argparse.Namespace) -> list[str]:
 def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
     from lowering.neuron.simulation import compile_module
     from lowering.xla import backend as xla
-    from lowering.xla.cpu_collective_order import order_executable
+    from lowering.xla.cpu_collective_order import serialize_executable_order
 
     ranks = asked.simulated_ranks
     devices = xla.devices(Target("cpu", (ranks,)))
-    # LLVM takes most of the time.
+    # LLVM's optimisations take most of the compile time.
     quickly = {"xla_backend_optimization_level": 1} if asked.optlevel == 1 else {}
     executable = compile_module(hlo, devices, quickly)
     memory = executable.get_compiled_memory_stats()
@@ -62,7 +62,7 @@ def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
         "ranks": ranks,
         "temporaries": memory.temp_size_in_bytes,
     }
-    return neff.pack(header, order_executable(executable.serialize()))
+    return neff.pack(header, serialize_executable_order(executable.serialize()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     compile.add_argument("--implicit-integer-downcast")
     compile.add_argument("--internal-max-instruction-limit", type=int)
     compile.add_argument("--verbose")
-    compile.add_argument("--simulated-ranks", type=int, default=1)  # no option of the compiler's
+    compile.add_argument("--simulated-ranks", type=int, default=1)  # not an option of neuronx-cc
     return parser
 
 

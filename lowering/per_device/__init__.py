@@ -1,6 +1,6 @@
-"""The program of one device, for compilers that take no other: Neuron's and Ascend's.
+"""The program of one device, for compilers that accept no other: those of Neuron and Ascend.
 
-    Graph ─► whole program ─► partition ─► one device's HLO ─► normalise ─► lowering/{neuron,ascend}
+    Graph ─► global program ─► partition ─► device's HLO ─► normalise ─► lowering/{neuron,ascend}
 
-Nothing is imported here, since some commands read modules without JAX.
+Nothing is imported here, because some commands read HLO modules without importing JAX.
 """

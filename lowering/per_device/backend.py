@@ -1,6 +1,6 @@
-"""Lowering for compilers that take the program of one device: what their backends share.
+"""Lowering to the program of one device, shared by the backends of Neuron and Ascend.
 
-Devices of the CPU stand in place of the target's: what is traced and partitioned is the same.
+CPU devices represent the target's devices: tracing and partitioning give the same result.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from lowering.graph import Graph
 from lowering.hlo.proto import array_bytes, read_module
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.per_device.normalise import Normalised, normalise
+from lowering.per_device.normalise import NormalizedModule, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla.backend import Device
-from lowering.xla.compiler_log import overhear
-from lowering.xla.spmd_module import partition
+from lowering.xla.compiler_log import capture_compiler_log
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
-# No public name reads a module (jax 0.11).
+# jax 0.11 has no public function that reads an HLO module.
 from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
 
 xla_client: Any = _client
 
 
 def devices(target: Target) -> list[Device]:
-    """As many devices of the CPU as the target has."""
+    """Return as many CPU devices as the target has devices."""
     return xla.devices(Target("cpu", (target.devices,)))
 
 
 @dataclass(frozen=True)
-class OneDevice:
-    """The program of one device, and what a loader has to know of it."""
+class DeviceLowering:
+    """The program of one device, with the facts that its loader needs."""
 
-    whole: Lowered  # the program of all of them
-    normalised: Normalised
+    global_program: Lowered  # the global program, for all devices
+    normalised: NormalizedModule
     facts: dict[str, Any]  # rank_input, temporaries_on_cpu, aliases
 
     def lowered(self, target: Target, platform: str, options: dict[str, Any]) -> Lowered:
-        """For a compiler, with its options; the facts are in the record under its platform."""
+        """Return the lowered program for a compiler; the facts are recorded under `platform`."""
         return replace(
-            self.whole,
-            text=text_of(self.normalised.hlo),
+            self.global_program,
+            text=hlo_text(self.normalised.hlo),
             target=target,
-            facts=self.whole.facts | {platform: self.facts},
+            facts=self.global_program.facts | {platform: self.facts},
             options=options,
             handle=self.normalised,
         )
@@ -57,36 +57,44 @@ class OneDevice:
 
 def lower(
     graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target, *, rank_input: bool = False
-) -> OneDevice:
-    """Trace a graph, split it, and take the program of one device in its normalised form.
+) -> DeviceLowering:
+    """Trace and partition a graph, and normalise the program of one device.
 
     Args:
-        rank_input: the rank is an input even of a program that does not ask for it.
+        graph: the graph to lower.
+        rules: sharding rules for the graph's arrays.
+        mesh_shape: mesh axes and their sizes.
+        target: machine to compile for.
+        rank_input: add the rank as an input even if the program does not use it.
 
     Raises:
-        ShardingError: an array cannot be placed.
-        LoweringError: the graph asks for what such a device does not have.
+        ShardingError: an array cannot be sharded by the rules.
+        LoweringError: the graph needs a feature that the target's devices do not have.
     """
     for path, spec in graph.arrays().items():
         if spec.memory != "device":
             raise LoweringError(
-                f"{target}: {path} rests in the host's memory, which its programs do not reach; "
-                "set program.optimizer.offload = false"
+                f"{target}: {path} is stored in host memory, which programs of this target cannot "
+                "access; set program.optimizer.offload_to_host = false"
             )
     on_cpu = Target("cpu", (target.devices,))
     whole = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
-    return take(whole, target, rank_input=rank_input)
+    return from_global_program(whole, target, rank_input=rank_input)
 
 
-def take(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevice:
-    """Split the program of all devices, lowered for as many of the CPU.
+def from_global_program(
+    whole: Lowered, target: Target, *, rank_input: bool = False
+) -> DeviceLowering:
+    """Partition a global program that was lowered for as many CPU devices as the target has.
 
     Raises:
-        LoweringError: it asks for what such a device does not have.
+        LoweringError: the program needs a feature that the target's devices do not have.
     """
-    with overhear() as replicated:
-        split = partition(whole.handle)
-    normalised = normalise(split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input)
+    with capture_compiler_log() as replicated:
+        split = partition_spmd(whole.handle)
+    normalised = normalize_module(
+        split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input
+    )
     _check_inputs(whole, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {
@@ -94,40 +102,42 @@ def take(whole: Lowered, target: Target, *, rank_input: bool = False) -> OneDevi
         "temporaries_on_cpu": split.temporaries,
         "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
     }
-    outputs = _split_outputs(whole, split.outputs)
+    outputs = _output_shardings(whole, split.outputs)
     whole = replace(whole, facts=whole.facts | {"replicated": replicated, "outputs": outputs})
-    return OneDevice(whole, normalised, facts)
+    return DeviceLowering(whole, normalised, facts)
 
 
-def _split_outputs(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
-    """Outputs with how they are split, which for an imported program the partitioner decides."""
+def _output_shardings(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
+    """Return the outputs with their sharding; the partitioner chooses it for imported programs."""
     outputs = dict(whole.facts["outputs"])
     for (path, fact), sharding in zip(outputs.items(), shardings, strict=True):
         if "split" not in fact:
-            outputs[path] = fact | {"split": _split(sharding, len(fact["shape"]), path)}
+            outputs[path] = fact | {"split": _spec_of(sharding, len(fact["shape"]), path)}
     return outputs
 
 
-def _split(sharding: Any, rank: int, path: str) -> list[list[str]]:
+def _spec_of(sharding: Any, rank: int, path: str) -> list[list[str]]:
     if not isinstance(sharding, NamedSharding):
-        raise LoweringError(f"{path} is split as {sharding}, along no axes of the mesh")
+        raise LoweringError(f"{path} is sharded as {sharding}, which uses no mesh axes by name")
     parts = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
     return [[part] if isinstance(part, str) else list(part or ()) for part in parts]
 
 
-def _check_inputs(whole: Lowered, normalised: Normalised, target: Target) -> None:
-    """JAX leaves out inputs that a step does not use; a loader would then mistake the others."""
+def _check_inputs(whole: Lowered, normalised: NormalizedModule, target: Target) -> None:
+    """Raise an error if JAX dropped unused inputs, since a loader would then mix up the others."""
     given = len(normalised.inputs) - normalised.rank_input
     if given != len(whole.facts["inputs"]):
         raise LoweringError(
             f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
-            "input arrays; take out those that it does not use"
+            "input arrays; remove those that it does not use"
         )
 
 
-def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
-    """Bytes on a device. Such compilers do not say what a program holds beside its inputs and
-    outputs: the temporaries are those of XLA on a CPU."""
+def memory(normalised: NormalizedModule, facts: dict[str, Any]) -> dict[str, int]:
+    """Return the memory use per device in bytes, by category.
+
+    These compilers do not report the temporaries of a program, so those of XLA on a CPU are used.
+    """
     shape = read_module(normalised.hlo).host_program_shape
     inputs = [array_bytes(each) for each in shape.parameters]
     outputs = [array_bytes(each) for each in shape.result.tuple_shapes]
@@ -144,8 +154,8 @@ def memory(normalised: Normalised, facts: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def text_of(hlo: bytes) -> str:
-    """A module as HLO text, with its constants."""
+def hlo_text(hlo: bytes) -> str:
+    """Return a module as HLO text, including its constants."""
     options = xla_client.hlo.HloPrintOptions()
     options.print_large_constants = True
     return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)

@@ -1,4 +1,4 @@
-"""Where the shards of an array go, by rank."""
+"""Layout of an array: its sharding, and its shards by rank."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-class ArrayLayout:
-    """Shape, dtype and layout of an array, as a program's record tells them."""
+class RankLayout:
+    """Shape, dtype and sharding of an array, from a program's record."""
 
     def __init__(self, fact: Mapping[str, Any], mesh: Mesh) -> None:
         self.shape, self.dtype = tuple(fact["shape"]), jax.numpy.dtype(fact["dtype"])
         split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
         self.sharding = NamedSharding(mesh, split)
-        self.shard = self.sharding.shard_shape(self.shape)
+        self.shard_shape = self.sharding.shard_shape(self.shape)
         process = jax.process_index()
-        # By rank; other processes have the others.
+        # In rank order; only those of this process.
         self.devices = [one for one in mesh.devices.reshape(-1) if one.process_index == process]
 
     @property
     def nbytes(self) -> int:
-        """Of one shard."""
-        return int(np.prod(self.shard, dtype=int)) * self.dtype.itemsize
+        """Size of one shard in bytes."""
+        return int(np.prod(self.shard_shape, dtype=int)) * self.dtype.itemsize
 
     def shards(self, array: Any) -> Iterator[np.ndarray]:
-        """Of an array in the host's memory the shards for devices of this process, by rank.
+        """Yield the shards of an array in host memory for this process's devices, in rank order.
 
         Args:
-            array: all of it, or a jax.Array that is split over the processes in the same way.
+            array: the complete array, or a jax.Array that already has this sharding.
         """
         is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
             self.sharding, array.ndim

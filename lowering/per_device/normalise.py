@@ -1,20 +1,20 @@
-"""One device's HLO in the one form that neuronx-cc reads right, the same bytes in every process.
+"""Normalise one device's HLO to the form that neuronx-cc reads, byte-identical in every process.
 
-What XLA writes today is newer than what Neuron's tools read (jaxlib 0.10, 0.11): ids beyond 32 bits
-crash them, newer forms of replica groups and donations they skip in silence. Names, sources and
-shardings say nothing to them, and would make equal programs differ.
+XLA (jaxlib 0.10, 0.11) writes newer forms than Neuron's tools read: ids beyond 32 bits crash them,
+and they silently ignore newer forms of replica groups and donations. Names, source lines and
+shardings have no meaning for them, and would make equal programs differ.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import TYPES, Message, read_module, unknown, write_module
-from lowering.per_device.precision import drop_exact_roundings
+from lowering.hlo.proto import TYPES, Message, read_module, unknown_fields_of, write_module
+from lowering.per_device.precision import remove_noop_reduce_precision
 from lowering.per_device.rank import rank_as_input
-from lowering.per_device.replica_groups import write_explicitly
+from lowering.per_device.replica_groups import write_explicit_groups
 from lowering.tracing.region_marks import marks
-from lowering.tracing.source_lines import line_of
+from lowering.tracing.source_lines import model_line
 
 _OF_MODULE = (
     "schedule",
@@ -40,59 +40,63 @@ _MAY_ALIAS = 1
 
 
 @dataclass(frozen=True)
-class Normalised:
-    """What neuronx-cc is given, and what a reader wants to know of it."""
+class NormalizedModule:
+    """A normalised module, with its inputs, outputs and source lines."""
 
     hlo: bytes  # an HloModuleProto
-    inputs: tuple[str, ...]  # of the NEFF, in order; the rank is the last where rank_input is true
+    inputs: tuple[str, ...]  # of the NEFF, in order; the rank is last if rank_input is true
     outputs: tuple[str, ...]
     rank_input: bool
-    sources: dict[int, str]  # line of the model's code by instruction id
+    sources: dict[int, str]  # instruction id to line of the model's code
 
 
-def normalise(binary: bytes, *, name: str, ranks: int, rank_input: bool = False) -> Normalised:
-    """Rewrite the module of one device, as lowering.xla.spmd_module.partitioned gives it.
+def normalize_module(
+    binary: bytes, *, name: str, ranks: int, rank_input: bool = False
+) -> NormalizedModule:
+    """Normalise the module of one device, as lowering.xla.spmd_module.partition returns it.
 
     Args:
-        name: of the module; XLA's own is that of a Python function.
-        ranks: devices that run the module.
-        rank_input: the rank is an input even if the module does not ask for it.
+        binary: the module, an HloModuleProto.
+        name: new name of the module; XLA names it after a Python function.
+        ranks: number of devices that run the module.
+        rank_input: add the rank as an input even if the module does not use it.
 
     Raises:
-        LoweringError: the module holds what no reader of Neuron's would see.
+        LoweringError: the module has fields that Neuron's tools would ignore, or reads the rank
+            where that is not supported.
     """
     module = read_module(binary)
-    _refuse_unknown(module)
+    _check_unknown_fields(module)
     sources = _sources(module)
-    _alias_donors(module)
-    drop_exact_roundings(module)
+    _alias_donated_inputs(module)
+    remove_noop_reduce_precision(module)
     for computation in module.computations:
         for instruction in computation.instructions:
-            write_explicitly(instruction, ranks)
-            _settle_order(instruction)
+            write_explicit_groups(instruction, ranks)
+            _store_comparison_type(instruction)
             kept = marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
             if kept:
                 instruction.frontend_attributes.map.update(kept)
-    rank_input = rank_as_input(module, always=rank_input)
+    rank_input = rank_as_input(module, force=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
         module.ClearField(field)
-    numbers = _number(module, name)
+    numbers = _renumber(module, name)
     inputs, outputs = _name_arrays(module)
     kept = {numbers[old]: line for old, line in sources.items() if old in numbers}
-    return Normalised(write_module(module), inputs, outputs, rank_input, kept)
+    return NormalizedModule(write_module(module), inputs, outputs, rank_input, kept)
 
 
 def entry_of(module: Message) -> Message:
-    """The computation that a module begins with."""
+    """Return the entry computation of a module."""
     return next(each for each in module.computations if each.id == module.entry_computation_id)
 
 
 def _sources(module: Message) -> dict[int, str]:
-    """The line of the model's code that each instruction comes from, where one is known."""
-    lines = [line_of(_stack(module, frame + 1)) for frame in range(_frames(module))]
+    """Return the line of the model's code for each instruction for which it is known."""
+    lines = [model_line(_stack(module, frame + 1)) for frame in range(_frames(module))]
     found = {
         each.id: lines[each.metadata.stack_frame_id - 1]
         for computation in module.computations
@@ -100,7 +104,7 @@ def _sources(module: Message) -> dict[int, str]:
         if 0 < each.metadata.stack_frame_id <= len(lines)
         and lines[each.metadata.stack_frame_id - 1]
     }
-    for computation in module.computations:  # constants have none: that of their first user
+    for computation in module.computations:  # constants have none; use that of their first user
         for each in computation.instructions:
             if each.id in found:
                 for operand in each.operand_ids:
@@ -113,7 +117,7 @@ def _frames(module: Message) -> int:
 
 
 def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
-    """Files and lines, innermost first; all numbers of the table count from 1."""
+    """Return files and lines, innermost first; all ids in the stack frame table start at 1."""
     index, found = module.stack_frame_index, []
     while 0 < frame <= _frames(module):
         one = index.stack_frames[frame - 1]
@@ -123,22 +127,22 @@ def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
     return found
 
 
-def _settle_order(comparison: Message) -> None:
-    """Say by its older type how a comparison orders; jaxlib 0.11 says it in a field of its own."""
+def _store_comparison_type(comparison: Message) -> None:
+    """Store a comparison's order in the older type field; jaxlib 0.11 has a separate field."""
     if comparison.comparison_type == "FLOAT" and comparison.comparison_order == "TOTAL":
         comparison.comparison_type = "TOTALORDER"
     comparison.ClearField("comparison_order")
 
 
-def _alias_donors(module: Message) -> None:
-    """Pair each donated input with an output, as XLA would when it compiles.
+def _alias_donated_inputs(module: Message) -> None:
+    """Alias each donated input with an output, as XLA would when it compiles.
 
-    That is the first output of its shape that has no input yet; a state's arrays are outputs in the
-    order in which they are inputs, so each meets its own.
+    That is the first output of the same shape that is not aliased yet. Arrays of a state are
+    outputs in the same order as inputs, so each is aliased with its own new value.
     """
     entries = module.input_output_alias.entries
     parameters = module.host_program_shape.parameters
-    outputs = _results(module)  # a train step's are many; a tuple of one is never made
+    outputs = _results(module)  # never a tuple of one output
     taken = {next(iter(entry.output_shape_index), 0) for entry in entries}
     for donor in module.buffer_donor.entries:
         wanted = parameters[donor.parameter_number].SerializeToString(deterministic=True)
@@ -157,7 +161,7 @@ def _alias_donors(module: Message) -> None:
 
 
 def _drop_unused_tuples(module: Message) -> None:
-    """Take out the tuples that passing the rank on has left behind."""
+    """Remove tuples that are no longer used after `rank_as_input`."""
     for computation in module.computations:
         used = {i for each in computation.instructions for i in each.operand_ids}
         used.add(computation.root_id)
@@ -166,8 +170,8 @@ def _drop_unused_tuples(module: Message) -> None:
         computation.instructions.extend(kept)
 
 
-def _number(module: Message, name: str) -> dict[int, int]:
-    """Number computations and instructions from 1 in their order, and name them by number."""
+def _renumber(module: Message, name: str) -> dict[int, int]:
+    """Number computations and instructions from 1 in order; return new instruction ids by old."""
     computations = {each.id: new for new, each in enumerate(module.computations, 1)}
     instructions = [each for one in module.computations for each in one.instructions]
     numbers = {each.id: new for new, each in enumerate(instructions, 1)}
@@ -191,7 +195,7 @@ def _number(module: Message, name: str) -> dict[int, int]:
 
 
 def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name inputs and outputs for the NEFF: its loader finds tensors by name."""
+    """Name inputs and outputs for the NEFF, whose loader finds tensors by name."""
     entry = entry_of(module)
     inputs = tuple(f"input{index}" for index in range(len(entry.program_shape.parameters)))
     outputs = tuple(f"output{index}" for index in range(len(_results(module))))
@@ -206,15 +210,15 @@ def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _results(module: Message) -> Sequence[Message]:
-    """Shapes of the outputs; a single one is no tuple."""
+    """Return the shapes of the outputs; the result of a single output is not a tuple."""
     result = module.host_program_shape.result
     return result.tuple_shapes if result.element_type == TYPES["tuple"] else [result]
 
 
-def _refuse_unknown(module: Message) -> None:
-    found = sorted({f"field {number} of {where}" for where, number in unknown(module)})
+def _check_unknown_fields(module: Message) -> None:
+    found = sorted({f"field {number} of {where}" for where, number in unknown_fields_of(module)})
     if found:
         raise LoweringError(
-            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would skip in "
-            "silence; this jaxlib is newer than those graphtrain was tested with (0.10 and 0.11)"
+            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would silently "
+            "ignore; this jaxlib is newer than the tested ones, install version 0.10 or 0.11"
         )

@@ -1,17 +1,18 @@
-"""Roundings that change nothing, taken out of a module: neuronx-cc knows no reduce-precision.
+"""Remove reduce-precision instructions that change nothing: neuronx-cc does not support them.
 
-JAX rounds every value that it keeps for the backward pass to the bits of its own type, so that XLA
-keeps no more of it. Source: AWS Neuron documentation, known issues of JAX on Neuron, SDK 2.32.
+JAX rounds every value that it saves for the backward pass to its own type, so that XLA does not
+store it with more precision.
+Source: AWS Neuron documentation, known issues of JAX on Neuron, SDK 2.32.
 """
 
 from lowering.hlo.proto import TYPE_NAMES, Message
 
-# Bits of exponent and mantissa of what a device computes in.
+# Bits of exponent and mantissa of the types that devices compute in.
 _BITS = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10), "f8e5m2": (5, 2), "f8e4m3": (4, 3)}
 
 
-def drop_exact_roundings(module: Message) -> None:
-    """Let whoever uses a value rounded to its own type's bits use the value itself."""
+def remove_noop_reduce_precision(module: Message) -> None:
+    """Replace values that are rounded to their own type by the values themselves."""
     for computation in module.computations:
         source = {
             each.id: each.operand_ids[0] for each in computation.instructions if _is_exact(each)
@@ -20,10 +21,10 @@ def drop_exact_roundings(module: Message) -> None:
             continue
         kept = [each for each in computation.instructions if each.id not in source]
         for each in kept:
-            each.operand_ids[:] = [_origin(old, source) for old in each.operand_ids]
-            before = [_origin(old, source) for old in each.control_predecessor_ids]
+            each.operand_ids[:] = [_unrounded(old, source) for old in each.operand_ids]
+            before = [_unrounded(old, source) for old in each.control_predecessor_ids]
             each.control_predecessor_ids[:] = before
-        computation.root_id = _origin(computation.root_id, source)
+        computation.root_id = _unrounded(computation.root_id, source)
         del computation.instructions[:]
         computation.instructions.extend(kept)
 
@@ -35,7 +36,7 @@ def _is_exact(each: Message) -> bool:
     return bits is not None and bits[0] <= each.exponent_bits and bits[1] <= each.mantissa_bits
 
 
-def _origin(identifier: int, source: dict[int, int]) -> int:
+def _unrounded(identifier: int, source: dict[int, int]) -> int:
     while identifier in source:
         identifier = source[identifier]
     return identifier

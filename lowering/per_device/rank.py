@@ -1,30 +1,33 @@
-"""The rank of a device as an input of its program.
+"""Turn the rank of a device into an input of its program.
 
-One NEFF serves all ranks, so a program asks for its rank: XLA's partitioner does by partition-id.
-Here the rank becomes a scalar input, which the loader gives to each rank: no public text says that
-neuronx-cc takes partition-id, and vLLM's and NxD's programs for Neuron take their rank this way.
+One NEFF serves all ranks, so a program must read its rank at run time: XLA's partitioner writes
+partition-id for that. Here the rank becomes a scalar input, which the loader sets for each rank,
+since no public document states that neuronx-cc supports partition-id; the programs of vLLM and NxD
+for Neuron receive their rank in the same way.
 """
 
 from collections.abc import Iterable
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import TYPES, Message, message
+from lowering.hlo.proto import TYPES, Message, make_message
 
-_ASKS = ("partition-id", "replica-id")
+_RANK_OPCODES = ("partition-id", "replica-id")
 
 
-def rank_as_input(module: Message, *, always: bool = False) -> bool:
-    """Replace the instructions that ask for the rank by a last parameter; whether there is one.
+def rank_as_input(module: Message, *, force: bool = False) -> bool:
+    """Replace the instructions that read the rank by a last parameter; return whether it exists.
 
     Args:
-        always: even if none asks.
+        module: the module, changed in place.
+        always: add the parameter even if no instruction reads the rank.
 
     Raises:
-        LoweringError: the rank is asked for inside a conditional.
+        LoweringError: the rank is read inside a conditional, or another instruction with
+            computations of its own that is neither a loop nor a call.
     """
     rewriter = _Rewriter(module)
     entry = rewriter.computations[module.entry_computation_id]
-    if entry.id not in rewriter.asking and not always:
+    if entry.id not in rewriter.rank_readers and not force:
         return False
     rank = rewriter.add_parameter(entry)
     module.host_program_shape.parameters.append(_scalar())
@@ -33,19 +36,21 @@ def rank_as_input(module: Message, *, always: bool = False) -> bool:
 
 
 class _Rewriter:
-    """Passes the rank from the entry down to the computations that ask for it."""
+    """Passes the rank from the entry computation to the computations that read it."""
 
     def __init__(self, module: Message) -> None:
         self.computations = {each.id: each for each in module.computations}
         self._next = 1 + max(i.id for c in module.computations for i in c.instructions)
-        self.asking: set[int] = set()
+        self.rank_readers: set[int] = set()
         for computation in module.computations:  # callees come before their callers
             for each in computation.instructions:
-                if each.opcode in _ASKS or self.asking.intersection(each.called_computation_ids):
-                    self.asking.add(computation.id)
+                if each.opcode in _RANK_OPCODES or self.rank_readers.intersection(
+                    each.called_computation_ids
+                ):
+                    self.rank_readers.add(computation.id)
 
     def add_parameter(self, computation: Message) -> int:
-        """Give a computation the rank as its last parameter; return the instruction's id."""
+        """Add the rank as the last parameter of a computation; return the instruction's id."""
         count = len(computation.program_shape.parameters)
         computation.program_shape.parameters.append(_scalar())
         parameter = self._new("parameter", _scalar(), parameter_number=count)
@@ -53,15 +58,15 @@ class _Rewriter:
         return parameter.id
 
     def rewrite(self, computation: Message, rank: int) -> None:
-        """Make everything in a computation that asks for the rank use a value of it."""
-        asked = {each.id for each in computation.instructions if each.opcode in _ASKS}
+        """Replace all reads of the rank in a computation by the value with the id `rank`."""
+        asked = {each.id for each in computation.instructions if each.opcode in _RANK_OPCODES}
 
         def rewritten(each: Message) -> Iterable[Message]:
-            if each.opcode in _ASKS:
+            if each.opcode in _RANK_OPCODES:
                 return []
             operands = [rank if operand in asked else operand for operand in each.operand_ids]
             each.operand_ids[:] = operands
-            if not self.asking.intersection(each.called_computation_ids):
+            if not self.rank_readers.intersection(each.called_computation_ids):
                 return [each]
             if each.opcode == "while":
                 return self._loop(computation, each, rank)
@@ -71,8 +76,8 @@ class _Rewriter:
                 self.rewrite(callee, self.add_parameter(callee))
                 return [each]
             raise LoweringError(
-                f"a {each.opcode} asks for the rank of its device, which the program of a Neuron "
-                "core can do in its body and in loops; take axis_index outside"
+                f"a {each.opcode} reads the rank of its device, which this target supports only "
+                "at the top level and in loops; move axis_index out of it"
             )
 
         _set(computation, [new for each in computation.instructions for new in rewritten(each)])
@@ -107,8 +112,8 @@ class _Rewriter:
         body.program_shape.result.tuple_shapes.append(_scalar())
 
     def _extended(self, value: Message, rank: int) -> list[Message]:
-        """Instructions that make a tuple with the rank at its end; the tuple is the last."""
-        shape = message("ShapeProto")
+        """Return instructions that append the rank to a tuple; the last is the new tuple."""
+        shape = make_message("ShapeProto")
         shape.CopyFrom(value.shape)
         shape.tuple_shapes.append(_scalar())
         if value.opcode == "tuple":
@@ -119,7 +124,7 @@ class _Rewriter:
         return [*parts, self._new("tuple", shape, operand_ids=[*operands, rank])]
 
     def _narrowed(self, computation: Message, loop: Message, count: int) -> list[Message]:
-        """The state as it was, for whoever takes it whole."""
+        """Return instructions that restore a loop's original state for users of the full tuple."""
         users = [
             each
             for each in computation.instructions
@@ -128,7 +133,7 @@ class _Rewriter:
         if not users and computation.root_id != loop.id:
             return []
         parts = self._elements(loop)[:count]
-        shape = message("ShapeProto")
+        shape = make_message("ShapeProto")
         shape.CopyFrom(loop.shape)
         del shape.tuple_shapes[count:]
         whole = self._new("tuple", shape, operand_ids=[part.id for part in parts])
@@ -146,7 +151,7 @@ class _Rewriter:
 
     def _new(self, opcode: str, shape: Message, **fields: object) -> Message:
         self._next += 1
-        made = message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
+        made = make_message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
         made.shape.CopyFrom(shape)
         return made
 
@@ -157,6 +162,6 @@ def _set(computation: Message, instructions: list[Message]) -> None:
 
 
 def _scalar() -> Message:
-    shape = message("ShapeProto", element_type=TYPES["u32"])
+    shape = make_message("ShapeProto", element_type=TYPES["u32"])
     shape.layout.SetInParent()
     return shape

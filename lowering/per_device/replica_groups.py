@@ -1,15 +1,15 @@
-"""Who takes part in a collective, in the one form that neuronx-cc reads: lists of ranks.
+"""Replica groups of collectives in the only form that neuronx-cc reads: lists of ranks.
 
-XLA writes three newer forms that older readers skip without a word (jaxlib 0.10): a collective
-would then be one of all ranks, and train to a wrong loss.
+XLA (jaxlib 0.10) writes three newer forms, which older readers silently ignore: a collective would
+then include all ranks, and training would give a wrong loss.
 """
 
 import math
 
 import numpy as np
 
-from lowering.hlo.proto import Message, message
-from lowering.hlo.replica_groups import Groups, along_axes, of_iota
+from lowering.hlo.proto import Message, make_message
+from lowering.hlo.replica_groups import Groups, groups_along_axes, groups_from_iota
 
 _COLLECTIVES = {
     "all-gather",
@@ -26,17 +26,17 @@ _NEWER_FORMS = (
 )
 
 
-def write_explicitly(instruction: Message, ranks: int) -> None:
-    """Rewrite a collective so that it names its ranks, and counts them as replicas."""
+def write_explicit_groups(instruction: Message, ranks: int) -> None:
+    """Rewrite a collective so that it lists its ranks, as replica ids."""
     if instruction.opcode in _COLLECTIVES:
         groups = _groups(instruction, ranks)
         del instruction.replica_groups[:]
         for group in groups:
-            instruction.replica_groups.append(message("ReplicaGroup", replica_ids=group))
+            instruction.replica_groups.append(make_message("ReplicaGroup", replica_ids=group))
     for form in _NEWER_FORMS:
         instruction.ClearField(form)
-    # Without a channel, numbers are those of replicas. XLA's partitioner counts partitions, of
-    # which a module loaded once for each rank has one.
+    # Without a channel, ids are those of replicas. XLA's partitioner writes ids of partitions, but
+    # a module that is loaded once for each rank has only one partition.
     instruction.ClearField("channel_id")
     instruction.ClearField("use_global_device_ids")
 
@@ -56,7 +56,7 @@ def _groups(instruction: Message, ranks: int) -> Groups:
 
 def _of_iota(groups: Message) -> Groups:
     shape = groups.num_replica_groups, groups.num_devices_per_group
-    return of_iota(shape, groups.iota_reshape_dims, groups.iota_transpose_perm)
+    return groups_from_iota(shape, groups.iota_reshape_dims, groups.iota_transpose_perm)
 
 
 def _of_mesh(groups: Message) -> Groups:
@@ -73,4 +73,4 @@ def _of_mesh(groups: Message) -> Groups:
         name, part = str(axis.mesh_axis_index), axis.sub_axis_info
         whole = not axis.HasField("sub_axis_info")
         spans.append((name, 1, sizes[name]) if whole else (name, part.pre_size, part.size))
-    return along_axes(sizes, ids, spans)
+    return groups_along_axes(sizes, ids, spans)

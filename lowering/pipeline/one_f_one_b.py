@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowering.pipeline.ring import Ring, only_if, read_column, replace_column
+from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
-    from lowering.pipeline.schedules import Pipeline, Value
+    from lowering.pipeline.schedules import Pipeline, PipelineLoss
 
 
-def gradients_by_ticks(
+def one_f_one_b_gradients(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
-) -> tuple[Value, Tree, jax.Array]:
+) -> tuple[PipelineLoss, Tree, jax.Array]:
     """Return this device's terms of the value and the gradients, and the gradient of its queue.
 
     Args:
@@ -41,7 +41,7 @@ def gradients_by_ticks(
     tick = _tick(pipeline, ring, copies, parameters, pieces, microbatches)
     carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
     x, returned, queue, _, gradients = carry
-    _, queue = _take_turns(ring, jnp.int32(ticks), x, returned, queue)
+    _, queue = _exchange_with_queue(ring, jnp.int32(ticks), x, returned, queue)
     # The gradient of a microbatch is put into the queue 2 S - 1 ticks after the microbatch left it.
     of_queue = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
     return pipeline.total(scores, terms, copies), gradients, of_queue
@@ -61,20 +61,20 @@ def _tick(
         return pipeline.stage(rows, x, jnp.clip(number, 0, microbatches - 1), ring.index)
 
     def only_real(number: jax.Array, tree: Tree) -> Tree:
-        return only_if((number >= 0) & (number < microbatches), tree)
+        return zero_unless((number >= 0) & (number < microbatches), tree)
 
     def tick(carry: Any, tick: jax.Array) -> tuple[Any, Any]:
         x, returned, queue, kept, gradients = carry
-        x, queue = _take_turns(ring, tick, x, returned, queue)
+        x, queue = _exchange_with_queue(ring, tick, x, returned, queue)
         forward, scored = tick - ring.index, tick - (ring.size - 1)
         backward = tick - 2 * (ring.size - 1) + ring.index
 
         y, terms = work(parameters["stages"], x, forward)
-        kept = replace_column(kept, forward % len(kept), x)
-        piece = jax.tree.map(lambda each: read_column(each, scored % microbatches), pieces)
-        scores, of_last, gradient = _score(pipeline, ring, parameters["last"], y, piece)
+        kept = replace_slot(kept, forward % len(kept), x)
+        piece = jax.tree.map(lambda each: read_slot(each, scored % microbatches), pieces)
+        scores, of_last, gradient = _sharded_loss(pipeline, ring, parameters["last"], y, piece)
 
-        before = read_column(kept, backward % len(kept))
+        before = read_slot(kept, backward % len(kept))
         _, back = jax.vjp(lambda rows, x: work(rows, x, backward), parameters["stages"], before)
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / copies), terms)
         of_rows, gradient = back((jnp.where(ring.is_last, gradient, returned), weight))
@@ -82,12 +82,12 @@ def _tick(
         shares = {"stages": only_real(backward, of_rows), "last": only_real(scored, of_last)}
         gradients = jax.tree.map(jnp.add, gradients, shares)
         reports = only_real(scored, scores), only_real(forward, terms)
-        return (ring.onward(y), ring.back(gradient), queue, kept, gradients), reports
+        return (ring.send_forward(y), ring.send_back(gradient), queue, kept, gradients), reports
 
     return tick
 
 
-def _take_turns(
+def _exchange_with_queue(
     ring: Ring, tick: jax.Array, x: jax.Array, returned: jax.Array, queue: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Exchange with the queue: the first stage reads a microbatch, the last one writes a gradient.
@@ -95,12 +95,12 @@ def _take_turns(
     The gradient of a microbatch's input arrives at the last stage around the ring.
     """
     column = tick % len(queue)
-    new = read_column(queue, column)
-    moved = jnp.where(ring.is_last, returned, ring.back(new))
-    return jnp.where(ring.is_first, new, x), replace_column(queue, column, moved)
+    new = read_slot(queue, column)
+    moved = jnp.where(ring.is_last, returned, ring.send_back(new))
+    return jnp.where(ring.is_first, new, x), replace_slot(queue, column, moved)
 
 
-def _score(
+def _sharded_loss(
     pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, piece: Tree
 ) -> tuple[Any, Tree, jax.Array]:
     """Compute the loss on the last stage's output; each stage computes its part of the positions.

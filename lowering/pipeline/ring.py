@@ -31,11 +31,11 @@ class Ring:
     def is_last(self) -> jax.Array:
         return self.index == self.size - 1
 
-    def onward(self, x: jax.Array) -> jax.Array:
+    def send_forward(self, x: jax.Array) -> jax.Array:
         """Send x to the next device; return the x of the previous one."""
         return self._shift(x, 1)
 
-    def back(self, x: jax.Array) -> jax.Array:
+    def send_back(self, x: jax.Array) -> jax.Array:
         """Send x to the previous device; return the x of the next one."""
         return self._shift(x, -1)
 
@@ -58,16 +58,16 @@ class Ring:
         return lax.ppermute(x, self.axis, pairs)
 
 
-def read_column(queue: jax.Array, column: jax.Array) -> jax.Array:
+def read_slot(queue: jax.Array, column: jax.Array) -> jax.Array:
     """Return one array of a queue, which is a stack of arrays along dimension 0."""
     return lax.dynamic_index_in_dim(queue, column, 0, keepdims=False)
 
 
-def replace_column(queue: jax.Array, column: jax.Array, x: jax.Array) -> jax.Array:
+def replace_slot(queue: jax.Array, column: jax.Array, x: jax.Array) -> jax.Array:
     """Return the queue with one of its arrays replaced by x."""
     return lax.dynamic_update_index_in_dim(queue, x, column, 0)
 
 
-def only_if(real: jax.Array, tree: Tree) -> Tree:
+def zero_unless(real: jax.Array, tree: Tree) -> Tree:
     """Return the tree if `real`, else zeros of the same shapes."""
     return jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), tree)

@@ -37,19 +37,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lowering.pipeline.one_f_one_b import gradients_by_ticks
-from lowering.pipeline.ring import Ring, only_if, read_column, replace_column
-from lowering.tracing.constrain import by_hand, placement, split_of
+from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
+from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
+from lowering.tracing.constrain import manual_axes, mesh_axes_of, placement
 from lowering.trees import Tree
 
 Scalars = Any  # a pytree of scalars
 
 
-class Value(NamedTuple):
+class PipelineLoss(NamedTuple):
     """Objective and metrics, summed over all microbatches."""
 
     objective: jax.Array  # loss to minimise, including the auxiliary terms of the stages
-    reported: Scalars
+    metrics: Scalars
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Pipeline:
     stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Scalars]]
     # (parameters, x, microbatch), or some positions of the last two -> (objective, metrics)
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Scalars]]
-    rounds: int = 1  # chunks of layers for each stage (virtual stages)
-    recompute: bool = True  # activation checkpointing of each stage; always on with 1f1b
-    joint: bool = False  # a stage computes across sequences, so the data axis stays automatic
+    virtual_stages: int = 1  # chunks of layers for each stage (virtual stages)
+    remat: bool = True  # activation checkpointing of each stage; always on with 1f1b
+    mixes_sequences: bool = (
+        False  # a stage computes across sequences, so the data axis stays automatic
+    )
 
-    def value(self, parameters: Tree, microbatches: Tree) -> Value:
+    def value(self, parameters: Tree, microbatches: Tree) -> PipelineLoss:
         """Compute the forward pass; differentiation runs all of backward after all of forward.
 
         With several rounds this is the circular schedule, with one round GPipe.
@@ -80,17 +82,21 @@ class Pipeline:
         ring, copies = self._axes()
         manual = (ring.axis, *copies)
 
-        def device(parameters: Tree, queue: jax.Array, block: Tree) -> Value:
-            with by_hand(manual):
-                return _one_each(_forward(self, ring, _size(copies), parameters, queue, block))
+        def device(parameters: Tree, queue: jax.Array, block: Tree) -> PipelineLoss:
+            with manual_axes(manual):
+                return _scalars_as_arrays(
+                    _forward(self, ring, _size(copies), parameters, queue, block)
+                )
 
         blocks = PartitionSpec(ring.axis, copies)
-        specs = self._resting(ring), blocks, blocks
+        specs = self._parameter_specs(ring), blocks, blocks
         each = _map(device, manual, specs, PartitionSpec(manual))
         queue = self._embed(ring, parameters["first"], microbatches)
-        return jax.tree.map(jnp.sum, each(_in_loop(parameters), queue, microbatches))
+        return jax.tree.map(jnp.sum, each(_loop_parameters(parameters), queue, microbatches))
 
-    def value_and_gradients(self, parameters: Tree, microbatches: Tree) -> tuple[Value, Tree]:
+    def value_and_gradients(
+        self, parameters: Tree, microbatches: Tree
+    ) -> tuple[PipelineLoss, Tree]:
         """Compute value and gradients with the 1F1B schedule.
 
         At every tick each of the S stages runs one microbatch forward and another one backward. It
@@ -105,14 +111,14 @@ class Pipeline:
 
         def device(parameters: Tree, queue: jax.Array, pieces: Tree) -> Any:
             pieces = jax.tree.map(lambda piece: piece[..., 0], pieces)
-            with by_hand(manual):
-                value, gradients, queue = gradients_by_ticks(
+            with manual_axes(manual):
+                value, gradients, queue = one_f_one_b_gradients(
                     self, ring, _size(copies), parameters, queue, pieces
                 )
             totals = {part: lax.psum(gradients[part], axes) for part, axes in summed.items()}
-            return _one_each(value), totals, queue
+            return _scalars_as_arrays(value), totals, queue
 
-        resting, blocks = self._resting(ring), PartitionSpec(ring.axis, copies)
+        resting, blocks = self._parameter_specs(ring), PartitionSpec(ring.axis, copies)
         specs = resting, blocks, PartitionSpec(None, copies, None, ring.axis)
         both = _map(device, manual, specs, (PartitionSpec(manual), resting, blocks))
         queue, embed_back = jax.vjp(
@@ -120,7 +126,7 @@ class Pipeline:
         )
         # Piece s contains positions s, s + S, ..., which keeps a split over tensor or context.
         pieces = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
-        values, gradients, of_queue = both(_in_loop(parameters), queue, pieces)
+        values, gradients, of_queue = both(_loop_parameters(parameters), queue, pieces)
         (gradients["first"],) = embed_back(of_queue)
         return jax.tree.map(jnp.sum, values), gradients
 
@@ -130,26 +136,30 @@ class Pipeline:
         each = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
         return each(weights, microbatches, numbers)
 
-    def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> Value:
+    def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> PipelineLoss:
         """Sum the losses of the microbatches and the stages' auxiliary terms of all ticks."""
         objective, reported = jax.tree.map(lambda each: each.sum(0), scores)
-        return Value(objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported)
+        return PipelineLoss(
+            objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported
+        )
 
     def _axes(self) -> tuple[Ring, tuple[str, ...]]:
         """Return the mesh axis of the stages, and the batch axes that replicate weights."""
         found = placement()
         assert found is not None, "a pipeline outside placed"
-        (stage,) = split_of("stages")
+        (stage,) = mesh_axes_of("stages")
         resting = {name for names in found.rules.parameters.values() for name in names}
-        copies = tuple(name for name in split_of("batch") if name not in resting)
-        return Ring(stage, found.shape.axes[stage]), () if self.joint else copies
+        copies = tuple(name for name in mesh_axes_of("batch") if name not in resting)
+        return Ring(stage, found.shape.axes[stage]), () if self.mixes_sequences else copies
 
-    def _resting(self, ring: Ring) -> Tree:
-        rows = PartitionSpec(ring.axis) if self.rounds == 1 else PartitionSpec(None, ring.axis)
+    def _parameter_specs(self, ring: Ring) -> Tree:
+        rows = (
+            PartitionSpec(ring.axis) if self.virtual_stages == 1 else PartitionSpec(None, ring.axis)
+        )
         return {"stages": rows, "last": PartitionSpec()}
 
 
-def _in_loop(parameters: Tree) -> Tree:
+def _loop_parameters(parameters: Tree) -> Tree:
     return {part: parameters[part] for part in ("stages", "last")}
 
 
@@ -172,28 +182,28 @@ def _size(axes: tuple[str, ...]) -> int:
     return math.prod(found.shape.axes[name] for name in axes)
 
 
-def _one_each(value: Value) -> Value:
+def _scalars_as_arrays(value: PipelineLoss) -> PipelineLoss:
     """Return each device's scalars as arrays of size 1, to be summed outside the shard_map."""
     return jax.tree.map(lambda scalar: scalar[None], value)
 
 
 def _forward(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, block: Tree
-) -> Value:
+) -> PipelineLoss:
     """Run one device's forward pass: its chunks of all microbatches, and the loss of its block."""
     microbatches = len(queue) * ring.size
     work = _chunk_work(pipeline, ring)
 
     def tick(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, Scalars]:
-        x, queue = _take_turns(pipeline, ring, tick, *carry)
+        x, queue = _exchange_with_queue(pipeline, ring, tick, *carry)
         slot = tick - ring.index
-        real = (slot >= 0) & (slot < microbatches * pipeline.rounds)
+        real = (slot >= 0) & (slot < microbatches * pipeline.virtual_stages)
         y, terms = work(parameters["stages"], x, jnp.maximum(slot, 0))
-        return (ring.onward(y), queue), only_if(real, terms)
+        return (ring.send_forward(y), queue), zero_unless(real, terms)
 
-    ticks = microbatches * pipeline.rounds + ring.size - 1
+    ticks = microbatches * pipeline.virtual_stages + ring.size - 1
     carry, terms = lax.scan(tick, (jnp.zeros_like(queue[0]), queue), jnp.arange(ticks))
-    _, queue = _take_turns(pipeline, ring, jnp.int32(ticks), *carry)
+    _, queue = _exchange_with_queue(pipeline, ring, jnp.int32(ticks), *carry)
 
     def score(item: tuple[jax.Array, Tree]) -> tuple[jax.Array, Scalars]:
         return pipeline.last(parameters["last"], *item)
@@ -207,28 +217,28 @@ def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
     """Return a stage's work in a slot: one microbatch in one round, in tick order."""
 
     def work(rows: Tree, x: jax.Array, slot: jax.Array) -> tuple[jax.Array, Scalars]:
-        group, within = jnp.divmod(slot, ring.size * pipeline.rounds)
+        group, within = jnp.divmod(slot, ring.size * pipeline.virtual_stages)
         turn, position = jnp.divmod(within, ring.size)
-        if pipeline.rounds > 1:
-            rows = jax.tree.map(lambda array: read_column(array, turn), rows)
+        if pipeline.virtual_stages > 1:
+            rows = jax.tree.map(lambda array: read_slot(array, turn), rows)
         number, chunk = group * ring.size + position, turn * ring.size + ring.index
         return pipeline.stage(rows, x, number, chunk)
 
-    return jax.checkpoint(work, prevent_cse=False) if pipeline.recompute else work
+    return jax.checkpoint(work, prevent_cse=False) if pipeline.remat else work
 
 
-def _take_turns(
+def _exchange_with_queue(
     pipeline: Pipeline, ring: Ring, tick: jax.Array, x: jax.Array, queue: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Exchange a finished microbatch at the first stage for a new one from the queue."""
-    group, within = jnp.divmod(tick, ring.size * pipeline.rounds)
+    group, within = jnp.divmod(tick, ring.size * pipeline.virtual_stages)
     column = (group * ring.size + within % ring.size) % len(queue)
 
     def exchange(x: jax.Array, queue: jax.Array) -> tuple[jax.Array, jax.Array]:
-        new = read_column(queue, column)
-        moved = ring.back(jnp.where(ring.is_first, x, new))
-        return jnp.where(ring.is_first, new, x), replace_column(queue, column, moved)
+        new = read_slot(queue, column)
+        moved = ring.send_back(jnp.where(ring.is_first, x, new))
+        return jnp.where(ring.is_first, new, x), replace_slot(queue, column, moved)
 
-    if pipeline.rounds == 1:
+    if pipeline.virtual_stages == 1:
         return exchange(x, queue)
     return lax.cond(within < ring.size, exchange, lambda x, queue: (x, queue), x, queue)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lowering.tracing.context import scoped
+from lowering.tracing.context import set_context_variable
 from lowering.tracing.source_lines import current_line
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout, layout
+from sharding_rules.plan import ArrayLayout, make_layout
 from sharding_rules.rules import Rules
 
 
@@ -34,7 +34,9 @@ class Placement:
     mesh: Mesh
     rules: Rules
     manual: tuple[str, ...] = ()  # mesh axes that are manual (shard_map) in the code being traced
-    by_hand: Rules | None = None  # the rules including the manual mesh axes; None outside shard_map
+    unrestricted_rules: Rules | None = (
+        None  # the rules including the manual mesh axes; None outside shard_map
+    )
     annotations: dict[Annotation, None] = field(default_factory=dict)  # ordered set
 
     @property
@@ -55,15 +57,15 @@ _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
-def placed(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
+def use_placement(mesh: Mesh, rules: Rules) -> Iterator[Placement]:
     """Apply these rules on this mesh in constrain() calls traced inside the block."""
     fresh = Placement(mesh, rules)
-    with scoped(_placement, fresh):
+    with set_context_variable(_placement, fresh):
         yield fresh
 
 
 @contextmanager
-def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterator[None]:
+def manual_axes(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterator[None]:
     """Remove manual mesh axes from the rules; for code inside a shard_map over these axes.
 
     Args:
@@ -75,11 +77,11 @@ def by_hand(mesh_axes: Iterable[str], inside: Placement | None = None) -> Iterat
     manual = (*placement.manual, *mesh_axes)
     inner = replace(
         placement,
-        rules=placement.rules.without(mesh_axes),
+        rules=placement.rules.without_mesh_axes(mesh_axes),
         manual=manual,
-        by_hand=placement.by_hand or placement.rules,
+        unrestricted_rules=placement.unrestricted_rules or placement.rules,
     )
-    with scoped(_placement, inner):
+    with set_context_variable(_placement, inner):
         yield
 
 
@@ -88,13 +90,13 @@ def placement() -> Placement | None:
     return _placement.get()
 
 
-def by_hand_now() -> bool:
+def in_shard_map() -> bool:
     """Return whether the code being traced is inside a shard_map."""
     found = _placement.get()
     return found is not None and bool(found.manual)
 
 
-def split_of(axis: str) -> tuple[str, ...]:
+def mesh_axes_of(axis: str) -> tuple[str, ...]:
     """Return the mesh axes of more than one device that split an array axis of activations."""
     found = _placement.get()
     if found is None:
@@ -103,8 +105,8 @@ def split_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
 
 
-def draw(
-    whole: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
+def draw_shard(
+    draw_unsharded: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
 ) -> jax.Array:
     """Draw this device's shard of an array of random numbers, independent of the mesh.
 
@@ -114,23 +116,23 @@ def draw(
         axes: Array axes of its dimensions.
     """
     found = _placement.get()
-    if found is None or found.by_hand is None:
-        return whole(shape)
-    table = found.by_hand.activations
+    if found is None or found.unrestricted_rules is None:
+        return draw_unsharded(shape)
+    table = found.unrestricted_rules.activations
     split = [[name for name in table.get(axis, ()) if name in found.manual] for axis in axes]
     sizes = [found.shape.size(tuple(names)) for names in split]
     starts = [
         jax.lax.axis_index(tuple(names)) * size if names else 0
         for names, size in zip(split, shape, strict=True)
     ]
-    drawn = whole(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
+    drawn = draw_unsharded(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
     return jax.lax.dynamic_slice(drawn, starts, shape)
 
 
-def size_of(axis: str) -> int:
+def shards_of(axis: str) -> int:
     """Return the number of shards into which the rules split an array axis of activations."""
     found = _placement.get()
-    return 1 if found is None else found.shape.size(split_of(axis))
+    return 1 if found is None else found.shape.size(mesh_axes_of(axis))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -149,7 +151,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return _constrain(f"activation {axes}", x, spec, _placement.get())
 
 
-def reshard(x: jax.Array, there: Axes, back: Axes) -> jax.Array:
+def reshard(x: jax.Array, axes: Axes, gradient_axes: Axes) -> jax.Array:
     """Constrain `x` by the axes `there`, and its gradient by the axes `back`.
 
     The gradient of constrain() has the sharding of x. Where x is gathered, this would all-reduce
@@ -162,19 +164,19 @@ def reshard(x: jax.Array, there: Axes, back: Axes) -> jax.Array:
 
     @jax.custom_vjp
     def place(x: jax.Array) -> jax.Array:
-        return _place(x, there, found)
+        return _constrain_activation(x, axes, found)
 
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
         return place(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        return (_place(gradient, back, found),)
+        return (_constrain_activation(gradient, gradient_axes, found),)
 
     place.defvjp(forward, backward)
     return place(x)
 
 
-def _place(x: jax.Array, axes: Axes, found: Placement) -> jax.Array:
+def _constrain_activation(x: jax.Array, axes: Axes, found: Placement) -> jax.Array:
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
     return _constrain(f"activation {axes}", x, spec, found)
 
@@ -196,20 +198,20 @@ def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
 def _constrain(path: str, x: jax.Array, spec: ArraySpec, found: Placement | None) -> jax.Array:
     if found is None:
         return x
-    placed_as = layout(path, spec, found.rules, found.shape)
+    placed_as = make_layout(path, spec, found.rules, found.shape)
     if spec.role == "activation":
         said = Annotation(spec.axes, spec.shape, placed_as.split, current_line())
         found.annotations.setdefault(said)
     return jax.lax.with_sharding_constraint(x, sharding(placed_as, found.current_mesh))
 
 
-def sharding(array: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
+def sharding(array: ArrayLayout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the NamedSharding of a Layout."""
     split = PartitionSpec(*(names or None for names in array.split))
     return NamedSharding(mesh, split, memory_kind=MEMORY_KINDS[array.spec.memory])
 
 
-def fetch(tree: Tree, specs: Tree) -> Tree:
+def to_device_memory(tree: Tree, specs: Tree) -> Tree:
     """Copy arrays that are stored in host memory to device memory; return the complete tree."""
     found = _placement.get()
     arrays = flatten(tree)
@@ -223,5 +225,5 @@ def fetch(tree: Tree, specs: Tree) -> Tree:
 def _fetch(path: str, x: jax.Array, spec: ArraySpec, found: Placement) -> jax.Array:
     if spec.memory == "device":
         return x
-    here = layout(path, replace(spec, memory="device"), found.rules, found.shape)
+    here = make_layout(path, replace(spec, memory="device"), found.rules, found.shape)
     return jax.device_put(x, sharding(here, found.current_mesh))

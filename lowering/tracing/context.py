@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 @contextmanager
-def scoped(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
+def set_context_variable(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
     """Set a context variable inside the block; restore its previous value afterwards."""
     token = variable.set(value)
     try:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from lowering.tracing.current_target import traced_target
 
 # XLA's name of the pass that removes barriers (jaxlib 0.10, 0.11).
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+KEEP_OPTIMIZATION_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 Arrays = TypeVar("Arrays")
 
@@ -30,12 +30,12 @@ def on_cpu() -> bool:
     return target is not None and target.platform == "cpu"
 
 
-def computed_once(arrays: Arrays) -> Arrays:
+def materialize(arrays: Arrays) -> Arrays:
     """Make XLA:CPU compute arrays once and store them; return them unchanged on other platforms."""
     return jax.lax.optimization_barrier(arrays) if on_cpu() else arrays
 
 
-def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def cast_round_to_even(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Cast `x`, and its gradient, with round-to-nearest-even."""
     dtype = jnp.dtype(dtype)
     if on_cpu() and {x.dtype, dtype} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:

@@ -5,14 +5,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from lowering.machine.target import Target
-from lowering.tracing.context import scoped
+from lowering.tracing.context import set_context_variable
 
 _target: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
-def tracing_for(target: Target) -> AbstractContextManager[Any]:
+def trace_for_target(target: Target) -> AbstractContextManager[Any]:
     """Return a context in which traced_target() is this target."""
-    return scoped(_target, target)
+    return set_context_variable(_target, target)
 
 
 def traced_target() -> Target | None:

@@ -20,7 +20,7 @@ from lowering.trees import Tree
     data_fields=["weights", "sums", "slot"],
     meta_fields=["mesh_axis", "dimension"],
 )
-class Pending:
+class DeferredGradient:
     """Weights that are replicated along a manual mesh axis, inside a shard_map over it.
 
     The reduced gradient is the cotangent of `slot`, not of `weights`; a slot may be a shard.
@@ -34,22 +34,22 @@ class Pending:
         mesh_axis: str,
         dimension: int | None,  # scattered dimension, negative (-1: last); None: all-reduce
     ):
-        self.weights, self.sums, self.slot = weights, sums, slot
+        self.weights, self.accumulated, self.gradient = weights, sums, slot
         self.mesh_axis, self.dimension = mesh_axis, dimension
 
 
-def complete(tree: Tree) -> Tree:
+def attach_reductions(tree: Tree) -> Tree:
     """Replace each Pending of a tree by its weights; their gradients are reduced in backward."""
     return jax.tree.map(
-        lambda leaf: _complete(leaf) if isinstance(leaf, Pending) else leaf,
+        lambda leaf: _complete(leaf) if isinstance(leaf, DeferredGradient) else leaf,
         tree,
-        is_leaf=lambda leaf: isinstance(leaf, Pending),
+        is_leaf=lambda leaf: isinstance(leaf, DeferredGradient),
     )
 
 
-def _complete(pending: Pending) -> jax.Array:
+def _complete(pending: DeferredGradient) -> jax.Array:
     return _weights(
-        pending.mesh_axis, pending.dimension, pending.weights, pending.sums, pending.slot
+        pending.mesh_axis, pending.dimension, pending.weights, pending.accumulated, pending.gradient
     )
 
 
@@ -57,13 +57,13 @@ def _complete(pending: Pending) -> jax.Array:
 def _weights(
     mesh_axis: str, dimension: int | None, weights: jax.Array, sums: jax.Array, slot: jax.Array
 ) -> jax.Array:
-    return vary(weights, mesh_axis)
+    return as_varying(weights, mesh_axis)
 
 
 def _forward(
     mesh_axis: str, dimension: int | None, weights: jax.Array, sums: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return vary(weights, mesh_axis), (weights, sums)
+    return as_varying(weights, mesh_axis), (weights, sums)
 
 
 def _backward(
@@ -85,7 +85,7 @@ def _backward(
 _weights.defvjp(_forward, _backward)
 
 
-def vary(x: jax.Array, mesh_axis: str) -> jax.Array:
+def as_varying(x: jax.Array, mesh_axis: str) -> jax.Array:
     """Return x typed as varying along a manual mesh axis; the values are unchanged."""
     if mesh_axis in jax.typeof(x).mat.varying:
         return x

@@ -18,23 +18,23 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from lowering.tracing.context import scoped
+from lowering.tracing.context import set_context_variable
 from lowering.tracing.region_marks import ENTRY, EXIT, SETTINGS
 
 _wanted: ContextVar[frozenset[str]] = ContextVar("regions", default=frozenset())
 
 
-def marked(*names: str) -> AbstractContextManager[Any]:
+def enable_regions(*names: str) -> AbstractContextManager[Any]:
     """Enable the marks of these regions in code traced inside the block."""
-    return scoped(_wanted, frozenset(names))
+    return set_context_variable(_wanted, frozenset(names))
 
 
-def is_marked(name: str) -> bool:
+def is_region_enabled(name: str) -> bool:
     """Return whether marks of this region are enabled for the target being traced for."""
     return name in _wanted.get()
 
 
-def region(
+def mark_region(
     name: str,
     function: Callable[..., Sequence[jax.Array]],
     *arrays: jax.Array,

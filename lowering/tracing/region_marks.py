@@ -1,4 +1,4 @@
-"""Attributes of the HLO instructions that begin and end a region; see operator_regions."""
+"""Attributes of the instructions that delimit a region; see lowering.tracing.operator_regions."""
 
 from collections.abc import Mapping
 
@@ -7,5 +7,5 @@ SETTINGS = "graphtrain_settings"  # JSON, at the exit
 
 
 def marks(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Those of an instruction's attributes that make it a mark."""
+    """Return those of an instruction's attributes that mark a region's entry or exit."""
     return {name: attributes[name] for name in (ENTRY, EXIT, SETTINGS) if name in attributes}

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_OURS = ("graphtrain/", "lowering/", "sharding_rules/")
+_PACKAGES = ("graphtrain/", "lowering/", "sharding_rules/")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
 # Code with many callers: the calling line is reported instead.
-_ROUNDABOUT = (
+_SHARED_HELPERS = (
     "lowering/",
     "graphtrain/models/lora/layers.py",
     "graphtrain/models/matmul.py",
@@ -19,7 +19,7 @@ _ROUNDABOUT = (
 )
 
 
-def line_of(stack: Iterable[tuple[str, int]]) -> str:
+def model_line(stack: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of model code in a stack, for example "examples/net.py:18".
 
     Args:
@@ -29,7 +29,7 @@ def line_of(stack: Iterable[tuple[str, int]]) -> str:
         An empty string if all frames are in libraries.
     """
     own = [(path, line) for file, line in stack if (path := _own(file))]
-    telling = [(path, line) for path, line in own if not path.startswith(_ROUNDABOUT)]
+    telling = [(path, line) for path, line in own if not path.startswith(_SHARED_HELPERS)]
     return next((f"{path}:{line}" for path, line in telling or own), "")
 
 
@@ -42,7 +42,7 @@ def current_line() -> str:
             yield frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
 
-    return line_of(stack())
+    return model_line(stack())
 
 
 @functools.cache
@@ -53,6 +53,6 @@ def _own(file: str) -> str | None:
     """
     path = Path(file)
     relative = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else file
-    if relative.startswith(_OURS):
+    if relative.startswith(_PACKAGES):
         return relative
     return None if any(part in file for part in _LIBRARIES) or file[:1] == "<" else relative

@@ -60,7 +60,7 @@ def _random_bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Arra
     return first ^ second
 
 
-UNROLLED = define_prng_impl(
+UNROLLED_THREEFRY = define_prng_impl(
     key_shape=threefry_prng_impl.key_shape,
     seed=threefry_prng_impl.seed,
     split=threefry_prng_impl.split,

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from lowering.tracing.constrain import placement
 from lowering.tracing.current_target import traced_target
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import layout
+from sharding_rules.plan import make_layout
 
 
-def as_stored(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+def keep_row_major(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Constrain a parameter to row-major layout on GPU if a dimension other than 0 is gathered.
 
     Elsewhere, and inside a shard_map (data parallelism or a pipeline with manual axes), return x
@@ -32,7 +32,7 @@ def as_stored(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     found, target = placement(), traced_target()
     if found is None or found.manual or target is None or not target.is_gpu:
         return x
-    split = layout("parameter", ArraySpec(x.shape, axes), found.rules, found.shape).split
+    split = make_layout("parameter", ArraySpec(x.shape, axes), found.rules, found.shape).split
     used = {name for axis in axes if axis for name in found.rules.activations.get(axis, ())}
     if not any(set(names) - used for names in split[1:]):
         return x  # gathered along dimension 0 or not gathered

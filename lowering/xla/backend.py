@@ -22,19 +22,19 @@ from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
 from lowering.machine import aot_devices, distributed, host
 from lowering.machine.target import Target
-from lowering.tracing.constrain import MEMORY_KINDS, placed, sharding
-from lowering.tracing.cpu_hints import KEEP_BARRIERS
-from lowering.tracing.current_target import tracing_for
+from lowering.tracing.constrain import MEMORY_KINDS, sharding, use_placement
+from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS
+from lowering.tracing.current_target import trace_for_target
 from lowering.trees import Tree, flatten, unflatten
-from lowering.xla.compiler_log import overhear
+from lowering.xla.compiler_log import capture_compiler_log
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
 
-_COMPILED_WHERE_THEY_ARE = ("cpu", "rocm")
+_REQUIRES_DEVICES = ("cpu", "rocm")
 _THREADS_PER_DEVICE = 8  # more than the number of concurrent collectives without dependencies
 
-_ON_CARDS = {
+_GPU_OPTIONS = {
     # Triton GEMMs are autotuned on the GPU, which is not attached; cuBLAS selects kernels itself.
     "xla_gpu_enable_triton_gemm": False,
     # Merge equal all-gathers up to this many instructions apart (default: 0). In the backward pass
@@ -47,7 +47,7 @@ _ON_CARDS = {
 Device = Any  # jax.Device; type checkers reject it as a type
 
 
-def described_devices(target: Target) -> list[Device]:
+def compile_devices(target: Target) -> list[Device]:
     """Return the devices to compile for: real ones on cpu and rocm, else ahead-of-time devices.
 
     Compiling for cuda and tpu needs no accelerator.
@@ -55,11 +55,11 @@ def described_devices(target: Target) -> list[Device]:
     Raises:
         LoweringError: the target's compiler is not installed, or does not support the topology.
     """
-    if target.platform in _COMPILED_WHERE_THEY_ARE:
+    if target.platform in _REQUIRES_DEVICES:
         if target.platform == "cpu" and target.processes != distributed.count():
-            distributed.stand_in(target)
+            distributed.fake_peer_processes(target)
         return devices(target)
-    _settle("cpu", 1)
+    _configure_platform("cpu", 1)
     return list(aot_devices.devices(target))
 
 
@@ -72,11 +72,13 @@ def devices(target: Target) -> list[Device]:
         LoweringError: JAX finds no device of the platform, or fewer than the target has, or devices
             of hosts whose processes have not joined this one.
     """
-    _settle(target.platform, target.devices // (target.processes or 1))
+    _configure_platform(target.platform, target.devices // (target.processes or 1))
     try:
         found = jax.devices(target.platform)  # pyright: ignore[reportArgumentType]
     except RuntimeError as error:
-        raise LoweringError(_not_here(target, str(error).partition("\n")[0])) from None
+        raise LoweringError(
+            _missing_device_message(target, str(error).partition("\n")[0])
+        ) from None
     if len(found) < target.devices:
         raise LoweringError(
             f"{target} needs {target.devices} devices; JAX has {len(found)} in this process"
@@ -91,7 +93,7 @@ def devices(target: Target) -> list[Device]:
     return found[: target.devices]
 
 
-def _not_here(target: Target, said: str) -> str:
+def _missing_device_message(target: Target, said: str) -> str:
     where = {
         "cuda": "a machine with its driver and pip install 'jax[cuda13]'",
         "rocm": "a machine with ROCm 7 and pip install 'jax[rocm7-local]', which is needed even to "
@@ -104,7 +106,7 @@ def _not_here(target: Target, said: str) -> str:
     )
 
 
-def _settle(platform: str, cpu_devices: int) -> None:
+def _configure_platform(platform: str, cpu_devices: int) -> None:
     """Configure JAX's platforms and number of CPU devices, before its backend is initialized.
 
     A virtual CPU device blocks one thread for each collective in progress. If XLA:CPU has no thread
@@ -153,7 +155,7 @@ def lower(
         rules: sharding rules for its arrays.
         mesh_shape: mesh axes and sizes; their product is the target's number of devices.
         target: the machine to compile for.
-        placed_on: devices to use instead of described_devices(target).
+        placed_on: devices to use instead of compile_devices(target).
         traced_for: the target that traced code sees, if it is not `target`.
 
     Raises:
@@ -161,7 +163,7 @@ def lower(
         LoweringError: the graph uses host memory, which the target's devices do not support.
     """
     plan = plan_graph(graph, rules, mesh_shape)
-    placed_on = placed_on or described_devices(target)
+    placed_on = placed_on or compile_devices(target)
     _check_memories(graph, placed_on[0], target)
     mesh = make_mesh(mesh_shape, placed_on)
 
@@ -182,9 +184,9 @@ def lower(
         out_shardings=outputs,
         donate_argnums=tuple(names.index(name) for name in graph.donated),
     )
-    with placed(mesh, rules) as placement, tracing_for(traced_for or target):
+    with use_placement(mesh, rules) as placement, trace_for_target(traced_for or target):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
-    text, chosen = handle.as_text(), options(target, runs_once=graph.runs_once)
+    text, chosen = handle.as_text(), compiler_options(target, runs_once=graph.runs_once)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
     return Lowered(graph.name, text, plan, target, facts, chosen, handle)
 
@@ -199,11 +201,12 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
     if not wanted <= kinds:
         raise LoweringError(
             f"{target}: arrays in host memory cannot be compiled for a GPU that is not attached to "
-            "this machine (JAX lists no host memory for it); set program.optimizer.offload = false"
+            "this machine (JAX lists no host memory for it); set "
+            "program.optimizer.offload_to_host = false"
         )
 
 
-def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
+def compiler_options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
     """Return the compiler options that differ from XLA's defaults.
 
     Args:
@@ -211,12 +214,12 @@ def options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
         runs_once: prefer a short compilation to fast code.
     """
     if target.platform == "cuda":
-        return dict(_ON_CARDS)
+        return dict(_GPU_OPTIONS)
     if target.platform != "cpu":
         return {}
     # LLVM dominates compile time on CPU. init of a 2-layer Llama: 0.9 s instead of 2.3 s.
     quickly = {"xla_backend_optimization_level": 1} if runs_once else {}
-    return KEEP_BARRIERS | quickly
+    return KEEP_OPTIMIZATION_BARRIERS | quickly
 
 
 def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
@@ -244,20 +247,22 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 def compile(lowered: Lowered) -> Artifact:
     """Compile and serialize a program; its record contains what load() checks."""
     began = time.perf_counter()
-    with overhear() as replicated:
+    with capture_compiler_log() as replicated:
         compiled = _compile(lowered)
     seconds = time.perf_counter() - began
     payload, _, _ = serialize_executable.serialize(compiled)
     if lowered.target.platform == "cpu":
-        from lowering.xla.cpu_collective_order import keep_order  # importing protobuf takes 0.03 s
+        from lowering.xla.cpu_collective_order import (
+            serialize_collective_order,  # importing protobuf takes 0.03 s
+        )
 
-        payload = keep_order(payload)
+        payload = serialize_collective_order(payload)
     memory = compiled.memory_analysis()
     record = lowered.facts | {
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
         "stablehlo_bytes": len(lowered.text),
-        "fingerprint": fingerprint(described_devices(lowered.target)),
+        "fingerprint": fingerprint(compile_devices(lowered.target)),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -391,7 +396,7 @@ def forbid_tracing() -> AbstractContextManager[Any]:
     return config.no_tracing(True)
 
 
-def put(tree: Tree, described: Tree) -> Tree:
+def to_devices(tree: Tree, described: Tree) -> Tree:
     """Copy host arrays to the devices, with the shardings of an executable's inputs().
 
     With several processes, each copies the shards of its own devices.
@@ -408,7 +413,7 @@ def put(tree: Tree, described: Tree) -> Tree:
     return jax.tree.map(placed, tree, described)
 
 
-def fill(
+def from_shards(
     described: Tree, read: Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
 ) -> Tree:
     """Create arrays on the devices; read each device's shard separately.
@@ -428,7 +433,7 @@ def fill(
     return unflatten({path: make(path, like) for path, like in flatten(described).items()})
 
 
-def storable(tree: Tree) -> Tree:
+def checkpoint_arrays(tree: Tree) -> Tree:
     """Return the tree as arrays that a checkpoint can write: JAX arrays, unchanged."""
     return tree
 

@@ -18,7 +18,7 @@ _REPLICATED = re.compile(
 
 
 @contextmanager
-def overhear() -> Iterator[list[dict[str, str]]]:
+def capture_compiler_log() -> Iterator[list[dict[str, str]]]:
     """Capture the compiler log; on exit, fill the list with arrays replicated for resharding.
 
     The compiler writes to file descriptor 2 directly. The captured log is written to the original
@@ -37,10 +37,10 @@ def overhear() -> Iterator[list[dict[str, str]]]:
             log.seek(0)
             text = log.read()
             os.write(2, text)
-            found += replicated(text.decode(errors="replace"))
+            found += replicated_arrays(text.decode(errors="replace"))
 
 
-def replicated(log: str) -> list[dict[str, str]]:
+def replicated_arrays(log: str) -> list[dict[str, str]]:
     """Return shape, scope and both shardings of each array replicated by the partitioner, once."""
     told = [match.groupdict() for match in _REPLICATED.finditer(log)]
     return [one for index, one in enumerate(told) if one not in told[:index]]

@@ -52,7 +52,7 @@ def _messages() -> dict[str, Any]:
     return classes("graphtrain.cpu_program", _FIELDS, "proto3")
 
 
-def keep_order(payload: bytes) -> bytes:
+def serialize_collective_order(payload: bytes) -> bytes:
     """Return a CPU executable serialized by JAX, with the order of its collectives fixed.
 
     JAX pickles the executable, next to its shardings, as the bytes that follow the string "exec".
@@ -66,14 +66,14 @@ def keep_order(payload: bytes) -> bytes:
         if isinstance(argument, str):
             text = argument
         elif isinstance(argument, bytes) and text == "exec":
-            ordered = order_executable(argument)
+            ordered = serialize_executable_order(argument)
             part = pickle.BINBYTES8 + len(ordered).to_bytes(8, "little") + ordered
             text = ""
         parts.append(part)
     return b"".join(parts)
 
 
-def order_executable(stored: bytes) -> bytes:
+def serialize_executable_order(stored: bytes) -> bytes:
     """Fix the order of collectives in an executable in IFRT's format.
 
     The format is the length of a header as a varint, the header, and XLA's program.
@@ -98,10 +98,10 @@ def _order(sequence: Any) -> bool:
     communicating = [
         (index, array)
         for index, thunk in enumerate(sequence.thunks)
-        if (array := _written(thunk)) is not None
+        if (array := _collective_output(thunk)) is not None
     ]
     between = {
-        later: _link(first, second)
+        later: _order_copy(first, second)
         for (earlier, first), (later, second) in pairwise(communicating)
         if _inner(sequence.thunks[earlier]) or _inner(sequence.thunks[later])
     }
@@ -129,15 +129,15 @@ def _inner(thunk: Any) -> list[Any]:
     return list(thunk.conditional.branches) if thunk.HasField("conditional") else []
 
 
-def _written(thunk: Any) -> Any:
+def _collective_output(thunk: Any) -> Any:
     """Return an array written by a collective in this thunk, nested ones included; None if none."""
     if thunk.HasField("collective"):
         return thunk.collective.arrays.destinations[0]
-    inner = (_written(each) for sequence in _inner(thunk) for each in sequence.thunks)
+    inner = (_collective_output(each) for sequence in _inner(thunk) for each in sequence.thunks)
     return next((array for array in inner if array is not None), None)
 
 
-def _link(first: Any, second: Any) -> Any:
+def _order_copy(first: Any, second: Any) -> Any:
     """Return a zero-byte copy: XLA runs it after the first array's writer, before the second's."""
     link = _messages()["Thunk"](kind="copy")
     for array, place in ((first, link.copy.source), (second, link.copy.destination)):

@@ -26,7 +26,7 @@ from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout, Plan
+from sharding_rules.plan import ArrayLayout, Plan
 
 # There is no public API to read HLO or its shardings, or to merge modules (jax 0.11).
 from jax._src.interpreters.mlir import merge_mlir_modules  # isort: skip
@@ -39,7 +39,7 @@ jaxlib: Any = _jax
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedHlo:
     """An HLO module and the candidate meshes for its sharding annotations."""
 
     name: str
@@ -47,11 +47,11 @@ class Imported:
     meshes: tuple[MeshShape, ...]  # meshes that may describe its shardings, likeliest first
 
 
-class _OtherMesh(Exception):
+class _ShardingMismatch(Exception):
     """The sharding of an array does not follow the axes of a mesh."""
 
 
-def lower(imported: Imported, target: Target) -> Lowered:
+def lower(imported: ImportedHlo, target: Target) -> Lowered:
     """Lower an imported module for a target, with the module's own shardings.
 
     This changes JAX's configuration of the process: GSPMD instead of Shardy, 64-bit types enabled.
@@ -68,18 +68,18 @@ def lower(imported: Imported, target: Target) -> Lowered:
         )
     backend = lowering.backend(target)
     if backend is xla:
-        return _whole(imported, target)
-    return backend.take(_whole(imported, Target("cpu", (devices,))), target)
+        return _lower_xla(imported, target)
+    return backend.from_global_program(_lower_xla(imported, Target("cpu", (devices,))), target)
 
 
-def _whole(imported: Imported, target: Target) -> Lowered:
+def _lower_xla(imported: ImportedHlo, target: Target) -> Lowered:
     """Lower the module for XLA, as one program for all devices."""
-    placed_on = xla.described_devices(target)
+    placed_on = xla.compile_devices(target)
     # GSPMD and Shardy annotations cannot be mixed in one program.
     jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_traceback_in_locations_limit", 0)  # they would point to this file
-    plan, outputs = _plan(imported), _named("output", imported.module.outputs)
+    plan, outputs = _plan(imported), _numbered("output", imported.module.outputs)
     mesh, layouts = xla.make_mesh(plan.mesh, placed_on), plan.layouts.values()
     described = [
         jax.ShapeDtypeStruct(
@@ -94,26 +94,26 @@ def _whole(imported: Imported, target: Target) -> Lowered:
     )
     handle = jitted.lower(*described)
     facts = _facts(imported, plan, outputs)
-    options = xla.options(target)
+    options = xla.compiler_options(target)
     return Lowered(imported.name, handle.as_text(), plan, target, facts, options, handle)
 
 
-def _plan(imported: Imported) -> Plan:
+def _plan(imported: ImportedHlo) -> Plan:
     """Return the layout of every input, on the first mesh that can express all of them."""
     problem: Exception | None = None
     for mesh in imported.meshes:
         try:
             layouts = [_layout(each, mesh) for each in imported.module.inputs]
-            return Plan(mesh, _named("input", layouts))
-        except _OtherMesh as error:
+            return Plan(mesh, _numbered("input", layouts))
+        except _ShardingMismatch as error:
             problem = error
     raise LoweringError(f"{imported.name}: {problem}; shard all arrays along axes of one mesh")
 
 
-def _layout(array: Input, mesh: MeshShape) -> Layout:
+def _layout(array: Input, mesh: MeshShape) -> ArrayLayout:
     rank = len(array.spec.shape)
     if not array.sharding:
-        return Layout(array.spec, ((),) * rank)
+        return ArrayLayout(array.spec, ((),) * rank)
     proto = xla_client.OpSharding()
     proto.ParseFromString(array.sharding)
     devices = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
@@ -121,15 +121,15 @@ def _layout(array: Input, mesh: MeshShape) -> Layout:
         found = parse_flatten_op_sharding(proto, devices)[0]
     except (ValueError, KeyError, NotImplementedError, AssertionError, StopIteration):
         split = xla_client.HloSharding.from_proto(proto)
-        raise _OtherMesh(
+        raise _ShardingMismatch(
             f"an input of shape {array.spec.shape} has sharding {split}, which does not follow the "
             f"axes of the mesh {mesh}"
         ) from None
     names = [(part,) if isinstance(part, str) else tuple(part or ()) for part in found]
-    return Layout(array.spec, (*names, *((),) * (rank - len(names))))
+    return ArrayLayout(array.spec, (*names, *((),) * (rank - len(names))))
 
 
-def _named(what: str, values: Sequence[Any]) -> dict[str, Any]:
+def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
     """Return values by name and zero-padded index, so that sorting the names keeps the order."""
     width = len(str(len(values) - 1))
     return {f"{what}{index:0{width}}": value for index, value in enumerate(values)}
@@ -161,7 +161,7 @@ def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., 
     return step
 
 
-def _facts(imported: Imported, plan: Plan, outputs: Mapping[str, ArraySpec]) -> dict[str, Any]:
+def _facts(imported: ImportedHlo, plan: Plan, outputs: Mapping[str, ArraySpec]) -> dict[str, Any]:
     def about(spec: ArraySpec) -> dict[str, Any]:
         return {"shape": list(spec.shape), "dtype": spec.dtype, "memory": spec.memory}
 

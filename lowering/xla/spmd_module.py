@@ -15,16 +15,16 @@ from lowering.hlo.proto import read_dump, write_module
 
 # The pass after which a module is the program of one device; the second is for one-device meshes.
 _PASSES = ("spmd-partitioning", "sharding-remover")
-_CODE_IS_THROWN_AWAY: dict[str, Any] = {
+_FAST_COMPILE_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
 if jax.__version_info__ < (0, 11):  # halves the time; 0.11 has only the MLIR fusion emitters
-    _CODE_IS_THROWN_AWAY["xla_cpu_use_fusion_emitters"] = False
+    _FAST_COMPILE_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)
-class Partitioned:
+class DeviceProgram:
     """Program of one device, and the memory that it needs besides its inputs and outputs."""
 
     hlo: bytes  # a serialized HloModuleProto
@@ -32,7 +32,7 @@ class Partitioned:
     outputs: tuple[Any, ...]  # sharding of each output
 
 
-def partition(lowered: Any) -> Partitioned:
+def partition_spmd(lowered: Any) -> DeviceProgram:
     """Return the program of one device; between processes only the module's id differs.
 
     The partitioner has no API (jaxlib 0.11), so the computation is compiled for CPU, with little
@@ -47,7 +47,7 @@ def partition(lowered: Any) -> Partitioned:
     """
     with tempfile.TemporaryDirectory(prefix="graphtrain-partitioned-") as directory:
         compiled = lowered.compile(
-            compiler_options=_CODE_IS_THROWN_AWAY
+            compiler_options=_FAST_COMPILE_OPTIONS
             | {
                 "xla_dump_to": directory,
                 "xla_dump_hlo_pass_re": "|".join(_PASSES),
@@ -58,7 +58,7 @@ def partition(lowered: Any) -> Partitioned:
             for found in sorted(Path(directory).glob(f"*.after_{name}.*.hlo.pb")):
                 hlo = write_module(read_dump(found.read_bytes()))
                 temporaries = compiled.memory_analysis().temp_size_in_bytes
-                return Partitioned(
+                return DeviceProgram(
                     hlo, temporaries, tuple(jax.tree.leaves(compiled.output_shardings))
                 )
     raise LoweringError(

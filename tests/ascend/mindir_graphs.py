@@ -6,17 +6,17 @@ from typing import Any
 import jax
 
 from lowering.ascend.schema import FLOAT, INT64, NONE, TENSORS
-from lowering.ascend.translate import Translated, translate
-from lowering.per_device.normalise import normalise
-from lowering.xla.spmd_module import partition
+from lowering.ascend.translate import MindirGraph, translate
+from lowering.per_device.normalise import normalize_module
+from lowering.xla.spmd_module import partition_spmd
 
 
 def translated(
     function: Callable, *arguments, native: bool = False, in_place: dict[int, int] | None = None
-) -> Translated:
+) -> MindirGraph:
     """The graph of a function of JAX, for one rank."""
     lowered = jax.jit(function, keep_unused=True).lower(*arguments)
-    normalised = normalise(partition(lowered).hlo, name="test", ranks=1)
+    normalised = normalize_module(partition_spmd(lowered).hlo, name="test", ranks=1)
     return translate(normalised, name="test", ranks=1, native=native, in_place=in_place or {})
 
 

@@ -17,11 +17,11 @@ from graphtrain.models.attention.operator_region import fused_attention
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import isolate_documents
 from lowering.ascend import mindir
-from lowering.tracing.operator_regions import marked
+from lowering.tracing.operator_regions import enable_regions
 
 LENGTH = 40  # as long as nothing else
 MODEL = dataclasses.replace(LLAMA, head_dim=16, dtype="bfloat16")
-BATCH = Batch(sequences=8, length=LENGTH)
+BATCH = Batch(global_batch_size=8, seq_len=LENGTH)
 ALL = 2147483647
 
 
@@ -45,7 +45,9 @@ def sides(model) -> Counter:
 
 
 def test_a_step_has_one_operator_for_each_pass_and_keeps_no_scores():
-    model = dataclasses.replace(MODEL, layers=4, window=5, full_every=2, remat="full")
+    model = dataclasses.replace(
+        MODEL, layers=4, sliding_window=5, global_attention_every=2, remat="full"
+    )
     artifact = compiled(program(**CUBE | {"model": model, "batch": BATCH}), "train", "ascend910b:8")
     graph = mindir.read(artifact.payload)
     found = fused(graph)
@@ -70,7 +72,7 @@ def test_documents_are_apart_by_a_mask_that_all_layers_share():
         target="cpu:1",
         mesh=Mesh(),
         model=dataclasses.replace(MODEL, remat="attention"),
-        batch=dataclasses.replace(BATCH, documents="apart"),
+        batch=dataclasses.replace(BATCH, cross_document_attention=False),
     )
     graph = mindir.read(compiled(of, "train", "ascend910b:1").payload)
     found = fused(graph)
@@ -108,7 +110,7 @@ def both_passes(function, window, documents):
         return result, *back(jnp.sin(result))
 
     def in_regions(*inputs):
-        with marked("attention"):
+        with enable_regions("attention"):
             return passes(*inputs)
 
     return in_regions
@@ -143,7 +145,7 @@ def test_on_a_cpu_a_region_is_the_arithmetic_that_it_is(both):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "reason"),
-    [("float32", 16, "attention in f32"), ("bfloat16", 8, "4 heads of 8")],
+    [("float32", 16, "attention in f32"), ("bfloat16", 8, "4 heads of size 8;")],
 )
 def test_what_the_operators_do_not_take_stays_as_it_is(dtype, head_dim, reason):
     function = both_passes(fused_attention, False, False)

@@ -13,23 +13,23 @@ import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Mixture
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
 from graphtrain.graphs.build import build_graph
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
-from lowering.ascend.personal import groups_of, personal
+from lowering.ascend.personal import fill_in_rank, rank_groups
 from lowering.ascend.schema import TENSOR_TYPES
 from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from lowering.per_device.normalise import normalise
+from lowering.per_device.normalise import normalize_module
 from lowering.trees import flatten
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 BFLOAT16 = dataclasses.replace(LLAMA, dtype="bfloat16")
-ROOMY = Mixture(experts=4, per_token=2, capacity=1.0)
-MIXTURE = dataclasses.replace(LLAMA, mixture=ROOMY)
+ROOMY = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.0)
+MIXTURE = dataclasses.replace(LLAMA, moe=ROOMY)
 RATE = np.float32(1e-3)
 
 
@@ -58,10 +58,12 @@ def operators(model):
 
 def test_collectives_are_those_of_hccl_with_the_groups_of_the_rank(cube):
     about = cube.record["ascend"]
-    model = mindir.read(personal(cube.payload, about["groups"], about["exchanges"], 5, "Ascend"))
+    model = mindir.read(
+        fill_in_rank(cube.payload, about["groups"], about["exchanges"], 5, "Ascend")
+    )
     count = Counter(one.op_type for one in operators(model))
     assert count["AllReduce"] and count["AllGather"]
-    groups = dict(groups_of(about["groups"], 5, "Ascend"))
+    groups = dict(rank_groups(about["groups"], 5, "Ascend"))
     named = {
         setting.s.decode()
         for one in model.primitives
@@ -91,18 +93,20 @@ def test_every_kind_of_collective_is_hccls_own():
 
     whole = jax.sharding.PartitionSpec()
     function = jax.shard_map(every, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    normalised = normalise(
-        partition(jax.jit(function).lower(np.ones((8, 3), np.float32))).hlo, name="test", ranks=8
+    normalised = normalize_module(
+        partition_spmd(jax.jit(function).lower(np.ones((8, 3), np.float32))).hlo,
+        name="test",
+        ranks=8,
     )
     graph = translate(normalised, name="test", ranks=8, native=True, in_place={})
-    model = mindir.read(personal(graph.mindir, graph.groups, graph.exchanges, 5, "Ascend"))
+    model = mindir.read(fill_in_rank(graph.mindir, graph.groups, graph.exchanges, 5, "Ascend"))
     found = {}
     for one in operators(model):
         if any(setting.name == "group" for setting in one.attribute):
             of = {each.name: each for each in one.attribute}
             kind = of["op"].s.decode() if one.op_type == "AllReduce" else one.op_type
             found[kind] = of
-    groups = dict(groups_of(graph.groups, 5, "Ascend"))
+    groups = dict(rank_groups(graph.groups, 5, "Ascend"))
     ranks = {kind: groups.get(of["group"].s.decode(), "all") for kind, of in found.items()}
     tensor = [4, 5, 6, 7]
     assert ranks == {
@@ -166,7 +170,7 @@ def test_exchanges_name_both_neighbours_and_leave_no_rank_out():
     of = program(
         target="cpu:8",
         mesh=Mesh(data=2, stage=4),
-        batch=Batch(sequences=8, length=16, microbatches=4),
+        batch=Batch(global_batch_size=8, seq_len=16, microbatches=4),
         model=dataclasses.replace(LLAMA, layers=4),
     )
     artifact = compiled(of, "train", "ascend910b:8")
@@ -175,7 +179,7 @@ def test_exchanges_name_both_neighbours_and_leave_no_rank_out():
     for sources in about["exchanges"]:
         assert sorted(sources) == list(range(8))
     model = mindir.read(
-        personal(artifact.payload, about["groups"], about["exchanges"], 3, "Ascend")
+        fill_in_rank(artifact.payload, about["groups"], about["exchanges"], 3, "Ascend")
     )
     exchange = next(one for one in operators(model) if one.op_type == "NeighborExchange")
     settings = {one.name: one for one in exchange.attribute}
@@ -195,7 +199,7 @@ def test_three_steps_equal_those_of_xla(mindspore, tmp_path, settings):
     artifact = compiled(of, "train", "ascend-cpu:1")
     about, record = artifact.record["ascend"], artifact.record
     path = tmp_path / "train.mindir"
-    path.write_bytes(personal(artifact.payload, about["groups"], about["exchanges"], 0, "CPU"))
+    path.write_bytes(fill_in_rank(artifact.payload, about["groups"], about["exchanges"], 0, "CPU"))
     paths = [
         path
         for name in record["arguments"]

@@ -35,16 +35,16 @@ def children(pid: int | None = None) -> dict[str, psutil.Process]:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_all(mindspore):
-    ranks = Ranks(launch.agree(2, ""), "CPU")
+    ranks = Ranks(launch.agree_on_cluster(2, ""), "CPU")
     started = children()
     assert set(started) == {"0", "1", "MS_SCHED"}
     for one in started.values():
         one.terminate()  # as a scheduler does to whatever belongs to a job
-    ranks.tell("put", lambda rank: [[(7, np.array(rank), "int64")]])
-    assert [int(one) for one in ranks.tell("get", lambda rank: [7])] == [0, 1]
+    ranks.call("put", lambda rank: [[(7, np.array(rank), "int64")]])
+    assert [int(one) for one in ranks.call("get", lambda rank: [7])] == [0, 1]
     started["1"].kill()
     with pytest.raises(LoweringError, match=r"^rank 1 has ended \(SIGKILL: "):
-        ranks.tell("forget", lambda rank: [[]])
+        ranks.call("forget", lambda rank: [[]])
     assert not psutil.wait_procs(started.values(), timeout=10)[1]
     ranks.close()
 
@@ -67,11 +67,11 @@ def test_a_host_that_is_killed_leaves_no_rank(mindspore, begun):
 
 def test_a_host_that_cannot_take_part_says_so(monkeypatch):
     with pytest.raises(LoweringError, match="no MindSpore here"):
-        launch.agree(4, "no MindSpore here")
+        launch.agree_on_cluster(4, "no MindSpore here")
     other = '{"problem": "no MindSpore there", "address": "10.0.0.2", "port": 1}'
     monkeypatch.setattr(launch.processes, "exchange", lambda word: [word, other])
     with pytest.raises(LoweringError, match="process 1: no MindSpore there"):
-        launch.agree(4, "")
+        launch.agree_on_cluster(4, "")
 
 
 def test_ranks_meet_where_the_others_see_the_first_host(monkeypatch):
@@ -79,4 +79,4 @@ def test_ranks_meet_where_the_others_see_the_first_host(monkeypatch):
             '{"problem": "", "address": "10.0.0.1", "port": 2}']  # fmt: skip
     monkeypatch.setattr(launch.processes, "exchange", lambda word: said)
     monkeypatch.setattr(launch.processes, "rank", lambda: 1)
-    assert launch.agree(16, "") == launch.Cluster(16, range(8, 16), "10.0.0.1", 1)
+    assert launch.agree_on_cluster(16, "") == launch.Cluster(16, range(8, 16), "10.0.0.1", 1)

@@ -5,11 +5,11 @@ import pytest
 
 from graphtrain.checkpoints.mindspore_strategy import write_ckpt
 from graphtrain.config.schema import Batch, Mesh, Model, Program
-from lowering.ascend.strategy import strategy
+from lowering.ascend.strategy import strategy_file
 from lowering.errors import LoweringError
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import Layout, make_plan
+from sharding_rules.plan import ArrayLayout, make_plan
 from sharding_rules.rules import Rules
 
 ARRAYS = {
@@ -22,7 +22,7 @@ HERE = Rules({"embed": ("fsdp",), "mlp": ("tensor",), "heads": ("tensor",)}, {})
 THERE = Rules({"embed": ("data", "tensor"), "layers": ("fsdp",)}, {})
 
 
-def shards(layouts: dict[str, Layout], mesh: MeshShape, values) -> list[dict]:
+def shards(layouts: dict[str, ArrayLayout], mesh: MeshShape, values) -> list[dict]:
     """What each rank holds."""
     found = []
     for rank in range(mesh.devices):
@@ -31,7 +31,7 @@ def shards(layouts: dict[str, Layout], mesh: MeshShape, values) -> list[dict]:
     return found
 
 
-def _part(array, layout: Layout, mesh: MeshShape, at) -> np.ndarray:
+def _part(array, layout: ArrayLayout, mesh: MeshShape, at) -> np.ndarray:
     for dimension, names in enumerate(layout.split):
         index = 0
         for name in names:
@@ -57,7 +57,7 @@ def test_mindspore_takes_checkpoints_of_one_plan_to_another(mindspore, tmp_path,
     for name, (rules, axes) in (("source", source), ("target", target)):
         mesh = MeshShape(axes)
         layouts = dict(make_plan(ARRAYS, rules, mesh).layouts)
-        (tmp_path / f"{name}.ckpt").write_bytes(strategy(layouts, mesh))
+        (tmp_path / f"{name}.ckpt").write_bytes(strategy_file(layouts, mesh))
         sides.append(shards(layouts, mesh, values))
     for rank, held in enumerate(sides[0]):
         (tmp_path / f"source/rank_{rank}").mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_the_strategy_of_a_program_has_its_parameters(mindspore, tmp_path):
     """By MindSpore's own reader: mesh, and for each dimension the mesh axis from the last."""
     program = Program(
         model=Model(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=264),
-        batch=Batch(sequences=8, length=32),
+        batch=Batch(global_batch_size=8, seq_len=32),
         mesh=Mesh(fsdp=2, tensor=2),
         target="ascend910b:4",
     )
@@ -99,5 +99,5 @@ def test_the_strategy_of_a_program_has_its_parameters(mindspore, tmp_path):
 def test_a_name_that_would_be_read_as_a_stage_is_refused():
     mesh = MeshShape({"fsdp": 2})
     layouts = dict(make_plan({"layer-0": ARRAYS["up"]}, HERE, mesh).layouts)
-    with pytest.raises(LoweringError, match="layer-0: MindSpore takes what is before - for"):
-        strategy(layouts, mesh)
+    with pytest.raises(LoweringError, match="layer-0: MindSpore would read the part before '-' as"):
+        strategy_file(layouts, mesh)

@@ -32,7 +32,9 @@ def fill(root: Path, count: int) -> None:
     for number in range(count):
         key = CacheKey.of(graph="train", text=str(number), toolchain=request["toolchain"])
         cache.put(key, Artifact(b"payload", {"graph": "train", "arrays": ["a" * 50] * 100}))
-        cache.link(CacheKey.from_json(request | {"graph": f"train {number}"}), key, graph="train")
+        cache.record_request(
+            CacheKey.from_json(request | {"graph": f"train {number}"}), key, graph="train"
+        )
 
 
 def main() -> None:

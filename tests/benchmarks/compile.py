@@ -35,7 +35,7 @@ def measure(layers: int) -> None:
     from lowering.xla import backend as xla
 
     model = Model(layers=layers, embed=128, heads=4, mlp=352, vocab=1024)
-    batch = Batch(sequences=8, length=128)
+    batch = Batch(global_batch_size=8, seq_len=128)
     began = time.perf_counter()
     lowered = lower(Program(target="cpu:1", mesh=Mesh(), model=model, batch=batch), "train")
     traced = time.perf_counter() - began

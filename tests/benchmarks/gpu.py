@@ -47,7 +47,7 @@ def program(model: str, target: str) -> Any:
     return Program(
         target=target,
         model=Model(**MODELS[model], vocab=VOCAB),
-        batch=Batch(sequences=SEQUENCES[model], length=LENGTH),
+        batch=Batch(global_batch_size=SEQUENCES[model], seq_len=LENGTH),
     )
 
 

@@ -46,7 +46,7 @@ def measured(seconds: float, consumed: float, data: Any, **options: Any) -> dict
     from graphtrain.data.batches.loader import Loader
 
     began = time.perf_counter()
-    loader = Loader(data, seed=0, overlong="cut", **options)
+    loader = Loader(data, seed=0, overlong="truncate", **options)
     next(loader)
     opened = time.perf_counter() - began
     size, batches, targets = options["sequences"] * options["length"], 0, 0.0
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from graphtrain.config.schema import Part
+    from graphtrain.config.schema import BlendPart
 
     shape = {"sequences": arguments.sequences, "length": arguments.length}
     results: dict[str, Any] = {"goal": GOAL, "consumed": arguments.consumed, **shape}
@@ -92,7 +92,7 @@ def main() -> None:
         place = Path(scratch)
         write_data(place, arguments.megabytes)
         names = ("text", "lines", "chats")
-        blend = [Part(dataset=str(place / name / "train"), weight=1.0) for name in names]
+        blend = [BlendPart(dataset=str(place / name / "train"), weight=1.0) for name in names]
         cases: dict[str, tuple[Any, dict[str, Any]]] = {
             "plain": (place / "text/train", {}),
             "short documents": (place / "lines/train", {}),

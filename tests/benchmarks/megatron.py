@@ -48,13 +48,13 @@ class Row(NamedTuple):
             mlp=4 * self.embed,
             vocab=VOCAB,
             positions="learned",
-            max_length=LENGTH,
+            max_position_embeddings=LENGTH,
             norm="layer",
             activation="gelu",
             bias="all",
-            tied_head=True,
+            tie_word_embeddings=True,
         )
-        batch = Batch(sequences=self.sequences, length=LENGTH)
+        batch = Batch(global_batch_size=self.sequences, seq_len=LENGTH)
         target = f"a100:{self.devices}"
         return Program(target=target, model=model, batch=batch, mesh=Mesh(data="rest"))
 

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from graphtrain.config.schema import Batch, Loss, Mesh, Model, Pipeline, Program
+from graphtrain.config.schema import Batch, Loss, Mesh, Model, PipelineSettings, Program
 
 SMALL = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4, "mlp": 2816, "vocab": 32000}
 SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000}
@@ -33,11 +33,12 @@ SEQUENCE = ("data", "fsdp", "tensor", "sequence")
 LONG = (8, 2048, 1)  # sequences, length, microbatches
 STAGES = {"data": 2, "stage": 4}
 PIPELINE = ("data", "pipeline")
-ONE_FORWARD = Pipeline(schedule="1f1b")
-CIRCULAR = Pipeline(schedule="circular", rounds=2)
+ONE_FORWARD = PipelineSettings(schedule="1f1b")
+CIRCULAR = PipelineSettings(schedule="circular", virtual_stages=2)
 GPT = {
     "layers": 24, "embed": 2048, "heads": 16, "mlp": 8192, "vocab": 51200, "positions": "learned",
-    "max_length": 2048, "norm": "layer", "activation": "gelu", "bias": "all", "tied_head": True,
+    "max_position_embeddings": 2048,
+    "norm": "layer", "activation": "gelu", "bias": "all", "tie_word_embeddings": True,
 }  # fmt: skip
 THIRTEEN = {"layers": 40, "embed": 5120, "heads": 40, "mlp": 13824, "vocab": 32000}
 # name, target, mesh, rules, model, batch, and a pipeline's schedule
@@ -87,14 +88,14 @@ _GOAL = 1.15  # of the minimum
 _SHOWN = 8  # largest buffers
 
 
-def program(target, mesh, rules, model, batch, pipeline=Pipeline()) -> Program:  # noqa: B008
+def program(target, mesh, rules, model, batch, pipeline=PipelineSettings()) -> Program:  # noqa: B008
     sequences, length, microbatches = batch
     return Program(
         target=target,
         mesh=Mesh(**mesh),
         rules=rules,
         model=Model(**model),
-        batch=Batch(sequences=sequences, length=length, microbatches=microbatches),
+        batch=Batch(global_batch_size=sequences, seq_len=length, microbatches=microbatches),
         pipeline=pipeline,
     )
 
@@ -124,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", type=Path)
-    parser.add_argument("--attention", choices=["auto", "scores"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "dense"], default="auto")
     parser.add_argument(
         "--chunk", default="auto", help="program.loss.chunk: auto, whole or a number"
     )

@@ -44,7 +44,7 @@ ROWS = {
 
 def program(name: str, devices: int) -> Any:
     """The settings of a row at a size."""
-    from graphtrain.config.schema import Batch, Mesh, Model, Pipeline, Program
+    from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Program
 
     model, mesh, rules, chip = ROWS[name]
     staged = "stage" in mesh
@@ -53,8 +53,8 @@ def program(name: str, devices: int) -> Any:
         mesh=Mesh(**mesh),
         rules=rules,
         model=Model(**model),
-        batch=Batch(sequences=devices, length=LENGTH, microbatches=32 if staged else 1),
-        pipeline=Pipeline(schedule="1f1b") if staged else Pipeline(),
+        batch=Batch(global_batch_size=devices, seq_len=LENGTH, microbatches=32 if staged else 1),
+        pipeline=PipelineSettings(schedule="1f1b") if staged else PipelineSettings(),
     )
 
 

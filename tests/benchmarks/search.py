@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    batch = Batch(sequences=1024, length=4096)
+    batch = Batch(global_batch_size=1024, seq_len=4096)
     program = Program(target="h100:1024", model=LLAMA_70B, batch=batch, mesh=Mesh(data="rest"))
     rounds = [search(program) for _ in range(arguments.rounds)]
     seconds = summary([found.seconds for found in rounds])

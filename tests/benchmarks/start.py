@@ -49,8 +49,8 @@ fsdp = {devices}
 [program.model]
 {model}
 [program.batch]
-sequences = {SEQUENCES}
-length = {LENGTH}
+global_batch_size = {SEQUENCES}
+seq_len = {LENGTH}
 [run]
 directory = "run"
 steps = 1
@@ -189,7 +189,7 @@ def stages() -> None:
     marks = Marks()
     from lowering.machine import host
 
-    host.keep_pages()
+    host.retain_freed_memory()
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
 
@@ -210,7 +210,7 @@ def stages() -> None:
     backend.devices(target)
     marks.mark("devices")
     keys, cache = request_keys(settings.program), Cache(Path("cache"))
-    found = {name: cache.find(keys[name]) for name in ("init", "train")}
+    found = {name: cache.get_by_request(keys[name]) for name in ("init", "train")}
     marks.mark("find and check executables")
     loaded = {name: backend.load(artifact, target) for name, artifact in found.items()}
     marks.mark("load executables")
@@ -222,7 +222,7 @@ def stages() -> None:
     marks.mark("import grain, first batch")
     state = jax.block_until_ready(loaded["init"](np.uint32(0))["state"])
     marks.mark("init")
-    placed = backend.put(batch, loaded["train"].inputs("batch"))
+    placed = backend.to_devices(batch, loaded["train"].inputs("batch"))
     loss = float(loaded["train"](state, placed, np.float32(3e-4))["metrics"]["loss"])
     marks.mark("the step")
     loader.close()

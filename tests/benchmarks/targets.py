@@ -22,7 +22,7 @@ ROWS = {
     "7B on v5p:4x4x4": (LLAMA_7B, "v5p:4x4x4", ()),
     "7B on v5e:16x16": (LLAMA_7B, "v5e:16x16", ("program.mesh={data=4, fsdp=64}",)),
     "7B on h100:64": (LLAMA_7B, "h100:64", ()),
-    "7B on b200:8": (LLAMA_7B, "b200:8", ("program.batch.sequences=16",)),
+    "7B on b200:8": (LLAMA_7B, "b200:8", ("program.batch.global_batch_size=16",)),
     "3M on v5e:16x16": (QUICKSTART, "v5e:16x16", ("program.mesh={data=16, fsdp=16}",)),
     "3M on h100:8": (QUICKSTART, "h100:8", ()),
     "3M on v4:2x2x2": (QUICKSTART, "v4:2x2x2", ()),
@@ -63,7 +63,7 @@ def _divisible(target: str, overrides: tuple[str, ...]) -> list[str]:
     from lowering.machine.target import Target
 
     devices = Target.parse(target).devices
-    return [f"program.batch.sequences={max(16, devices)}", *overrides]
+    return [f"program.batch.global_batch_size={max(16, devices)}", *overrides]
 
 
 def measured(name: str) -> dict[str, Any]:

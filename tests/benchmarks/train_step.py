@@ -84,7 +84,7 @@ def graphtrain_step(dtype: str, overrides: list[str]) -> Step:
     def take(tokens: Any, targets: Any) -> float:
         nonlocal state
         batch = {"tokens": tokens[None], "targets": targets[None], "weights": weights}
-        outputs = step(state, backend.put(batch, described), np.float32(RATE))
+        outputs = step(state, backend.to_devices(batch, described), np.float32(RATE))
         state = outputs["state"]
         return float(outputs["metrics"]["loss"])
 
@@ -102,8 +102,8 @@ dtype = "{dtype}"
 remat = "none"
 unroll = {MODEL["layers"]}
 [program.batch]
-sequences = {SEQUENCES}
-length = {LENGTH}
+global_batch_size = {SEQUENCES}
+seq_len = {LENGTH}
 [run]
 directory = "none"
 steps = 1
@@ -139,19 +139,19 @@ def torch_step(dtype: str, compiled: bool) -> Step:
 def serve(name: str, overrides: list[str]) -> None:
     """Take a turn for every line that comes in; answer with seconds of each step, and the loss."""
     from lowering.machine import host
-    from lowering.machine.memory_pages import merge_pages
+    from lowering.machine.memory_pages import use_huge_pages
 
     framework, dtype = name.split()
     kept = framework in ("graphtrain", "torch.compile+kept")
     if kept:
-        host.keep_pages()
+        host.retain_freed_memory()
     if framework == "graphtrain":
         take = graphtrain_step(dtype, overrides)
     else:
         take = torch_step(dtype, compiled=framework != "torch")
     data = batches()
     take(*next(data))
-    if kept and (merging := merge_pages()):  # as a run does, which does not wait for it
+    if kept and (merging := use_huge_pages()):  # as a run does, which does not wait for it
         merging.join()
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:

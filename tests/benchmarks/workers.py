@@ -33,7 +33,7 @@ def measure(jobs: int) -> None:
             target="cpu:8",
             mesh=Mesh(fsdp=4, tensor=2),
             model=Model(layers=8, embed=embed, heads=8, kv_heads=4, mlp=3 * embed, vocab=4096),
-            batch=Batch(sequences=8, length=128),
+            batch=Batch(global_batch_size=8, seq_len=128),
         )
         for name, embed in (("narrow", 256), ("wide", 512))
     }

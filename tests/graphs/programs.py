@@ -31,33 +31,33 @@ GPT2 = Model(
     mlp=64,
     vocab=64,
     positions="learned",
-    max_length=16,
+    max_position_embeddings=16,
     norm="layer",
     activation="gelu_tanh",
     bias="all",
-    tied_head=True,
+    tie_word_embeddings=True,
     dtype="float32",
 )
 GEMMA = dataclasses.replace(  # a window narrower than a chunk of the ring, and one layer without
     LLAMA,
     activation="geglu_tanh",
-    tied_head=True,
+    tie_word_embeddings=True,
     post_norm=True,
-    query_key_norm=True,
-    scale_offset=True,
+    qk_norm=True,
+    rms_norm_offset=True,
     scaled_embedding=True,
-    window=3,
-    full_every=2,
-    window_rope_base=1000.0,
-    score_cap=2.0,
-    logit_cap=5.0,
+    sliding_window=3,
+    global_attention_every=2,
+    sliding_window_rope_theta=1000.0,
+    attn_logit_softcap=2.0,
+    final_logit_softcap=5.0,
 )
 CUBE = {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=2, tensor=2)}
 
 
 def program(**settings: Any) -> Program:
     """A Llama of 2 layers on one device, unless settings say otherwise."""
-    defaults = {"mesh": Mesh(), "model": LLAMA, "batch": Batch(sequences=8, length=16)}
+    defaults = {"mesh": Mesh(), "model": LLAMA, "batch": Batch(global_batch_size=8, seq_len=16)}
     return Program(**defaults | settings)
 
 
@@ -126,8 +126,8 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tokens; some targets are masked, and not as many in each microbatch."""
     sizes = of.batch
     random = np.random.default_rng(seed)
-    shape = sizes.microbatches, sizes.sequences // sizes.microbatches, sizes.length
-    tokens = random.integers(0, of.model.vocab, (*shape[:-1], sizes.length + 1), np.int32)
+    shape = sizes.microbatches, sizes.global_batch_size // sizes.microbatches, sizes.seq_len
+    tokens = random.integers(0, of.model.vocab, (*shape[:-1], sizes.seq_len + 1), np.int32)
     weights = (random.random(shape) < np.linspace(0.4, 1, shape[0])[:, None, None]) * 1.0
     made = {
         "tokens": tokens[..., :-1].copy(),
@@ -141,4 +141,4 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:
     """Host arrays where an argument of an executable lives."""
-    return xla.put(tree, executable.inputs(name))
+    return xla.to_devices(tree, executable.inputs(name))

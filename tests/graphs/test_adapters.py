@@ -9,17 +9,17 @@ import torch
 import transformers
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
-from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, Mixture
+from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, MixtureOfExperts
 from graphtrain.models.decoder import parameter_specs
-from graphtrain.weights.families import family_of
+from graphtrain.weights.families import family_of_config
 from graphtrain.weights.families.family import to_decoder
-from graphtrain.weights.frozen import frozen_parameters
+from graphtrain.weights.frozen import load_frozen_parameters
 from lowering.trees import flatten, unflatten
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
-EXPERTS = dataclasses.replace(LLAMA, mixture=Mixture(experts=4, shared=48))
+EXPERTS = dataclasses.replace(LLAMA, moe=MixtureOfExperts(experts=4, shared_expert_mlp=48))
 
 
 class Base:
@@ -42,7 +42,7 @@ class Base:
 def frozen_of(of, graph):
     """The weights that a program keeps, read as a run reads them."""
     described = loaded(of, graph).inputs("frozen")
-    return frozen_parameters(Base(of.model), of, described, xla.fill)
+    return load_frozen_parameters(Base(of.model), of, described, xla.from_shards)
 
 
 def new_state(of):
@@ -78,8 +78,10 @@ def take_steps(of):
 
 
 def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
-    adapter = Adapter(rank=4, alpha=8.0, whole=("head",), dropout=0.2, base="nf4")
-    of = program(adapter=adapter, batch=Batch(sequences=8, length=16, microbatches=2), **FOUR)
+    adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("head",), dropout=0.2, base_dtype="nf4")
+    of = program(
+        adapter=adapter, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2), **FOUR
+    )
     _, want = take_steps(alone(of))
     train, got = take_steps(of)
     same(got, want, 1e-5)
@@ -99,13 +101,15 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
             {
                 "target": "cpu:4",
                 "mesh": Mesh(data=2, tensor=2),
-                "batch": Batch(sequences=8, length=16, microbatches=2, reduce="last"),
+                "batch": Batch(
+                    global_batch_size=8, seq_len=16, microbatches=2, gradient_reduction="per_step"
+                ),
             },
         ),
     ],
 )
 def test_gradients_are_those_of_one_device(base, settings):
-    of = program(adapter=Adapter(rank=4, alpha=8.0, base=base), **settings)
+    of = program(adapter=Adapter(rank=4, alpha=8.0, base_dtype=base), **settings)
     found = []
     for one in (alone(of), of):
         gradients = loaded(one, "gradients")
@@ -117,14 +121,20 @@ def test_gradients_are_those_of_one_device(base, settings):
 
 def test_a_pattern_that_names_nothing_is_refused():
     for adapter, words in (
-        (Adapter(rank=4, alpha=8.0, targets=("router",)), r"targets: 'router' matches no eligible"),
-        (Adapter(rank=4, alpha=8.0, whole=("haed",)), r"whole: 'haed' matches no eligible.*head"),
+        (
+            Adapter(rank=4, alpha=8.0, target_modules=("router",)),
+            r"targets: 'router' matches no eligible",
+        ),
+        (
+            Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)),
+            r"whole: 'haed' matches no eligible.*head",
+        ),
     ):
         with pytest.raises(ShardingError, match=words):
             loaded(program(model=EXPERTS, adapter=adapter), "init")
 
 
-PREFERENCE = Loss(kind="preference", beta=0.3, label_smoothing=0.1)
+PREFERENCE = Loss(kind="dpo", beta=0.3, label_smoothing=0.1)
 
 
 def pairs(of):
@@ -145,7 +155,7 @@ def in_torch(arrays):
     from graphtrain.weights.families.family import to_hugging_face
 
     tensors = {}
-    for piece in family_of({"model_type": "llama"}).pieces(LLAMA):
+    for piece in family_of_config({"model_type": "llama"}).weights(LLAMA):
         found = [arrays[path] for path in piece.row.paths]
         own = found if piece.layer is None else [array[piece.layer] for array in found]
         tensors |= {
@@ -182,7 +192,7 @@ def dpo_in_torch(policy, reference, inputs):
 
 
 def test_preferences_equal_pytorch():
-    of = program(loss=PREFERENCE, batch=Batch(sequences=8, length=16, microbatches=2))
+    of = program(loss=PREFERENCE, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
     inputs = pairs(program())
     state = new_state(of)
     base, trained = Base(LLAMA).arrays, flatten(state["parameters"])
@@ -207,7 +217,7 @@ def test_preferences_equal_pytorch():
     placed = placed_inputs(gradients, "batch", stored)
     got = flatten(gradients(given, frozen_of(of, "gradients"), placed)["gradients"])
     theirs = {name: each.grad.numpy() for name, each in policy.named_parameters()}
-    for piece in family_of({"model_type": "llama"}).pieces(LLAMA):
+    for piece in family_of_config({"model_type": "llama"}).weights(LLAMA):
         want = to_decoder(piece, [theirs[name] for name in piece.names], LLAMA)
         for path, array in zip(piece.row.paths, want, strict=True):
             mine = got[path] if piece.layer is None else got[path][piece.layer]
@@ -216,8 +226,8 @@ def test_preferences_equal_pytorch():
 
 def test_the_reference_of_an_adapter_is_its_base():
     """With a product of zero the policy is the reference: no margin, and the loss of a coin."""
-    adapter = Adapter(rank=4, alpha=8.0, whole=("final_norm/*",), base="int8")
-    of = program(loss=Loss(kind="preference"), adapter=adapter, **FOUR)
+    adapter = Adapter(rank=4, alpha=8.0, modules_to_save=("final_norm/*",), base_dtype="int8")
+    of = program(loss=Loss(kind="dpo"), adapter=adapter, **FOUR)
     evaluate, base = loaded(of, "evaluate"), Base(LLAMA).arrays
     described = flatten(evaluate.inputs("parameters"))
     begun = {path: base.get(path, np.zeros(one.shape)) for path, one in described.items()}

@@ -7,29 +7,33 @@ import pytest
 from programs import LLAMA, program, unoptimized
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from graphtrain.graphs.build import build_graph
 from graphtrain.models.decoder import Decoder
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import MLP
 from graphtrain.models.projection import project
-from graphtrain.planning.blame import blame, flagged
+from graphtrain.planning.blame import explain_collectives, unexplained
 from lowering.errors import LoweringError
-from lowering.hlo.collectives import Reading
+from lowering.hlo.collectives import ProgramFacts
 from lowering.machine.target import Target
 from lowering.tracing.constrain import constrain
 from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")
-ACCUMULATED = {"batch": Batch(sequences=16, length=64, microbatches=2)}
-PIPELINED = {"batch": Batch(sequences=16, length=64, microbatches=4)}
+ACCUMULATED = {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=2)}
+PIPELINED = {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=4)}
 GOOD = {
     "data": (("data",), {"data": 8}, {}),
     "data, reduced last": (
         ("data",),
         {"data": 8},
-        {"batch": Batch(sequences=16, length=64, microbatches=2, reduce="last")},
+        {
+            "batch": Batch(
+                global_batch_size=16, seq_len=64, microbatches=2, gradient_reduction="per_step"
+            )
+        },
     ),
     "zero1": (("zero1",), {"data": 8}, {}),
     "zero2": (("zero2",), {"data": 8}, ACCUMULATED),
@@ -47,7 +51,7 @@ GOOD = {
     "pipeline, 1f1b": (
         ("data", "pipeline"),
         {"data": 4, "stage": 2},
-        PIPELINED | {"pipeline": Pipeline(schedule="1f1b")},
+        PIPELINED | {"pipeline": PipelineSettings(schedule="1f1b")},
     ),
 }
 TENSOR = {"rules": ("data", "tensor"), "mesh": Mesh(data=2, tensor=4)}
@@ -55,7 +59,7 @@ TENSOR = {"rules": ("data", "tensor"), "mesh": Mesh(data=2, tensor=4)}
 
 def causes(target, **settings):
     """Why each collective of a training step is in its compiled program."""
-    defaults = {"model": MODEL, "batch": Batch(sequences=16, length=64)}
+    defaults = {"model": MODEL, "batch": Batch(global_batch_size=16, seq_len=64)}
     of = program(target=target, **defaults | settings)
     on, rules = Target.parse(target), Rules.load(of.rules)
     try:
@@ -64,11 +68,11 @@ def causes(target, **settings):
         pytest.skip(str(error))
     record = xla.compile(unoptimized(lowered)).record
     assert record["unknown_loops"] == 0
-    return blame(
+    return explain_collectives(
         of,
         lowered.plan,
         rules,
-        Reading.from_record(record).collectives,
+        ProgramFacts.from_record(record).collectives,
         annotations=record["annotations"],
         bytes_per_second=dict.fromkeys(of.mesh.__dict__, 1e9),
     )
@@ -83,7 +87,7 @@ def test_the_strategies_explain_every_collective(name, target):
     rules, mesh, settings = GOOD[name]
     found = causes(target, rules=rules, mesh=Mesh(**mesh), **settings)
     assert found
-    assert [cause.sentence for cause in flagged(found)] == []
+    assert [cause.explanation for cause in unexplained(found)] == []
     assert all(cause.rule and cause.strategy for cause in found)
     assert {strategy for cause in found for strategy in cause.strategy.split(" + ")} <= set(rules)
 
@@ -95,12 +99,14 @@ def test_a_gathered_weight_names_its_array_rule_pass_and_time():
         for cause in found
         if cause.array == "layers/mlp/down"
         and cause.collective.op == "all-gather"
-        and "forward" in cause.sentence
+        and "forward" in cause.explanation
     ]
     assert (down.rule, down.strategy) == ("parameters.embed = fsdp", "fsdp")
     assert down.collective.loops == (MODEL.layers,)
     assert down.seconds == pytest.approx(4 * 7 / 8 * MODEL.mlp * MODEL.embed * 4 / 1e9)
-    assert "layers/mlp/down is gathered over fsdp in the forward pass (4 x 6.14 kB" in down.sentence
+    assert (
+        "layers/mlp/down is gathered over fsdp in the forward pass (4 x 6.14 kB" in down.explanation
+    )
 
 
 def products(mlp, x):
@@ -134,21 +140,23 @@ def line(function, offset):
 )
 def test_annotations_that_disagree_are_both_named(bad, axis, said, target, monkeypatch):
     monkeypatch.setattr(MLP, "__call__", bad)
-    flags = [cause for cause in flagged(causes(target, **TENSOR)) if "disagree" in cause.sentence]
+    flags = [
+        cause for cause in unexplained(causes(target, **TENSOR)) if "disagree" in cause.explanation
+    ]
     assert flags
     assert {cause.collective.axes for cause in flags} == {(axis,)}
     assert not any(cause.explained or cause.rule for cause in flags)
     for cause in flags:
         assert f"an involuntary full rematerialization: no rule replicates it over {axis}" in (
-            cause.sentence
+            cause.explanation
         )
-        assert f"constrain({said}) at {line(bad, 2)}" in cause.sentence
-        assert f"constrain('batch', 'seq', 'mlp') at {line(products, 4)}" in cause.sentence
+        assert f"constrain({said}) at {line(bad, 2)}" in cause.explanation
+        assert f"constrain('batch', 'seq', 'mlp') at {line(products, 4)}" in cause.explanation
 
 
 def test_a_weight_gathered_where_its_product_should_be_split_is_flagged(monkeypatch):
     monkeypatch.setattr(MLP, "__call__", whole_width)
-    sentences = [cause.sentence for cause in flagged(causes("cpu:8", **TENSOR))]
+    sentences = [cause.explanation for cause in unexplained(causes("cpu:8", **TENSOR))]
     weights = [sentence for sentence in sentences if "no rule gathers weights" in sentence]
     assert weights
     for weight in weights:
@@ -166,7 +174,7 @@ def test_scores_gathered_over_the_vocabulary_are_flagged(target, monkeypatch):
             return constrain(scores, "batch", "seq", None)
 
     monkeypatch.setattr(Decoder, "unembed", unembed)
-    (cause,) = flagged(causes(target, **TENSOR))
+    (cause,) = unexplained(causes(target, **TENSOR))
     assert cause.collective.source == line(unembed, 5)
-    assert "the logits are replicated over tensor" in cause.sentence
-    assert 'constrain(scores, "batch", "seq", "vocab")' in cause.sentence
+    assert "the logits are replicated over tensor" in cause.explanation
+    assert 'constrain(scores, "batch", "seq", "vocab")' in cause.explanation

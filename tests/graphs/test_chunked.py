@@ -20,7 +20,7 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.rules import Rules
 
 LENGTH, CHUNK, VOCAB = 16, 4, 64
-LAST = Batch(sequences=8, length=LENGTH, reduce="last")
+LAST = Batch(global_batch_size=8, seq_len=LENGTH, gradient_reduction="per_step")
 SPLIT = {
     "data and fsdp": {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=4)},
     "a ring": {"target": "cpu:8", "mesh": Mesh(data=4, context=2)},
@@ -123,7 +123,7 @@ def test_a_chunk_divides_what_a_device_has_of_a_sequence():
                 "target": "cpu:2",
                 "loss": CHUNKS,
                 "mesh": Mesh(stage=2),
-                "batch": Batch(sequences=8, length=LENGTH, microbatches=2),
+                "batch": Batch(global_batch_size=8, seq_len=LENGTH, microbatches=2),
             },
             "loss.chunk and a pipeline do not go together",
         ),
@@ -137,4 +137,4 @@ def test_what_chunks_do_not_go_with_is_refused(settings, words):
 
 def test_preferences_have_no_chunks():
     with pytest.raises(ValueError, match="chunk is only for kind"):
-        dataclasses.replace(CHUNKS, z_loss=0.0, kind="preference")
+        dataclasses.replace(CHUNKS, z_loss=0.0, kind="dpo")

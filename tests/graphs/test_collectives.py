@@ -11,7 +11,7 @@ from programs import LLAMA, loaded, program
 from graphtrain.config.schema import Mesh
 from graphtrain.models.flops import attention_flops_per_token, flops_per_token
 from lowering.errors import LoweringError
-from lowering.hlo.collectives import Reading, read
+from lowering.hlo.collectives import ProgramFacts, read
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.mesh import MeshShape
@@ -28,7 +28,7 @@ def compiled_text(target, step, *shapes, mesh=MESH, out=WHOLE):
     """The optimized text of a step whose inputs are whole arrays split over the mesh."""
     on = Target.parse(target)
     try:
-        placed_on = xla.described_devices(on)
+        placed_on = xla.compile_devices(on)
     except LoweringError as error:
         pytest.skip(str(error))
     grid = xla.make_mesh(mesh, placed_on)
@@ -146,7 +146,7 @@ def test_scanned_layers_count_as_unrolled_ones_do(unroll, target):
     sent = 7 * 3 * WIDTH * WIDTH * 4 // 4  # three of four pieces of every layer's weights
     assert reading.unknown_loops == 0
     assert {each.axes for each in reading.collectives} == {("tensor",)}
-    assert {each.instead_of or each.op for each in reading.collectives} == {"all-gather"}
+    assert {each.decomposed_from or each.op for each in reading.collectives} == {"all-gather"}
     assert {each.arrays for each in reading.collectives} == {("weights",)}
     assert reading.wire_bytes == sent
     assert reading.flops == 7 * 2 * ROWS * WIDTH * WIDTH
@@ -155,7 +155,7 @@ def test_scanned_layers_count_as_unrolled_ones_do(unroll, target):
 def test_the_record_of_a_program_says_what_a_step_sends():
     of = program(target="cpu:8", mesh=Mesh(fsdp=8), rules=("fsdp",))
     record = loaded(of, "train", optimized=True).record
-    reading = Reading.from_record(record)
+    reading = ProgramFacts.from_record(record)
     gathered = {
         path
         for each in reading.collectives
@@ -167,6 +167,6 @@ def test_the_record_of_a_program_says_what_a_step_sends():
     assert {each.loops for each in reading.collectives} == {(), (LLAMA.layers,)}
     assert all(each.source.startswith("graphtrain/") for each in reading.collectives)
     # On a CPU the backward pass computes scores again, one of the six products of attention.
-    again = attention_flops_per_token(of.model, of.batch.length) / 6
-    products = (flops_per_token(of.model, of.batch.length) + again) * of.batch.tokens
+    again = attention_flops_per_token(of.model, of.batch.seq_len) / 6
+    products = (flops_per_token(of.model, of.batch.seq_len) + again) * of.batch.tokens
     assert reading.flops == pytest.approx(products / 8)

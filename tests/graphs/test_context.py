@@ -11,12 +11,12 @@ from jax.extend.core import jaxprs_in_params
 from programs import GEMMA, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from graphtrain.models.attention import ring_blocks
 from graphtrain.models.attention.ring import ring_attention
 from graphtrain.models.attention.ring_order import axis_to_ring_order, positions
 from graphtrain.models.attention.score_mods import ScoreTransform
-from lowering.tracing.constrain import placed
+from lowering.tracing.constrain import use_placement
 from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
@@ -60,17 +60,17 @@ def test_loss_and_gradients_equal_those_of_one_device(model, way):
 def test_tiles_of_queries_change_nothing(monkeypatch):
     """A chunk of 8 positions in tiles of 4, with key heads that groups of query heads share."""
     monkeypatch.setattr(ring_blocks, "_TILE", 4)
-    sizes = Batch(sequences=2, length=32)
+    sizes = Batch(global_batch_size=2, seq_len=32)
     alone = program(model=BLOOM, batch=sizes)
     split = program(model=BLOOM, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
 def test_a_ring_inside_a_loop_by_hand_over_data():
-    sizes = Batch(sequences=8, length=16, microbatches=2)
+    sizes = Batch(global_batch_size=8, seq_len=16, microbatches=2)
     alone = program(batch=sizes)
     split = program(
-        batch=dataclasses.replace(sizes, reduce="last"),
+        batch=dataclasses.replace(sizes, gradient_reduction="per_step"),
         target="cpu:8",
         mesh=Mesh(data=2, context=2, tensor=2),
         rules=RING,
@@ -80,21 +80,21 @@ def test_a_ring_inside_a_loop_by_hand_over_data():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
-    sizes = Batch(sequences=8, length=16, microbatches=4)
+    sizes = Batch(global_batch_size=8, seq_len=16, microbatches=4)
     alone = program(batch=sizes)
     split = program(
         batch=sizes,
         target="cpu:8",
         mesh=Mesh(stage=2, context=2, tensor=2),
         rules=(*RING, "pipeline"),
-        pipeline=Pipeline(schedule=schedule),
+        pipeline=PipelineSettings(schedule=schedule),
     )
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
 def test_positions_are_in_the_order_of_the_tokens():
     mesh = xla.make_mesh(MeshShape({"context": 4}), jax.devices()[:4])
-    with placed(mesh, Rules.load(["context"])):
+    with use_placement(mesh, Rules.load(["context"])):
         assert positions(24).tolist() == axis_to_ring_order(jnp.arange(24), 0).tolist()
         assert positions(16).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
 
@@ -115,7 +115,7 @@ def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
     monkeypatch.setattr(ring_blocks, "_TILE", 32)
 
     def temporaries(length, **way):
-        of = program(batch=Batch(sequences=1, length=length), **way)
+        of = program(batch=Batch(global_batch_size=1, seq_len=length), **way)
         return loaded(of, "gradients", optimized=True).record["memory"]["temporaries"]
 
     ring = {"target": "cpu:2", "mesh": Mesh(context=2), "rules": RING}
@@ -128,7 +128,7 @@ def test_every_device_of_a_ring_does_half_the_products():
     devices, length, heads, head_dim = 8, 64, 2, 4
     mesh = xla.make_mesh(MeshShape({"context": devices}), jax.devices()[:devices])
     array = jax.ShapeDtypeStruct((1, length, heads, head_dim), "float32")
-    with placed(mesh, Rules.load(["context"])):
+    with use_placement(mesh, Rules.load(["context"])):
         run = partial(
             ring_attention, scoring=ScoreTransform(head_dim**-0.5), mesh_axes=("context",)
         )
@@ -156,7 +156,7 @@ def test_a_length_that_does_not_balance_is_refused():
         target="cpu:8",
         mesh=Mesh(context=8),
         rules=RING,
-        batch=Batch(sequences=1, length=24),
+        batch=Batch(global_batch_size=1, seq_len=24),
     )
     with pytest.raises(ShardingError, match="multiples of 16"):
         loaded(of, "train")

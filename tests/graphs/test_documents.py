@@ -17,7 +17,7 @@ from sharding_rules.errors import ShardingError
 ALIBI = dataclasses.replace(LLAMA, positions="alibi", remat="full")
 SIZES = [5, 1, 7, 3]
 LENGTH = sum(SIZES)
-APART = Batch(sequences=8, length=16, documents="apart")
+APART = Batch(global_batch_size=8, seq_len=16, cross_document_attention=False)
 
 
 TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocab, LENGTH)

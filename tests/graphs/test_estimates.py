@@ -34,7 +34,9 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
     rules, mesh, microbatches, reduce, *remat = CASES[request.param]
-    batch = Batch(sequences=32, length=256, microbatches=microbatches, reduce=reduce)
+    batch = Batch(
+        global_batch_size=32, seq_len=256, microbatches=microbatches, gradient_reduction=reduce
+    )
     model = replace(MODEL, remat=remat[0]) if remat else MODEL
     of = program(target="h100:8", model=model, rules=rules, mesh=mesh, batch=batch)
     target, table = Target.parse(of.target), Rules.load(of.rules)

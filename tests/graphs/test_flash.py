@@ -42,7 +42,9 @@ def test_a_step_has_the_kernels_once_and_no_scores(target):
     compiler, kernel = TARGETS[target]
     if not installed(compiler):
         pytest.skip(f"needs {compiler}")
-    of = Program(target=target, mesh=CUBE, model=NARROW, batch=Batch(sequences=16, length=512))
+    of = Program(
+        target=target, mesh=CUBE, model=NARROW, batch=Batch(global_batch_size=16, seq_len=512)
+    )
     text = _compiled(of)
     # One forward, although the backward pass computes other things again, and two backward.
     assert text.count(f'custom_call_target="{kernel}"') == 3
@@ -68,7 +70,7 @@ def test_stages_of_an_imported_model_have_kernels_though_its_head_takes_parts_of
         target="h100:8",
         mesh=Mesh(fsdp=2, stage=2, tensor=2),
         model=model,
-        batch=Batch(sequences=16, length=128, microbatches=2),
+        batch=Batch(global_batch_size=16, seq_len=128, microbatches=2),
     )
     assert TARGETS["h100:8"][1] in worker.lower(of, "train").text
 
@@ -80,7 +82,7 @@ def _compiled(of: Program) -> str:
 
 def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatch):
     model = dataclasses.replace(LLAMA, head_dim=16, remat="dots")
-    sizes = Batch(sequences=8, length=128, documents="apart")
+    sizes = Batch(global_batch_size=8, seq_len=128, cross_document_attention=False)
     of = program(target="cpu:8", mesh=CUBE, model=model, batch=sizes)
     want = _gradients(of)
     monkeypatch.setattr(flash, "gpu_kernel", partial(flash.gpu_kernel, interpret=True))
@@ -94,12 +96,12 @@ def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatc
 def _gradients(of: Program):
     step = loaded(of, "gradients")
     given = {"state": state_of(of), "batch": batch(of)}
-    placed = (xla.put(given[name], step.inputs(name)) for name in given)
+    placed = (xla.to_devices(given[name], step.inputs(name)) for name in given)
     return jax.device_get(step(*placed))
 
 
 def test_utilisation_is_less_where_causal_attention_counts_in_half():
-    of = Program(target="h100:8", model=NARROW, batch=Batch(sequences=16, length=512))
+    of = Program(target="h100:8", model=NARROW, batch=Batch(global_batch_size=16, seq_len=512))
     whole, half = mfu(of, 1.0), mfu(of, 1.0, causal=True)
     attended = attention_flops_per_token(NARROW, 512) / step_flops_per_token(of)
     assert half == pytest.approx(whole * (1 - attended / 2))

@@ -36,4 +36,4 @@ def test_a_machine_that_is_not_here_cannot_run(target):
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:1x1", "v5e:1x2", "v5p:2x2x2", "tpu7x:2x2x1"])
 def test_a_tpu_is_described_by_its_devices(target):
     parsed = Target.parse(target)
-    assert len(xla.described_devices(parsed)) == parsed.devices
+    assert len(xla.compile_devices(parsed)) == parsed.devices

@@ -9,13 +9,13 @@ import pytest
 from programs import LLAMA, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Pipeline
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model, PipelineSettings
 from graphtrain.models.decoder import forward, initialize
 from graphtrain.models.flops import flops_per_token, parameter_count
 from graphtrain.models.moe import router_losses, slot_in_expert
 
-DROPLESS = Mixture(experts=4, per_token=2)
-ROOMY = Mixture(experts=4, per_token=2, capacity=1.0)
+DROPLESS = MixtureOfExperts(experts=4, experts_per_token=2)
+ROOMY = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.0)
 DEFAULT = program().rules
 WAYS = {
     "expert": Mesh(expert=4),
@@ -28,14 +28,14 @@ WAYS = {
 
 
 def mixed(mixture, **settings):
-    return program(model=dataclasses.replace(LLAMA, mixture=mixture), **settings)
+    return program(model=dataclasses.replace(LLAMA, moe=mixture), **settings)
 
 
 @pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
     devices = int(np.prod(list(vars(WAYS[way]).values())))
-    batch = Batch(sequences=16, length=16, microbatches=2)
+    batch = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     split = mixed(mixture, target=f"cpu:{devices}", mesh=WAYS[way], batch=batch)
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, batch=batch)))
 
@@ -43,19 +43,19 @@ def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
 @pytest.mark.parametrize("way", ["expert, tensor, sequence", "expert, fsdp"])
 def test_an_expert_that_every_token_has_is_split_as_an_mlp(way):
     shared = dataclasses.replace(DROPLESS, shared=24)
-    batch = Batch(sequences=16, length=16, microbatches=2)
+    batch = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     split = mixed(shared, target="cpu:8", mesh=WAYS[way], batch=batch)
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(shared, batch=batch)))
 
 
 @pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
 def test_stages_of_mixtures_have_the_gradients_of_one_device(mixture):
-    settings = {"batch": Batch(sequences=16, length=16, microbatches=2)}
+    settings = {"batch": Batch(global_batch_size=16, seq_len=16, microbatches=2)}
     split = mixed(
         mixture,
         target="cpu:8",
         mesh=Mesh(data=2, stage=2, expert=2),
-        pipeline=Pipeline(schedule="gpipe"),
+        pipeline=PipelineSettings(schedule="gpipe"),
         **settings,
     )
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, **settings)))
@@ -66,13 +66,13 @@ def test_logits_equal_those_of_mixtral():
     transformers = pytest.importorskip("transformers")
     model = Model(
         layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none",
-        initial_deviation=0.2, mixture=Mixture(experts=4, per_token=2),
+        init_std=0.2, moe=MixtureOfExperts(experts=4, experts_per_token=2),
     )  # fmt: skip
     ours = jax.device_get(initialize(model, jax.random.key(0)))
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        rms_norm_eps=model.norm_epsilon, rope_theta=model.rope_base, sliding_window=None,
+        rms_norm_eps=model.norm_epsilon, rope_theta=model.rope_theta, sliding_window=None,
         tie_word_embeddings=False, attn_implementation="eager",
     )  # fmt: skip
     theirs = transformers.MixtralForCausalLM(config).float().eval()
@@ -113,10 +113,10 @@ def _as_mixtral(ours):
 
 def test_with_room_for_all_a_capacity_drops_none():
     tokens = jnp.array(np.random.default_rng(1).integers(0, 64, (2, 16)))
-    wide = Mixture(experts=4, per_token=2, capacity=4.0)
-    parameters = initialize(dataclasses.replace(LLAMA, mixture=DROPLESS), jax.random.key(0))
+    wide = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=4.0)
+    parameters = initialize(dataclasses.replace(LLAMA, moe=DROPLESS), jax.random.key(0))
     results = [
-        forward(dataclasses.replace(LLAMA, mixture=mixture), parameters, tokens)[0]
+        forward(dataclasses.replace(LLAMA, moe=mixture), parameters, tokens)[0]
         for mixture in (DROPLESS, wide)
     ]
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-5)
@@ -128,7 +128,7 @@ def test_a_line_is_in_the_order_of_the_sequence():
 
 
 def test_balanced_experts_lose_least():
-    mixture = Mixture(experts=2, per_token=1, balance_loss=1.0, z_loss=1.0)
+    mixture = MixtureOfExperts(experts=2, experts_per_token=1, balance_loss=1.0, router_z_loss=1.0)
     even = jnp.zeros((1, 4, 2))
     losses = router_losses(even, jnp.array([[[0], [1], [0], [1]]]), mixture, layers=1)
     assert float(losses["balance_loss"]) == pytest.approx(1.0)
@@ -141,7 +141,7 @@ def test_balanced_experts_lose_least():
 def test_mixtral_has_its_published_size():
     mixtral = Model(
         layers=32, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=32000,
-        mixture=Mixture(experts=8, per_token=2),
+        moe=MixtureOfExperts(experts=8, experts_per_token=2),
     )  # fmt: skip
     assert parameter_count(mixtral) == pytest.approx(46.7e9, rel=1e-3)
     active = (flops_per_token(mixtral, 0) / 6) + 4096 * 32000  # and the embedding, looked up

@@ -19,22 +19,26 @@ from graphtrain.config.schema import Batch, Mesh
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import array_bytes, read_module, write_module
-from lowering.hlo.replica_groups import groups_of
+from lowering.hlo.replica_groups import parse_groups
 from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.per_device import backend as one_device
-from lowering.per_device.normalise import entry_of, normalise
+from lowering.per_device.normalise import entry_of, normalize_module
 from lowering.xla import backend as xla
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 STAGES = {
     "target": "cpu:8",
     "mesh": Mesh(data=2, stage=2, tensor=2),
-    "batch": Batch(sequences=8, length=16, microbatches=2),
+    "batch": Batch(global_batch_size=8, seq_len=16, microbatches=2),
 }
-RING = {"target": "cpu:8", "mesh": Mesh(data=4, context=2), "batch": Batch(sequences=4, length=16)}
+RING = {
+    "target": "cpu:8",
+    "mesh": Mesh(data=4, context=2),
+    "batch": Batch(global_batch_size=4, seq_len=16),
+}
 RECOMPUTED = CUBE | {"model": dataclasses.replace(LLAMA, dtype="bfloat16", remat="dots")}
 
 
@@ -46,12 +50,12 @@ def lower(of, graph, of_backend=backend):
 @pytest.fixture(scope="module")
 def raw() -> bytes:
     """The train step of one of 8 devices, as XLA's partitioner leaves it."""
-    return partition(lower(program(**CUBE), "train", xla).handle).hlo
+    return partition_spmd(lower(program(**CUBE), "train", xla).handle).hlo
 
 
 @pytest.fixture(scope="module")
 def module(raw):
-    return read_module(normalise(raw, name="train", ranks=8).hlo)
+    return read_module(normalize_module(raw, name="train", ranks=8).hlo)
 
 
 def instructions(module):
@@ -60,8 +64,8 @@ def instructions(module):
 
 def test_every_collective_names_the_ranks_that_xla_prints(raw, module):
     printed = [
-        groups_of(each.rest, 8)
-        for one in parse(one_device.text_of(raw)).computations.values()
+        parse_groups(each.rest, 8)
+        for one in parse(one_device.hlo_text(raw)).computations.values()
         for each in one.instructions.values()
         if "replica_groups=" in each.rest
     ]
@@ -115,8 +119,10 @@ def test_the_rank_is_an_input_and_nothing_else_asks_for_it(module):
 
 
 def test_lines_of_the_model_are_kept_beside_the_module(raw):
-    sources = normalise(raw, name="train", ranks=8).sources
-    dots = [each for each in instructions(read_module(normalise(raw, name="train", ranks=8).hlo))]
+    sources = normalize_module(raw, name="train", ranks=8).sources
+    dots = [
+        each for each in instructions(read_module(normalize_module(raw, name="train", ranks=8).hlo))
+    ]
     lines = {sources[each.id] for each in dots if each.opcode == "dot" and each.id in sources}
     assert any(line.startswith("graphtrain/models/") for line in lines)
 
@@ -126,7 +132,7 @@ def test_a_field_that_the_reader_would_skip_is_refused(raw):
     unknown = bytes([0xFA, 0x3E, 1, 1])  # field 1007, one byte
     changed = write_module(module) + unknown
     with pytest.raises(LoweringError, match="field 1007 of HloModuleProto"):
-        normalise(changed, name="train", ranks=8)
+        normalize_module(changed, name="train", ranks=8)
 
 
 _PRINT_DIGEST = """
@@ -168,10 +174,10 @@ def test_the_simulator_computes_what_xla_computes(settings):
     devices = xla.devices(Target.parse("cpu:8"))
     executable = simulation.compile_module(simulated.handle.hlo, devices, OPTIONS)
     want = loaded(of, "train", traced_for=Target.parse(target))
-    got = simulation.Program(executable, simulated.facts, want.mesh)
+    got = simulation.SimulatedProgram(executable, simulated.facts, want.mesh)
     states = [placed_inputs(want, "state", state_of(of)) for _ in range(2)]
     for step in range(3):
-        inputs = xla.put(batch(of, step), want.inputs("batch")), np.float32(1e-2)
+        inputs = xla.to_devices(batch(of, step), want.inputs("batch")), np.float32(1e-2)
         old = states[1]
         results = want(states[0], *inputs), got(states[1], *inputs)
         for name in ("loss", "grad_norm"):
@@ -188,7 +194,7 @@ def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
     handle = lower(program(), "train", xla).handle
     devices = xla.devices(Target.parse("cpu:1"))
     quickly = {"xla_backend_optimization_level": 0}
-    simulated = simulation.compile_module(partition(handle).hlo, devices, quickly)
+    simulated = simulation.compile_module(partition_spmd(handle).hlo, devices, quickly)
     compiled = handle.compile(quickly)
     texts = compiled.as_text(), simulated.hlo_modules()[0].to_string()
     ours, theirs = (Counter(re.findall(r" = (\S+) ([a-z][\w-]*)\(", text)) for text in texts)
@@ -204,8 +210,8 @@ def test_devices_draw_random_bits_as_neuron_can():
 def test_arrays_in_the_hosts_memory_are_refused():
     from graphtrain.config.schema import Optimizer
 
-    of = program(target="trn1:1", optimizer=Optimizer(offload=True))
-    with pytest.raises(LoweringError, match=r"rests in the host's memory.*offload = false"):
+    of = program(target="trn1:1", optimizer=Optimizer(offload_to_host=True))
+    with pytest.raises(LoweringError, match=r"is stored in host memory.*offload = false"):
         lower(of, "train")
 
 
@@ -217,7 +223,7 @@ def simulate(tmp_path, hlo: bytes, *flags: str) -> int:
 
 def module_of(step, *shapes: tuple[int, ...]) -> bytes:
     described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    return partition(jax.jit(step).lower(*described)).hlo
+    return partition_spmd(jax.jit(step).lower(*described)).hlo
 
 
 @pytest.mark.parametrize(
@@ -230,33 +236,35 @@ def module_of(step, *shapes: tuple[int, ...]) -> bytes:
     ids=["cond", "complex", "custom-call"],
 )
 def test_the_simulator_refuses_what_the_compiler_would_with_its_code(tmp_path, capfd, step, code):
-    hlo = normalise(module_of(step, (8,)), name="train", ranks=1).hlo
+    hlo = normalize_module(module_of(step, (8,)), name="train", ranks=1).hlo
     assert simulate(tmp_path, hlo) == 70
     assert f"[NCC_{code}]" in capfd.readouterr().err
     assert not (tmp_path / "model.neff").exists()
 
 
 def test_the_simulator_refuses_what_no_device_can_hold(tmp_path, capfd):
-    hlo = normalise(module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1).hlo
+    hlo = normalize_module(
+        module_of(lambda x: x.sum() * 2, (2**32 + 8,)), name="train", ranks=1
+    ).hlo
     assert simulate(tmp_path, hlo) == 70
     log = capfd.readouterr().err
-    assert "[NCC_EOOM001] the inputs alone take 17.2 GB of 17.2 GB" in log
-    told = compiler.failure(70, log, graph="train", target=Target.parse("neuron-sim:1"))
+    assert "[NCC_EOOM001] the inputs alone need 17.2 GB per device; a device has 17.2 GB" in log
+    told = compiler.compile_error(70, log, graph="train", target=Target.parse("neuron-sim:1"))
     assert isinstance(told, OutOfMemory)
 
 
 def test_the_simulator_refuses_a_module_that_is_not_normalised(tmp_path, capfd, raw):
     assert simulate(tmp_path, raw) == 70
-    assert "give the compiler a normalised module" in capfd.readouterr().err
+    assert "pass a normalised module to the compiler" in capfd.readouterr().err
 
 
 def test_the_simulator_refuses_a_file_that_is_no_module(tmp_path, capfd):
     assert simulate(tmp_path, b"module @jit_train {}") == 1
-    assert "should be an HloModuleProto are not one" in capfd.readouterr().err
+    assert "bytes are not an HloModuleProto" in capfd.readouterr().err
 
 
 def test_what_the_simulator_writes_says_what_it_is(tmp_path):
-    hlo = normalise(module_of(lambda x: x + 1, (8,)), name="train", ranks=1).hlo
+    hlo = normalize_module(module_of(lambda x: x + 1, (8,)), name="train", ranks=1).hlo
     assert simulate(tmp_path, hlo, "--auto-cast=none", "--simulated-ranks=1") == 0
     written = (tmp_path / "model.neff").read_bytes()
     assert neff.is_simulated(written)
@@ -272,15 +280,15 @@ def test_the_rank_cannot_be_asked_for_in_a_conditional():
         return jax.lax.cond(x[0] > 0, lambda: x + jax.lax.axis_index("data"), lambda: x + rank)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
-    binary = partition(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
-    with pytest.raises(LoweringError, match="conditional asks for the rank"):
-        normalise(binary, name="train", ranks=4)
+    binary = partition_spmd(jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.float32))).hlo
+    with pytest.raises(LoweringError, match="conditional reads the rank"):
+        normalize_module(binary, name="train", ranks=4)
 
 
 def test_a_program_that_would_be_refused_is_told_with_the_line_of_the_model():
     binary = module_of(lambda x: jax.lax.cond(x[0] > 0, jax.numpy.sin, jax.numpy.cos, x), (8,))
-    normalised = normalise(binary, name="train", ranks=1)
+    normalised = normalize_module(binary, name="train", ranks=1)
     with pytest.raises(
-        LoweringError, match=r"refuse train, .*\n  \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
+        LoweringError, match=r"reject train, .*\n  \[NCC_EVRF001\].*test_neuron\.py:\d+\)"
     ):
         preflight.check(normalised.hlo, normalised.sources, "train", Target.parse("trn1:1"))

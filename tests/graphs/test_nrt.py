@@ -11,7 +11,7 @@ import pytest
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import backend, device
-from lowering.neuron.device import Program
+from lowering.neuron.device import NeffProgram
 from lowering.neuron.nrt import Runtime
 from lowering.xla import backend as xla
 from sharding_rules.mesh import MeshShape
@@ -90,7 +90,7 @@ def test_a_tensor_gives_back_what_was_written_and_is_freed(runtime, log):
 
 
 def test_state_stays_on_the_cores_and_is_updated_in_place(runtime, log):
-    program = Program(NEFF, RECORD, mesh(4))
+    program = NeffProgram(NEFF, RECORD, mesh(4))
     head = np.arange(16, dtype=jax.numpy.bfloat16).reshape(8, 2)
     results = program({"head": head}, np.float32(0.5))
     calls = log.read_text().splitlines()
@@ -106,7 +106,7 @@ def test_state_stays_on_the_cores_and_is_updated_in_place(runtime, log):
     assert before.is_deleted()
     with pytest.raises(RuntimeError, match="was donated"):
         before.to_host()
-    stored = backend.storable(results)["state"]["head"]
+    stored = backend.checkpoint_arrays(results)["state"]["head"]
     assert isinstance(stored, jax.Array)
     assert stored.sharding.shard_shape(stored.shape) == (2, 2)
     np.testing.assert_array_equal(np.asarray(stored), head)
@@ -115,25 +115,27 @@ def test_state_stays_on_the_cores_and_is_updated_in_place(runtime, log):
 def test_an_array_on_the_cores_that_is_split_otherwise_is_refused(runtime):
     whole = {"state/head": fact([8, 2], "bfloat16", [[], []])}
     other = RECORD | {"inputs": RECORD["inputs"] | whole}
-    state = Program(NEFF, RECORD, mesh(4))({"head": np.zeros((8, 2))}, 0.5)["state"]
-    with pytest.raises(LoweringError, match=r"split as .*tensor.* is given to the compiled train"):
-        Program(NEFF, other, mesh(4))(state, 0.5)
+    state = NeffProgram(NEFF, RECORD, mesh(4))({"head": np.zeros((8, 2))}, 0.5)["state"]
+    with pytest.raises(
+        LoweringError, match=r"sharded as .*tensor.* was passed to the compiled train"
+    ):
+        NeffProgram(NEFF, other, mesh(4))(state, 0.5)
 
 
 def test_every_rank_is_told_its_number(runtime):
     record = RECORD | {"neuron": {"rank_input": True, "aliases": []}}
     record["outputs"] = {"rank": fact([], "uint32", [])}
-    results = Program(b"output0=input2", record, mesh(4))({"head": np.zeros((8, 2))}, 0.0)
+    results = NeffProgram(b"output0=input2", record, mesh(4))({"head": np.zeros((8, 2))}, 0.0)
     ranks = [np.frombuffer(each.read(), np.uint32)[0] for each in results["rank"].tensors]
     assert ranks == [0, 1, 2, 3]
 
 
 def test_more_ranks_than_cores_are_refused(runtime):
     with pytest.raises(LoweringError, match=r"is for 8 Neuron cores; this process sees 4"):
-        Program(NEFF, RECORD, mesh(8))
+        NeffProgram(NEFF, RECORD, mesh(8))
 
 
 def test_a_machine_without_the_runtime_is_told_what_to_install(monkeypatch):
     monkeypatch.setenv("GRAPHTRAIN_LIBNRT", "/nowhere/libnrt.so.1")
-    with pytest.raises(LoweringError, match=r"not on this machine .*aws-neuronx-runtime-lib"):
+    with pytest.raises(LoweringError, match=r"not found on this machine .*aws-neuronx-runtime-lib"):
         Runtime()

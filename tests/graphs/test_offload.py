@@ -21,7 +21,9 @@ def test_what_is_computed_again_does_not_change_the_gradients(remat):
 def test_moments_in_the_hosts_memory_train_alike():
     results = []
     for offload in (False, True):
-        of = program(target="cpu:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload=offload))
+        of = program(
+            target="cpu:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload_to_host=offload)
+        )
         train = loaded(of, "train")
         state = loaded(of, "init")(np.uint32(0))["state"]
         for _ in range(2):
@@ -37,7 +39,7 @@ def test_moments_in_the_hosts_memory_train_alike():
 
 def test_a_card_that_is_not_here_cannot_keep_moments_on_its_host():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra gpu")
-    of = program(target="h100:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload=True))
+    of = program(target="h100:8", mesh=Mesh(fsdp=8), optimizer=Optimizer(offload_to_host=True))
     with pytest.raises(
         LoweringError, match=r"h100:8: arrays in host memory cannot be compiled for a GPU"
     ):
@@ -45,7 +47,7 @@ def test_a_card_that_is_not_here_cannot_keep_moments_on_its_host():
 
 
 def test_moments_can_be_half_as_wide():
-    of = program(optimizer=Optimizer(moments="bfloat16"))
+    of = program(optimizer=Optimizer(moment_dtype="bfloat16"))
     train = loaded(of, "train")
     moments = flatten(train.inputs("state")["optimizer"])
     assert moments["adam/mu/layers/mlp/up"].dtype == "bfloat16"

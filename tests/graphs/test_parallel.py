@@ -41,7 +41,7 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh, model):
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch():
-    whole, parts = program(), program(batch=Batch(sequences=8, length=16, microbatches=4))
+    whole, parts = program(), program(batch=Batch(global_batch_size=8, seq_len=16, microbatches=4))
     given = batch(parts)
     joined = {name: array.reshape(1, 8, 16) for name, array in given.items()}
     assert_close(loss_and_gradients(parts, given), loss_and_gradients(whole, joined))

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.errors import LoweringError
-from lowering.hlo.proto import read_module, unknown, write_module
-from lowering.xla.spmd_module import partition
+from lowering.hlo.proto import read_module, unknown_fields_of, write_module
+from lowering.xla.spmd_module import partition_spmd
 
 
 def lowered(devices: int) -> jax.stages.Lowered:
@@ -25,25 +25,25 @@ def opcodes(binary: bytes) -> list[str]:
 
 
 def test_the_program_of_one_device_holds_its_part_and_the_collectives():
-    binary = partition(lowered(4)).hlo
+    binary = partition_spmd(lowered(4)).hlo
     module = read_module(binary)
     assert opcodes(binary).count("all-reduce") == 1
     assert list(module.host_program_shape.parameters[0].dimensions) == [2, 4]
 
 
 def test_the_program_of_a_single_device_has_no_collectives():
-    assert not any(code.startswith("all-") for code in opcodes(partition(lowered(1)).hlo))
+    assert not any(code.startswith("all-") for code in opcodes(partition_spmd(lowered(1)).hlo))
 
 
 def test_the_schema_names_every_field_that_this_xla_writes():
-    assert set(unknown(read_module(partition(lowered(4)).hlo))) == set()
+    assert set(unknown_fields_of(read_module(partition_spmd(lowered(4)).hlo))) == set()
 
 
 def test_reading_and_writing_a_module_changes_no_byte_of_meaning():
-    binary = partition(lowered(4)).hlo
+    binary = partition_spmd(lowered(4)).hlo
     assert write_module(read_module(binary)) == binary
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(LoweringError, match="should be an HloModuleProto are not one"):
+    with pytest.raises(LoweringError, match="bytes are not an HloModuleProto"):
         read_module(b"module @jit_f {}")

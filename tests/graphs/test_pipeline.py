@@ -19,7 +19,7 @@ from programs import (
 )
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from lowering.trees import flatten, unflatten
 from sharding_rules.pipeline import divide_layers
 
@@ -28,16 +28,16 @@ DEEP = {
     "gpt2": dataclasses.replace(GPT2, layers=8),
     "gemma": dataclasses.replace(GEMMA, layers=8),
 }
-GPIPE, ONE_ONE = Pipeline(schedule="gpipe"), Pipeline(schedule="1f1b")
-CIRCULAR = Pipeline(rounds=2)
+GPIPE, ONE_ONE = PipelineSettings(schedule="gpipe"), PipelineSettings(schedule="1f1b")
+CIRCULAR = PipelineSettings(virtual_stages=2)
 CUBE = Mesh(data=2, stage=2, tensor=2)
-EIGHT = Batch(sequences=32, length=16, microbatches=8)
+EIGHT = Batch(global_batch_size=32, seq_len=16, microbatches=8)
 DEFAULT = program().rules
 CASES = {
     "gpipe": (GPIPE, Mesh(stage=8), DEFAULT),
     "1f1b": (ONE_ONE, Mesh(stage=8), DEFAULT),
     "circular": (CIRCULAR, Mesh(stage=4, data=2), DEFAULT),
-    "circular, 4 rounds": (Pipeline(rounds=4), Mesh(stage=2, fsdp=4), DEFAULT),
+    "circular, 4 rounds": (PipelineSettings(virtual_stages=4), Mesh(stage=2, fsdp=4), DEFAULT),
     "gpipe, cube": (GPIPE, CUBE, DEFAULT),
     "circular, cube": (CIRCULAR, CUBE, DEFAULT),
     "1f1b, cube": (ONE_ONE, CUBE, DEFAULT),
@@ -49,9 +49,17 @@ CASES = {
     "1f1b, vocabulary": (ONE_ONE, CUBE, (*DEFAULT, "stage_vocab")),
     "circular, context": (CIRCULAR, Mesh(stage=2, context=2, tensor=2), DEFAULT),
     "1f1b, expert": (ONE_ONE, Mesh(data=2, stage=2, expert=2), DEFAULT),
-    "gpipe, uneven": (Pipeline(schedule="gpipe", layers=(1, 3, 3, 1)), Mesh(stage=4), DEFAULT),
-    "circular, uneven": (Pipeline(rounds=2, layers=(1, 3, 2, 2)), CUBE, DEFAULT),
-    "1f1b, uneven": (Pipeline(schedule="1f1b", layers=(5, 3)), CUBE, DEFAULT),
+    "gpipe, uneven": (
+        PipelineSettings(schedule="gpipe", layers_per_stage=(1, 3, 3, 1)),
+        Mesh(stage=4),
+        DEFAULT,
+    ),
+    "circular, uneven": (
+        PipelineSettings(virtual_stages=2, layers_per_stage=(1, 3, 2, 2)),
+        CUBE,
+        DEFAULT,
+    ),
+    "1f1b, uneven": (PipelineSettings(schedule="1f1b", layers_per_stage=(5, 3)), CUBE, DEFAULT),
 }
 
 
@@ -117,7 +125,7 @@ def test_weights_do_not_depend_on_the_stages(case):
 @pytest.mark.parametrize("case", ["1f1b, cube", "circular, uneven"])
 def test_evaluation_equals_that_of_one_device(case, sequences):
     pipeline, mesh, rules = CASES[case]
-    size = Batch(sequences=sequences, length=16, microbatches=4)
+    size = Batch(global_batch_size=sequences, seq_len=16, microbatches=4)
     of = in_stages(pipeline, mesh, rules, batch=size)
     one = {name: array[0] for name, array in batch(of).items()}
     losses = []

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from unoptimized import OPTIONS
 
-from lowering.pipeline.schedules import Pipeline, Value
-from lowering.tracing.constrain import by_hand, placed, placement
+from lowering.pipeline.schedules import Pipeline, PipelineLoss
+from lowering.tracing.constrain import manual_axes, placement, use_placement
 from lowering.xla.backend import make_mesh
 from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import ticks
+from sharding_rules.pipeline import tick_count
 from sharding_rules.rules import Rules
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 6
@@ -70,7 +70,7 @@ def one_after_the_other(parameters, microbatches, stage=layers):
             objective += terms["square"]
         score, report = last(parameters["last"], x, microbatch)
         objective, reported = objective + score, reported + report
-    return Value(objective, reported)
+    return PipelineLoss(objective, reported)
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def in_stages(pipeline, method, sizes=MappingProxyType({"data": 2, "stage": STAG
     mesh = make_mesh(MeshShape(sizes), jax.devices())
 
     def run(*arguments):
-        with placed(mesh, RULES):
+        with use_placement(mesh, RULES):
             return getattr(pipeline, method)(*arguments)
 
     return run
@@ -111,28 +111,28 @@ def loops(jaxpr):
 @pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, joint):
-    pipeline = Pipeline(first, layers, last, rounds=rounds, joint=joint)
+    pipeline = Pipeline(first, layers, last, virtual_stages=rounds, mixes_sequences=joint)
     run = jax.value_and_grad(in_stages(pipeline, "value"), has_aux=True)
     assert_close(compiled(run)(*given(rounds)), reference(rounds))
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
 def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
-    pipeline = Pipeline(first, layers, last, joint=joint)
+    pipeline = Pipeline(first, layers, last, mixes_sequences=joint)
     value, gradients = reference(1)
     got = compiled(in_stages(pipeline, "value_and_gradients"))(*given(1))
-    assert_close(got, (Value(*value), gradients))
+    assert_close(got, (PipelineLoss(*value), gradients))
 
 
 @pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
 def test_loops_have_the_ticks_of_the_timeline(schedule, rounds):
-    pipeline = Pipeline(first, layers, last, rounds=rounds)
+    pipeline = Pipeline(first, layers, last, virtual_stages=rounds)
     if schedule == "1f1b":
         run = in_stages(pipeline, "value_and_gradients")
     else:
         run = jax.grad(in_stages(pipeline, "value"), has_aux=True)
     found = list(loops(jax.make_jaxpr(run)(*given(rounds)).jaxpr))
-    assert sum(found) == ticks(schedule, STAGES, rounds, MICROBATCHES)
+    assert sum(found) == tick_count(schedule, STAGES, rounds, MICROBATCHES)
 
 
 def rolled(x):
@@ -142,7 +142,7 @@ def rolled(x):
         return jnp.roll(x, x.shape[1] // 2, axis=1)
 
     def by_device(x):
-        with by_hand(("context",)):
+        with manual_axes(("context",)):
             return jax.lax.ppermute(x, "context", [(0, 1), (1, 0)])
 
     split = PartitionSpec(None, "context")
@@ -168,4 +168,6 @@ def test_a_stage_may_map_another_axis_by_hand(method):
     if method == "value":
         run = jax.value_and_grad(run, has_aux=True)
     got = compiled(run)(*given(1))
-    assert_close(got, (Value(*value), gradients) if method != "value" else (value, gradients))
+    assert_close(
+        got, (PipelineLoss(*value), gradients) if method != "value" else (value, gradients)
+    )

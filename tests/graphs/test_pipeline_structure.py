@@ -10,7 +10,7 @@ import pytest
 from programs import LLAMA, gradients_graph, program
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 from sharding_rules.rules import Rules
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 MODEL = dataclasses.replace(LLAMA, layers=8, embed=256, mlp=512, dtype="bfloat16", remat="dots")
 SCHEDULES = {
-    "gpipe": Pipeline(schedule="gpipe"),
-    "circular": Pipeline(rounds=2),
-    "1f1b": Pipeline(schedule="1f1b"),
+    "gpipe": PipelineSettings(schedule="gpipe"),
+    "circular": PipelineSettings(virtual_stages=2),
+    "1f1b": PipelineSettings(schedule="1f1b"),
 }
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -36,7 +36,7 @@ def compiled(schedule, microbatches):
         target="v5e:2x4",
         mesh=Mesh(data=2, stage=4),
         model=MODEL,
-        batch=Batch(sequences=4 * microbatches, length=512, microbatches=microbatches),
+        batch=Batch(global_batch_size=4 * microbatches, seq_len=512, microbatches=microbatches),
         pipeline=SCHEDULES[schedule],
     )
     target = Target.parse(of.target)
@@ -101,7 +101,7 @@ def test_one_forward_one_backward_takes_less_memory_for_many_microbatches():
 
 
 def test_no_array_of_the_logits_shape_enters_a_loop():
-    sizes = Batch(sequences=8, length=512, microbatches=2)
+    sizes = Batch(global_batch_size=8, seq_len=512, microbatches=2)
     of = program(target="v5e:2x2", mesh=Mesh(data=2, stage=2), model=MODEL, batch=sizes)
     target = Target.parse(of.target)
     text = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text

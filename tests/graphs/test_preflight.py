@@ -10,7 +10,7 @@ from jax import lax
 from programs import CUBE, GPT2, LLAMA, program
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Mixture, Model
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import read_module
@@ -18,8 +18,8 @@ from lowering.machine.target import Target
 from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
-from lowering.per_device.normalise import normalise
-from lowering.xla.spmd_module import partition
+from lowering.per_device.normalise import normalize_module
+from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
 FLOATS = np.zeros((4, 8), np.float32)
@@ -27,7 +27,7 @@ INTEGERS = np.zeros((4, 8), np.int32)
 
 
 def normalised(step, *inputs):
-    return normalise(partition(jax.jit(step).lower(*inputs)).hlo, name="step", ranks=1)
+    return normalize_module(partition_spmd(jax.jit(step).lower(*inputs)).hlo, name="step", ranks=1)
 
 
 def codes(step, *inputs, target="trn1:1", flags=()):
@@ -165,7 +165,7 @@ def test_everything_wrong_is_told_at_once_with_lines_of_the_model():
         return (y + 1j * y).imag
 
     made = normalised(step, FLOATS)
-    with pytest.raises(LoweringError, match="and was not asked:\n") as caught:
+    with pytest.raises(LoweringError, match="so it was not started:\n") as caught:
         check(made.hlo, made.sources, "train", Target.parse("trn1:1"))
     said = str(caught.value).splitlines()[1:]
     assert {line.split("]")[0].strip() for line in said} == {"[NCC_EVRF001", "[NCC_EVRF004"}
@@ -186,13 +186,13 @@ def counted(step, *shapes):
 
 def test_a_product_counts_its_tiles():
     count = counted(lambda x, y: x @ y, (1024, 4096), (4096, 1000))
-    assert count.unrolled == count.once == count.largest == (1024 // 128) * (4096 // 128) * 2
+    assert count.unrolled == count.loops_once == count.largest == (1024 // 128) * (4096 // 128) * 2
 
 
 def test_a_loop_counts_as_often_as_it_runs_and_once():
     count = counted(lambda x: lax.fori_loop(0, 1000, lambda _, y: y @ y, x), (128, 128))
-    assert count.unrolled == 1000 * count.once
-    assert count.once < 10 and count.largest == 1
+    assert count.unrolled == 1000 * count.loops_once
+    assert count.loops_once < 10 and count.largest == 1
 
 
 def test_a_loop_in_a_loop_is_unrolled_too():
@@ -245,21 +245,21 @@ def lowered(graph, **settings):
 @pytest.mark.slow
 def test_a_whole_step_is_a_third_of_what_was_published():
     model = Model(
-        layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, vocab=49152, tied_head=True,
+        layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, vocab=49152, tie_word_embeddings=True,
         remat="none",
     )  # fmt: skip
-    batch = Batch(sequences=8, length=2048)
+    batch = Batch(global_batch_size=8, seq_len=2048)
     step = lowered("train", model=model, batch=batch, target="trn1:1", mesh=Mesh())
     assert 3 < 37_536_776 / estimate(read_module(step.handle.hlo)).unrolled < 4
 
 
-MIXTURE = dataclasses.replace(LLAMA, mixture=Mixture(experts=4, per_token=2))
+MIXTURE = dataclasses.replace(LLAMA, moe=MixtureOfExperts(experts=4, experts_per_token=2))
 OURS = {
     "recomputed": dataclasses.replace(LLAMA, remat="dots", dtype="bfloat16"),
     "like GPT-2": dataclasses.replace(GPT2, dropout=0.1),
     "mixture": MIXTURE,
     "mixture with a capacity": dataclasses.replace(
-        MIXTURE, mixture=Mixture(experts=4, per_token=2, capacity=1.25)
+        MIXTURE, moe=MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.25)
     ),
 }
 

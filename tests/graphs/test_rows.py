@@ -35,7 +35,7 @@ def gradients(of):
 def test_no_gpu_program_holds_a_second_copy_of_its_parameters():
     if not importlib.util.find_spec("jax_plugins"):
         pytest.skip("needs the extra gpu")
-    sizes = Batch(sequences=8, length=128)
+    sizes = Batch(global_batch_size=8, seq_len=128)
     of = program(target="h100:8", mesh=Mesh(fsdp=8), model=MODEL, batch=sizes)
     lowered = worker.lower(of, "train")
     text = lowered.handle.compile(compiler_options=lowered.options).as_text()

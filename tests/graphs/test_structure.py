@@ -48,7 +48,7 @@ def collectives(target, mesh, rules, remat="none", kv_heads=8):
         mesh=mesh,
         rules=rules,
         model=dataclasses.replace(MODEL, remat=remat, kv_heads=kv_heads),
-        batch=Batch(sequences=BATCH, length=LENGTH),
+        batch=Batch(global_batch_size=BATCH, seq_len=LENGTH),
     )
     machine = Target.parse(target)
     lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)

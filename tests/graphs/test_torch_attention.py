@@ -18,11 +18,11 @@ from graphtrain.graphs.dispatch import decode_step, kv_cache_specs
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import real_module, stacked
+from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
 from lowering.trees import flatten, unflatten
 
 RING, ULYSSES = ("data", "fsdp", "context", "tensor"), ("data", "fsdp", "ulysses", "tensor")
-APART = Batch(sequences=8, length=16, documents="apart")
+APART = Batch(global_batch_size=8, seq_len=16, cross_document_attention=False)
 
 
 CUBE = Mesh(data=2, context=2, tensor=2)
@@ -36,7 +36,7 @@ def test_split_by_position_loss_and_gradients_are_those_of_one_device(tmp_path, 
     model = imported(tmp_path, kind)
     again = replace(model, remat="attention")
     split = program(model=again, target="cpu:8", mesh=CUBE, rules=rules)
-    state, inputs = state_of(split, real_module(model)), batch(split)
+    state, inputs = state_of(split, module_with_weights(model)), batch(split)
     found = []
     for of in (split, alone(replace(split, model=model))):
         step = loaded(of, "gradients")
@@ -67,8 +67,8 @@ TOKENS = np.random.default_rng(1).integers(0, 64, sum(SIZES)).astype(np.int32)
 def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
     model = imported(tmp_path, kind)
     opened = open_model(model)
-    weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
-    parameters = unflatten(stacked(opened, weights))
+    weights = {name: to_numpy(one) for name, one in module_with_weights(model).named_parameters()}
+    parameters = unflatten(stack_weights(opened, weights))
 
     def packed(parameters):
         with isolate_documents(jnp.repeat(jnp.arange(4), np.array(SIZES))[None]):
@@ -110,8 +110,8 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
     """Of blocks scanned in pairs, some with a window that the tokens leave behind."""
     model = imported(tmp_path, "gemma2")
     opened = open_model(model)
-    weights = {name: to_numpy(one) for name, one in real_module(model).named_parameters()}
-    parameters, tokens = unflatten(stacked(opened, weights)), jnp.asarray(TOKENS[None])
+    weights = {name: to_numpy(one) for name, one in module_with_weights(model).named_parameters()}
+    parameters, tokens = unflatten(stack_weights(opened, weights)), jnp.asarray(TOKENS[None])
     kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kv_cache_specs(model, 1, 16))
 
     def continued(parameters, kept):

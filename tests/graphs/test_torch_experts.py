@@ -10,7 +10,7 @@ from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.build import build_graph
 from graphtrain.torch_frontend import experts
@@ -23,7 +23,7 @@ from sharding_rules.rules import Rules
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def mixture(folder, kind="mixtral", **settings) -> Imported:
+def mixture(folder, kind="mixtral", **settings) -> TorchModel:
     return imported(folder, kind, overrides=BALANCED, **settings)
 
 
@@ -38,7 +38,7 @@ def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_pa
         target="cpu:8",
         mesh=Mesh(data=2, expert=2, tensor=2),
         model=mixture(tmp_path),
-        batch=Batch(sequences=8, length=8),
+        batch=Batch(global_batch_size=8, seq_len=8),
     )
     want = loss_and_gradients(alone(of))
     with mock.patch.object(experts, "by_runs", lambda: True):  # as on a TPU
@@ -47,26 +47,26 @@ def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_pa
 
 def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
     model = mixture(tmp_path)
-    last = Batch(sequences=8, length=8, reduce="last")
+    last = Batch(global_batch_size=8, seq_len=8, gradient_reduction="per_step")
     of = program(target="cpu:8", mesh=Mesh(data=8), rules=("data",), model=model, batch=last)
     with pytest.raises(
         ShardingError,
         match="output_router_logits balances experts over the tokens of all replicas; use",
     ):
         loaded(of, "train")
-    size = Batch(sequences=8, length=8, microbatches=2)
+    size = Batch(global_batch_size=8, seq_len=8, microbatches=2)
     of = program(target="cpu:8", mesh=Mesh(data=4, stage=2), model=model, batch=size)
     with pytest.raises(
         ShardingError, match="output_router_logits balances experts over all blocks"
     ):
-        build_graph(dataclasses.replace(of, pipeline=Pipeline(schedule="gpipe")), "train")
+        build_graph(dataclasses.replace(of, pipeline=PipelineSettings(schedule="gpipe")), "train")
     with pytest.raises(ImportedModelError, match="its router modules are unknown"):
         check_parity(mixture(tmp_path, "llama"))
 
 
 @pytest.mark.skipif(not find_spec("libtpu"), reason="no libtpu")
 def test_on_a_tpu_tokens_are_multiplied_by_their_experts_alone(tmp_path):
-    size = Batch(sequences=8, length=16)
+    size = Batch(global_batch_size=8, seq_len=16)
     model = imported(tmp_path, "mixtral", dtype="bfloat16")
     of = program(target="v5e:2x2", mesh=Mesh(expert=2, data=2), model=model, batch=size)
     target, built = Target.parse(of.target), build_graph(of, "evaluate")

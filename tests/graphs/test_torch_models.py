@@ -12,22 +12,28 @@ from torch_families import FAMILIES, MORE, imported
 
 from graphtrain.config.schema import Batch, Optimizer, Program
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import GRADIENT, LOSS, real_module, stacked, unstacked
+from graphtrain.torch_frontend.parity import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    module_with_weights,
+    stack_weights,
+    unstack_weights,
+)
 from lowering.trees import flatten, unflatten
 
-ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay="all", weight_decay=0.1)
+ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay_mask="all", weight_decay=0.1)
 
 
 def of_family(folder: Path, kind: str, **settings: Any) -> Program:
     return program(
         **CUBE
-        | {"model": imported(folder, kind), "batch": Batch(sequences=8, length=12)}
+        | {"model": imported(folder, kind), "batch": Batch(global_batch_size=8, seq_len=12)}
         | settings
     )
 
 
 def module_of(of: Program) -> torch.nn.Module:
-    return real_module(of.model)
+    return module_with_weights(of.model)
 
 
 def eager_loss(module: torch.nn.Module, inputs: dict[str, np.ndarray]) -> torch.Tensor:
@@ -46,7 +52,7 @@ def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 def state_of(of: Program, module: torch.nn.Module) -> Any:
     """A state with the module's weights."""
-    tree = unflatten(stacked(open_model(of.model), weights(module)))
+    tree = unflatten(stack_weights(open_model(of.model), weights(module)))
     zeros = jax.tree.map(np.zeros_like, tree)
     moments = {"adam": {"count": np.int32(0), "mu": zeros, "nu": zeros}}
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
@@ -73,7 +79,7 @@ def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(
         tmp_path,
         kind,
         model=imported(tmp_path, kind, front_end=front_end),
-        batch=Batch(sequences=8, length=12, microbatches=2 if kind == "llama" else 1),
+        batch=Batch(global_batch_size=8, seq_len=12, microbatches=2 if kind == "llama" else 1),
     )
     module, inputs = module_of(of), batch(of)
     eager = eager_loss(module, inputs)
@@ -88,12 +94,15 @@ def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(
         placed_inputs(step, "state", state_of(of, module)), placed_inputs(step, "batch", inputs)
     )
 
-    assert abs(float(got["loss"]) - eager.item()) < LOSS * abs(eager.item())
-    found = unstacked(open_model(of.model), flatten(jax.device_get(got["gradients"])))
+    assert abs(float(got["loss"]) - eager.item()) < LOSS_TOLERANCE * abs(eager.item())
+    found = unstack_weights(open_model(of.model), flatten(jax.device_get(got["gradients"])))
     largest = max(np.abs(one).max() for one in expected.values())
     for name, one in expected.items():
         np.testing.assert_allclose(
-            found[name], one, atol=GRADIENT * max(np.abs(one).max(), 1e-3 * largest), err_msg=name
+            found[name],
+            one,
+            atol=GRADIENT_TOLERANCE * max(np.abs(one).max(), 1e-3 * largest),
+            err_msg=name,
         )
 
 
@@ -115,6 +124,6 @@ def test_five_steps_are_those_of_pytorchs_adamw(tmp_path, kind):
         loss.backward()
         optimizer.step()
         assert float(out["metrics"]["loss"]) == pytest.approx(loss.item(), rel=1e-4)
-    found = unstacked(open_model(of.model), flatten(jax.device_get(state["parameters"])))
+    found = unstack_weights(open_model(of.model), flatten(jax.device_get(state["parameters"])))
     for name, one in weights(module).items():
         np.testing.assert_allclose(found[name], one, atol=1e-4, err_msg=name)

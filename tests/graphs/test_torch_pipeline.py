@@ -13,28 +13,36 @@ from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 import lowering
-from graphtrain.checkpoints.checkpoint import Checkpoints, arrangement_of, restore_parameters
+from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, restore_parameters
 from graphtrain.config.resolve import stages_of
-from graphtrain.config.schema import Batch, Imported, Mesh, Pipeline
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph
 from graphtrain.planning.assess import plan_program
 from graphtrain.planning.search import search
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import real_module, stacked
-from graphtrain.weights.torch_modules import ModuleWeights, export
+from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
+from graphtrain.weights.torch_modules import HuggingFaceWeights, export
 from lowering.machine.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
 
-ONE_ONE = Pipeline(schedule="1f1b")
+ONE_ONE = PipelineSettings(schedule="1f1b")
 CUBE = Mesh(data=2, stage=2, tensor=2)
-BATCH = Batch(sequences=16, length=8, microbatches=4)
+BATCH = Batch(global_batch_size=16, seq_len=8, microbatches=4)
 CASES = {
-    "llama, gpipe, uneven": ("llama", Pipeline(schedule="gpipe", layers=(1, 3)), CUBE),
+    "llama, gpipe, uneven": (
+        "llama",
+        PipelineSettings(schedule="gpipe", layers_per_stage=(1, 3)),
+        CUBE,
+    ),
     "llama, 1f1b": ("llama", ONE_ONE, Mesh(fsdp=4, stage=2)),
-    "gpt2, circular, uneven": ("gpt2", Pipeline(layers=(3, 1)), Mesh(data=2, fsdp=2, stage=2)),
+    "gpt2, circular, uneven": (
+        "gpt2",
+        PipelineSettings(layers_per_stage=(3, 1)),
+        Mesh(data=2, fsdp=2, stage=2),
+    ),
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
     "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
 }
@@ -54,7 +62,7 @@ def in_stages(folder, kind, pipeline, mesh, **settings):
 
 def one_device(of):
     """Without a pipeline's settings, so that all cases share it."""
-    return dataclasses.replace(alone(of), pipeline=Pipeline())
+    return dataclasses.replace(alone(of), pipeline=PipelineSettings())
 
 
 FAST = ("llama, gpipe, uneven", "gpt2, 1f1b")
@@ -71,7 +79,7 @@ def test_loss_and_gradients_equal_those_of_one_device(case, folder):
 
 
 def of_module(pipeline, mesh, **overrides):
-    given = Imported(
+    given = TorchModel(
         torch=f"{MODULES}:Given", vocab=16, dtype="float32", remat="none", overrides=overrides
     )
     return program(target="cpu:8", mesh=mesh, pipeline=pipeline, batch=BATCH, model=given)
@@ -80,8 +88,12 @@ def of_module(pipeline, mesh, **overrides):
 @pytest.mark.parametrize(
     ("pipeline", "mesh", "drop"),
     [
-        (Pipeline(schedule="1f1b", layers=(1, 3)), Mesh(data=4, stage=2), 0.0),
-        (Pipeline(rounds=2, layers=(1, 1, 1, 1)), Mesh(fsdp=4, stage=2), 0.3),
+        (PipelineSettings(schedule="1f1b", layers_per_stage=(1, 3)), Mesh(data=4, stage=2), 0.0),
+        (
+            PipelineSettings(virtual_stages=2, layers_per_stage=(1, 1, 1, 1)),
+            Mesh(fsdp=4, stage=2),
+            0.3,
+        ),
     ],
 )
 def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeline, mesh, drop):
@@ -101,24 +113,26 @@ def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeli
     ],
 )
 def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
-    of = of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2), use=use)
+    of = of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2), use=use)
     with pytest.raises(ShardingError, match=words):
         build_graph(of, "train")
 
 
 def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
     with pytest.raises(ShardingError, match="repeat only every 2"):
-        build_graph(in_stages(folder, "gemma2", Pipeline(), Mesh(data=4, stage=2)), "train")
-    numbered = Imported(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
+        build_graph(in_stages(folder, "gemma2", PipelineSettings(), Mesh(data=4, stage=2)), "train")
+    numbered = TorchModel(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
     of = dataclasses.replace(
-        of_module(Pipeline(layers=(2, 2)), Mesh(data=4, stage=2)), model=numbered
+        of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2)), model=numbered
     )
     with pytest.raises(ShardingError, match="traced block by block, because block 1 computes"):
         build_graph(of, "train")
     with pytest.raises(ShardingError, match=r"has 4 blocks, but the stages hold 5"):
-        build_graph(of_module(Pipeline(layers=(2, 3)), Mesh(data=4, stage=2)), "train")
-    with pytest.raises(ValueError, match=r"pipeline.layers = \[6, 6\]"):
-        of_module(Pipeline(), Mesh(data=4, stage=2))
+        build_graph(
+            of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train"
+        )
+    with pytest.raises(ValueError, match=r"pipeline.layers_per_stage = \[6, 6\]"):
+        of_module(PipelineSettings(), Mesh(data=4, stage=2))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +146,13 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
     ],
 )
 def test_gradients_reduced_last_are_those_of_one_device(kind, rules, mesh, folder):
-    last = dataclasses.replace(BATCH, sequences=32, reduce="last")
-    of = dataclasses.replace(in_stages(folder, kind, Pipeline(), mesh), rules=rules, batch=last)
-    alone_each = dataclasses.replace(one_device(of), batch=dataclasses.replace(last, reduce="each"))
+    last = dataclasses.replace(BATCH, global_batch_size=32, gradient_reduction="per_step")
+    of = dataclasses.replace(
+        in_stages(folder, kind, PipelineSettings(), mesh), rules=rules, batch=last
+    )
+    alone_each = dataclasses.replace(
+        one_device(of), batch=dataclasses.replace(last, gradient_reduction="per_microbatch")
+    )
     assert_close(loss_and_gradients(of), loss_and_gradients(alone_each))
 
 
@@ -151,46 +169,50 @@ def assert_same(got, want):
 
 def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tmp_path):
     uneven = in_stages(folder, *CASES["gpt2, circular, uneven"])
-    rounds = dataclasses.replace(uneven, pipeline=Pipeline(rounds=2))
-    module = real_module(uneven.model)
+    rounds = dataclasses.replace(uneven, pipeline=PipelineSettings(virtual_stages=2))
+    module = module_with_weights(uneven.model)
     weights = {name: one.detach().numpy() for name, one in module.named_parameters()}
-    whole = unflatten(stacked(open_model(uneven.model), weights))
+    whole = unflatten(stack_weights(open_model(uneven.model), weights))
     kept = {
         of: jax.tree.map(jnp.asarray, stored(of, whole))
         for of in (uneven, rounds, one_device(uneven))
     }
-    saving = Checkpoints(tmp_path, 1, arrangement_of(uneven))
+    saving = Checkpoints(tmp_path, 1, layer_order_of(uneven))
     saving.save(1, {"parameters": kept[uneven]}, {})
     saving.close()
 
     for of, want in kept.items():
-        restored = restore_parameters(tmp_path, 1, described(want), arrangement_of(of))
+        restored = restore_parameters(tmp_path, 1, described(want), layer_order_of(of))
         assert_same(restored, want)
-    turned = dataclasses.replace(uneven, pipeline=Pipeline(layers=(1, 3)))
+    turned = dataclasses.replace(uneven, pipeline=PipelineSettings(layers_per_stage=(1, 3)))
     with pytest.raises(TrainingError, match="in another order"):
-        restore_parameters(tmp_path, 1, described(kept[uneven]), arrangement_of(turned))
+        restore_parameters(tmp_path, 1, described(kept[uneven]), layer_order_of(turned))
 
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     tmp_path.joinpath("1").rename(tmp_path / "run/checkpoints/1")
     export(uneven, tmp_path / "run", 1, tmp_path / "back", lambda done, count: None)
     for of, want in kept.items():
-        fill = lowering.backend(Target.parse("cpu:8")).fill
-        read = ModuleWeights(tmp_path / "back").parameters(described(want), fill, stages_of(of))
+        fill = lowering.backend(Target.parse("cpu:8")).from_shards
+        read = HuggingFaceWeights(tmp_path / "back").parameters(
+            described(want), fill, stages_of(of)
+        )
         assert_same(read, want)
 
 
 def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     wide = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": 4098}  # not a multiple of 4
     model = imported(folder, "gpt2", overrides=wide)
-    of = program(target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(sequences=16, length=32))
+    of = program(
+        target="v5e:2x4", mesh=Mesh(), model=model, batch=Batch(global_batch_size=16, seq_len=32)
+    )
     found = search(of, keep=50)
     assert all(one.program.model.overrides == wide for one in found.ranked)
     assert {one.mesh.axes["stage"] for one in found.ranked} > {2}
     assert {one.mesh.axes["tensor"] for one in found.ranked} <= {1, 2}
     assert {one.program.model.remat for one in found.ranked} <= {"none", "dots", "full"}
-    assert found.lost["tensor 4"] == "does not divide vocab = 4098"
+    assert found.rejected["tensor 4"] == "does not divide vocab = 4098"
     best = next(one for one in found.ranked if one.mesh.axes["stage"] == 2)
     assert plan_program(best.program).mesh == best.mesh
 
     alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
-    assert "alike only every 2" in search(alternating, keep=1).lost["stage"]
+    assert "alike only every 2" in search(alternating, keep=1).rejected["stage"]

@@ -12,7 +12,7 @@ from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 from graphtrain.config.schema import Loss, Optimizer
 from graphtrain.models.decoder import forward
 from lowering.machine.target import Target
-from lowering.tracing.current_target import tracing_for
+from lowering.tracing.current_target import trace_for_target
 from lowering.trees import flatten, unflatten
 from lowering.xla import backend as xla
 
@@ -60,7 +60,7 @@ def test_steps_equal_optax_adamw():
     batches = [batch(of, seed) for seed in range(4)]
     # With attention as the target has it: Adam divides a gradient by its own size, and so shows in
     # which order the sums of one were taken that is nearly nothing.
-    with tracing_for(Target.parse(of.target)):
+    with trace_for_target(Target.parse(of.target)):
         want = reference_steps(of, jax.device_get(state), batches, 0.01)
     for inputs in batches:
         state = train(state, placed_inputs(train, "batch", inputs), np.float32(0.01))["state"]

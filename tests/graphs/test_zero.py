@@ -34,15 +34,15 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_loss_and_gradients_equal_those_of_one_device(way, reduce, model):
-    sizes = Batch(sequences=16, length=16, microbatches=2)
+    sizes = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     alone = program(model=model, batch=sizes)
-    parts = Batch(sequences=16, length=16, microbatches=2, reduce=reduce)
+    parts = Batch(global_batch_size=16, seq_len=16, microbatches=2, gradient_reduction=reduce)
     split = program(model=model, target="cpu:8", batch=parts, **WAYS[way])
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
 def test_a_single_microbatch_can_be_reduced_last():
-    sizes = Batch(sequences=8, length=16, reduce="last")
+    sizes = Batch(global_batch_size=8, seq_len=16, gradient_reduction="per_step")
     split = program(target="cpu:8", mesh=Mesh(data=8), rules=("zero1",), batch=sizes)
     assert_close(loss_and_gradients(split), loss_and_gradients(program()))
 
@@ -61,7 +61,7 @@ LARGE = 100_000  # bytes: more than norms, and than sums of the loss
 
 def traffic(target, rules, mesh, reduce="each"):
     """Large collectives of a training step of 4 microbatches."""
-    batch = Batch(sequences=64, length=256, microbatches=4, reduce=reduce)
+    batch = Batch(global_batch_size=64, seq_len=256, microbatches=4, gradient_reduction=reduce)
     of = program(target=target, model=MODEL, rules=rules, mesh=mesh, batch=batch)
     lowered = xla.lower(
         build_graph(of, "train"), Rules.load(of.rules), mesh_shape(of), Target.parse(target)

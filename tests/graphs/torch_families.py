@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from graphtrain.config.schema import Imported
+from graphtrain.config.schema import TorchModel
 
 _LLAMA = {
     "vocab_size": 64,
@@ -84,9 +84,9 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def imported(folder: Path, kind: str, **settings: Any) -> Imported:
+def imported(folder: Path, kind: str, **settings: Any) -> TorchModel:
     """A tiny model of a family, computed in float32."""
     config = {"model_type": kind} | (FAMILIES | MORE)[kind]
     path = folder / f"{kind}.json"
     path.write_text(json.dumps(config))
-    return Imported(**{"hf": str(path), "dtype": "float32", "remat": "none"} | settings)
+    return TorchModel(**{"hf": str(path), "dtype": "float32", "remat": "none"} | settings)

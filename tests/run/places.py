@@ -28,8 +28,8 @@ dtype = "float32"
 remat = "none"
 
 [program.batch]
-sequences = 8
-length = 32
+global_batch_size = 8
+seq_len = 32
 
 [run]
 directory = "run"
@@ -41,9 +41,9 @@ report_every = 1
 train = "data/train"
 validation = "data/validation"
 
-[run.schedule]
+[run.learning_rate]
 peak = 1e-2
-warmup = 2
+warmup_steps = 2
 """
 
 CUBE = [

@@ -77,8 +77,8 @@ def test_out_of_memory_is_one_error_with_the_largest_arrays(cold: Place, target)
     module = TARGETS["h100:8" if target.startswith("h100") else "v5e:2x4"]
     if not is_installed(module):
         pytest.skip(f"no {module}")
-    words = ["--target", target, "--set", "program.batch.length=8192"]
-    words += ["--set", "program.batch.sequences=1024"]
+    words = ["--target", target, "--set", "program.batch.seq_len=8192"]
+    words += ["--set", "program.batch.global_batch_size=1024"]
     for _ in range(2):  # compiled, then from the cache where the compiler let it pass
         _, err = cold.command("compile", "config.toml", *words, status=2)
         assert f"train does not fit in the memory of {target}: " in err

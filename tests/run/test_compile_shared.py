@@ -55,10 +55,10 @@ def test_what_another_has_compiled_meanwhile_is_not_compiled_again(cold, compile
     for line in process.stderr:
         if line.startswith("train: waiting"):
             break
-    digest = Cache(compiled).program_of(request)
-    record, payload = Cache(compiled).files(digest)
-    cache.adopt(digest, record, payload)
-    cache.link(request, digest)
+    digest = Cache(compiled).program_digest(request)
+    record, payload = Cache(compiled).program_files(digest)
+    cache.import_program(digest, record, payload)
+    cache.record_request(request, digest)
     lease.release()
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

@@ -29,7 +29,8 @@ jax.config.update("jax_enable_x64", True)
 target, artifact = Target.parse(name), Cache(Path(root)).get(digest)
 backend = lowering.backend(target)
 program, stored = backend.load(artifact, target), np.load(inputs)
-given = [backend.put(stored[each], program.inputs(each)) for each in artifact.record["arguments"]]
+names = artifact.record["arguments"]
+given = [backend.to_devices(stored[each], program.inputs(each)) for each in names]
 outputs = program(*given).values()
 print(*[float(each) for each in outputs if each.shape == () and each.dtype == "float32"])
 """

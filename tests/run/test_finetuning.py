@@ -18,7 +18,7 @@ ADAPTER = """
 [program.adapter]
 rank = 4
 alpha = 8.0
-whole = ["final_norm/*"]
+modules_to_save = ["final_norm/*"]
 """
 FOUR = [
     "--target", "cpu:4", "--set", "program.mesh.data=1", "--set", "program.mesh.fsdp=2",
@@ -71,7 +71,7 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
         tokens = torch.arange(64)[None]
         torch.testing.assert_close(tuned(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
 
-    given = ["--set", "run.directory=new", "--set", "run.initial_adapter=adapter"]
+    given = ["--set", "run.directory=new", "--set", "run.init_adapter_from=adapter"]
     out, _ = cold.command("evaluate", "config.toml", *given, "--json")
     assert json.loads(out)["validation_loss"] == pytest.approx(validation, rel=1e-5)
 
@@ -93,4 +93,4 @@ def test_an_adapter_needs_weights_to_start_from(cold):
     config = cold.path / "config.toml"
     config.write_text(config.read_text() + ADAPTER)
     _, err = cold.command("plan", "config.toml", status=2)
-    assert "program.adapter starts from weights that are there; set run.initial" in err
+    assert "program.adapter starts from weights that are there; set run.init_from" in err

@@ -39,7 +39,7 @@ def chats(place):
 
 
 def test_answers_are_learned_resumed_and_exported_with_the_template(chats):
-    words = [*SETTINGS, "--set", "run.schedule.shape=constant"]
+    words = [*SETTINGS, "--set", "run.learning_rate.schedule=constant"]
     chats.command("run", "config.toml", *words)
     curve = chats.curve()
     assert curve[-1][1] < 0.5 * curve[0][1]
@@ -68,7 +68,7 @@ def test_conversations_that_do_not_fit_are_refused_before_a_step(chats):
     options = ["--output", "chats", "--tokenizer", "tokenizer", "--template", "short.jinja"]
     chats.command("data", "instruct", "chats.jsonl", *options)
     _, err = chats.command("run", "config.toml", *SETTINGS, status=2)
-    assert "documents are longer than batch.length = 32" in err and "run.data.longer" in err
+    assert "documents are longer than batch.seq_len = 32" in err and "run.data.overlong" in err
     assert not chats.curve()
 
 

@@ -133,7 +133,7 @@ def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
 def test_a_run_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Place):
     # At a rate so low that rounding, which differs between processes, does not grow.
     long = ["--set", "run.steps=200", "--set", "run.save_every=1000"]
-    long += ["--set", "run.schedule.peak=1e-4"]
+    long += ["--set", "run.learning_rate.peak=1e-4"]
     number = launched(cluster, *long)
     wait_until(lambda: len(cluster.curve()) > 5, cluster)
     subprocess.run(["scancel", "--signal=TERM", number], check=True)
@@ -166,7 +166,7 @@ def test_an_option_that_sbatch_does_not_have_is_refused(place: Place):
 
 
 def test_a_slice_is_left_to_its_own_scheduler(place: Place):
-    words = ["--target", "v5e:4x4", "--set", "program.batch.sequences=16", "--dry-run"]
+    words = ["--target", "v5e:4x4", "--set", "program.batch.global_batch_size=16", "--dry-run"]
     _, err = place.command("launch", "slurm", "config.toml", *words, status=2)
     assert "the scheduler of the TPU slice determines its hosts" in err
 
@@ -177,7 +177,7 @@ def test_nothing_launched_has_no_status(place: Place):
 
 
 def test_a_job_set_runs_one_pod_a_host_once_the_programs_are_there(place: Place):
-    words = ["--target", "h100:16", "--set", "program.batch.sequences=16"]
+    words = ["--target", "h100:16", "--set", "program.batch.global_batch_size=16"]
     words += ["--image", "registry.example/graphtrain:1", "--claim", "shared", "--workers", "4"]
     out, _ = place.command("launch", "kubernetes", "config.toml", *words)
     compiling, running = yaml.safe_load(out)["spec"]["replicatedJobs"]

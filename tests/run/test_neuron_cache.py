@@ -15,7 +15,7 @@ import pytest
 from places import CONFIG, ROOT
 
 from lowering.neuron import neff
-from lowering.per_device.normalise import normalise
+from lowering.per_device.normalise import normalize_module
 
 REAL, SIMULATED = "neuronxcc-2.27.5334.0+ab12", "neuronxcc-0.0.0.0+simulator"
 COMPILER = """#!/bin/sh
@@ -76,12 +76,12 @@ import hashlib, json, os, pathlib, sys
 import jax
 from lowering.xla import backend as xla
 from lowering.neuron import compiler, plugin
-from lowering.per_device.normalise import normalise
+from lowering.per_device.normalise import normalize_module
 from lowering.neuron.persistent_cache import flags
-from lowering.xla.spmd_module import partition
+from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
-    hlo = normalise(partition(self).hlo, name="step", ranks=4).hlo
+    hlo = normalize_module(partition_spmd(self).hlo, name="step", ranks=4).hlo
     written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)
     name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.key_of_list(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])
@@ -219,22 +219,22 @@ def test_a_cache_is_finished_in_place_and_failures_are_told_apart(store):
 def test_an_entry_is_compiled_only_where_its_own_compiler_is(store):
     store.add("old", compiler="neuronxcc-2.21.33363.0+82129205")
     _, err = store.command("compile", status=2)
-    assert "holds entries of others: 1 of neuronxcc-2.21.33363.0+82129205 are unfinished" in err
+    assert "need another one: 1 of neuronxcc-2.21.33363.0+82129205; install one of these" in err
     store.add("new")
     _, err = store.command("compile")
-    assert "left unfinished: 1 of neuronxcc-2.21.33363.0+82129205" in err
+    assert "of other compilers: 1 of neuronxcc-2.21.33363.0+82129205" in err
     assert store.states() == {"old": "not compiled", "new": "done"}
     (store.path / "bin/neuronx-cc").unlink()
     _, err = store.command("compile", status=2)
-    assert "neuronx-cc is not installed here; install it" in err
+    assert "neuronx-cc is not installed on this machine; install it" in err
 
 
 def test_flags_without_a_machine_need_one(store):
     store.add("one")
     (store.entry("one") / "compile_flags.json").write_text("[]")
     _, err = store.command("compile", status=2)
-    assert "its flags name no machine; say which with --target" in err
-    assert "its flags do not give the key in its name" in err
+    assert "its flags contain no --target; pass one with --target" in err
+    assert "its flags do not match the flags key in its name" in err
     (store.entry("one") / "model.hlo_module.pb").rename(
         store.entry("one") / "model.hlo_module.pb.gz"
     )
@@ -252,7 +252,7 @@ def test_locks_of_the_living_are_honoured_and_others_are_removed(store):
     lock = store.entry("one") / "model.hlo_module.pb.lock"
     lock.touch()
     _, err = store.command("compile")
-    assert "MODULE_one+e30acd3a: left to another tool, 0 minutes ago" in err
+    assert "MODULE_one+e30acd3a: skipped, locked by another tool, 0 minutes ago" in err
     assert store.states() == {"one": "locked", "two": "done"}
     out, _ = store.command("clean-locks")
     assert out.startswith("kept ") and lock.exists()
@@ -361,13 +361,13 @@ def test_the_simulator_finishes_what_is_its_own(store):
     hlo = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     store.add("sound", "broken", compiler=SIMULATED)
     sound, broken = (store.root / SIMULATED / f"MODULE_{n}+e30acd3a" for n in ("sound", "broken"))
-    (sound / "model.hlo_module.pb").write_bytes(normalise(hlo, name="step", ranks=1).hlo)
+    (sound / "model.hlo_module.pb").write_bytes(normalize_module(hlo, name="step", ranks=1).hlo)
     store.add("real")
     _, err = store.command("compile", "--simulator", status=2)
-    assert f"left unfinished: 1 of {REAL}" in err
+    assert f"of other compilers: 1 of {REAL}" in err
     assert store.states() == {"real": "not compiled", "sound": "done", "broken": "not compiled"}
     assert neff.is_simulated((sound / "model.neff").read_bytes())
-    assert "should be an HloModuleProto" in (broken / "graphtrain.log").read_text()
+    assert "bytes are not an HloModuleProto" in (broken / "graphtrain.log").read_text()
     out, _ = store.command("analyze")
     assert f"{SIMULATED}: 1 not compiled, 1 done" in out
 
@@ -381,7 +381,7 @@ def test_what_a_plugin_extracts_is_compiled_where_it_appeared(store):
     assert store.states() == {"a": "done", "b": "done", "c": "not compiled"}
     fails = ["--", sys.executable, "train.py", "fails"]
     _, err = store.command("collect", *fails, status=2)
-    assert "ended with status 3 while its graphs were extracted" in err
+    assert "exited with status 3 while its graphs were extracted" in err
     assert store.states()["fails"] == "not compiled"
     store.command("collect", *fails, NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE="1")
     assert set(store.states().values()) == {"done"}
@@ -408,6 +408,6 @@ def test_a_command_that_uses_no_plugin_is_found_out(store):
     (store.path / "config.toml").write_text(CONFIG)
     extract = [sys.executable, "-m", "graphtrain", "neuron-cache", "extract", "config.toml"]
     _, err = store.command("collect", "--", *extract, "--target", "trn1:4", status=2)
-    assert "JAX's plugin for Neuron is not installed here; install jax-neuronx" in err
+    assert "JAX's Neuron plugin is not installed on this machine; install jax-neuronx" in err
     _, err = store.command("collect", "--", *extract, status=2)
     assert "cpu:1 has no Neuron plugin; name a target such as trn1:32" in err

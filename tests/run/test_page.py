@@ -9,9 +9,9 @@ import pytest
 from graphtrain.config import load_config
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.assess import estimate
-from graphtrain.planning.blame import Cause
+from graphtrain.planning.blame import CollectiveOrigin
 from graphtrain.planning.ledger import ErrorBar
-from graphtrain.planning.page import page
+from graphtrain.planning.page import render_page
 from graphtrain.planning.remedies import Remedy
 
 pytest.importorskip("vl_convert", reason="vl-convert, for the charts of the page, is not installed")
@@ -47,20 +47,20 @@ def html(tmp_path_factory):
     (directory / "config.toml").write_text(CONFIG)
     program = load_config(directory / "config.toml").program
     assessment = estimate(program)
-    refused = dataclasses.replace(assessment.memory, refused=True)
+    refused = dataclasses.replace(assessment.memory, compiler_out_of_memory=True)
     causes = [
-        Cause(one, "", "", "", index > 0, f"because of {index}")
+        CollectiveOrigin(one, "", "", "", index > 0, f"because of {index}")
         for index, one in enumerate(assessment.collectives)
     ]
     answer = Answer(
         program,
-        dataclasses.replace(assessment, memory=refused, remark="</script><b>not markup</b>"),
+        dataclasses.replace(assessment, memory=refused, note="</script><b>not markup</b>"),
         {"step_seconds": ErrorBar(1.2, 1.5, 3)},
         [Remedy(("program.model.remat=full",), assessment)],
         causes,
     )
     path = directory / "plan.html"
-    path.write_text(page("a <title> & more", answer, SEARCHED), encoding="utf-8")
+    path.write_text(render_page("a <title> & more", answer, SEARCHED), encoding="utf-8")
     return path
 
 

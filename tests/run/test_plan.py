@@ -7,7 +7,7 @@ from places import CUBE
 
 TOO_LARGE = [
     "--target", "v5e:2x2", "--no-compile",
-    "--set", "program.batch.sequences=4096", "--set", "program.batch.length=8192",
+    "--set", "program.batch.global_batch_size=4096", "--set", "program.batch.seq_len=8192",
 ]  # fmt: skip
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
 
@@ -125,7 +125,9 @@ def test_a_lock_holds_until_placement_memory_or_communication_change(place, plan
     assert (place.path / "config.plan").read_text().startswith("# Lock of a plan")
     out, _ = plan("check", "config.toml", *CUBE)
     assert out == "config.plan is up to date\n"
-    out, err = plan("check", "config.toml", *CUBE, "--set", "program.batch.sequences=16", status=5)
+    out, err = plan(
+        "check", "config.toml", *CUBE, "--set", "program.batch.global_batch_size=16", status=5
+    )
     assert "-batch/tokens  int32  1x8(data+fsdp)x32  256" in out.splitlines()
     assert "graphtrain plan lock" in err
     _, err = plan("check", "config.toml", "--lock", "none.plan", status=2)

@@ -62,7 +62,7 @@ def wait_for_step(place: Place, step: int, directory: str = "run") -> None:
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(place: Place, compiled_for_two):
     # At a rate so low that rounding, which differs between processes, does not grow.
-    slowly = ["--set", "run.schedule.peak=1e-4"]
+    slowly = ["--set", "run.learning_rate.peak=1e-4"]
     statuses, told = ended(ranks(place, *slowly))
     assert statuses == [0, 0], told
     assert "trained 16 steps" in told[0] and not own_words(told[1])

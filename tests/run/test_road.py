@@ -74,10 +74,10 @@ def test_a_second_compile_compiles_nothing(place):
 
 
 def test_a_missing_program_is_explained_with_the_command_that_makes_it(place):
-    words = ["config.toml", "--set", "program.batch.length=16"]
+    words = ["config.toml", "--set", "program.batch.seq_len=16"]
     _, err = place.command("run", *words, status=3)
     assert "batch length: 32 → 16" in err
-    assert "graphtrain compile config.toml --set program.batch.length=16" in err
+    assert "graphtrain compile config.toml --set program.batch.seq_len=16" in err
     assert not place.curve()
 
 
@@ -91,7 +91,7 @@ def test_compile_first_says_what_was_missing(cold):
 def test_another_layout_is_a_restore(place):
     place.command("run", "config.toml", "--set", "run.directory=whole", *CUBE)
     place.command("run", "config.toml", "--set", "run.steps=8", *CUBE)
-    place.command("run", "config.toml", "--set", "run.schedule.shape=cosine")
+    place.command("run", "config.toml", "--set", "run.learning_rate.schedule=cosine")
     losses = [[loss for _, loss, _ in place.curve(name)] for name in ("whole", "run")]
     # The first 8 steps were scheduled for a run of 8, so only the shape of the rest is compared.
     assert len(losses[1]) == 16 and losses[1][-1] < losses[1][0] - 0.5
@@ -129,7 +129,7 @@ def test_a_run_of_another_model_is_refused(place):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(place):
-    words = ["--set", "run.schedule.peak=1e30", "--set", "run.schedule.shape=constant"]
+    words = ["--set", "run.learning_rate.peak=1e30", "--set", "run.learning_rate.schedule=constant"]
     _, err = place.command("run", "config.toml", *words, "--set", "run.save_every=1", status=2)
     assert "the batch contains documents" in err and "last good checkpoint: run/checkpoints/" in err
     saved = {int(path.name) for path in (place.path / "run/checkpoints").iterdir()}

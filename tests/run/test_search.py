@@ -33,7 +33,7 @@ def test_the_best_is_compiled_and_written_as_a_configuration(cold):
 def test_an_estimate_names_the_reasons_and_needs_no_compiler(place):
     out, err = place.command(
         "plan", "search", "config.toml", "--target", "h100:16", "--verify", "0", "--top", "2",
-        "--set", "program.batch.sequences=32", "--set", "program.mesh.data=rest",
+        "--set", "program.batch.global_batch_size=32", "--set", "program.mesh.data=rest",
     )  # fmt: skip
     assert "strategies in" in out and err == ""
     assert "tensor 4: does not divide kv_heads = 2" in out

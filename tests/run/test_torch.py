@@ -47,7 +47,7 @@ def test_a_model_of_transformers_is_trained_from_its_weights_and_goes_back(cold,
     source.save_pretrained(cold.path / "source")
     (cold.path / "source/tokenizer.json").write_text("{}")
     configure(cold, 'hf = "source"')
-    words = ["config.toml", *CUBE, "--set", "run.initial=source"]
+    words = ["config.toml", *CUBE, "--set", "run.init_from=source"]
 
     out, _ = cold.command("compile", *words, "--json")
     assert json.loads(out)["successful"] == 3

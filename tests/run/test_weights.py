@@ -37,7 +37,7 @@ def test_from_hugging_face_through_training_to_hugging_face(place):
 
     out, _ = place.command("convert", "hf-to-graphtrain", "source", "ours", "--json")
     assert json.loads(out)["family"] == "llama"
-    words = ["config.toml", "--set", "run.initial=ours"]
+    words = ["config.toml", "--set", "run.init_from=ours"]
     want = reference_loss(source, place.path / "data/validation", 264)
     for options in [], CUBE:
         out, _ = place.command("evaluate", *words, *options, "--json")

@@ -36,8 +36,8 @@ def test_the_order_of_a_record_is_kept(cache):
 
 def test_an_absent_key_is_none_and_makes_nothing(cache):
     assert cache.get(KEY) is None
-    assert cache.find(request()) is None
-    assert not cache.has(request())
+    assert cache.get_by_request(request()) is None
+    assert not cache.contains(request())
     assert cache.list() == ()
     assert not cache.root.exists()
 
@@ -62,33 +62,33 @@ def test_an_empty_payload_is_a_program(cache):
 
 def test_a_linked_request_finds_its_program(cache):
     cache.put(KEY, ARTIFACT)
-    cache.link(request(), KEY)
-    assert cache.has(request())
-    assert cache.program_of(request()) == KEY.digest
-    assert cache.find(request()) == ARTIFACT
-    assert not cache.has(request(target="cpu:2"))
-    assert cache.find(request(target="cpu:2")) is None
+    cache.record_request(request(), KEY)
+    assert cache.contains(request())
+    assert cache.program_digest(request()) == KEY.digest
+    assert cache.get_by_request(request()) == ARTIFACT
+    assert not cache.contains(request(target="cpu:2"))
+    assert cache.get_by_request(request(target="cpu:2")) is None
 
 
 def test_a_request_linked_again_finds_the_new_program(cache):
     other = CacheKey.of(text="module { other }")
     cache.put(KEY, ARTIFACT)
     cache.put(other, Artifact(b"other", {}))
-    cache.link(request(), KEY)
-    cache.link(request(), other.digest)
-    assert cache.find(request()).payload == b"other"
+    cache.record_request(request(), KEY)
+    cache.record_request(request(), other.digest)
+    assert cache.get_by_request(request()).payload == b"other"
 
 
 def test_a_request_whose_program_is_gone_is_not_found(cache):
-    cache.link(request(), KEY)
-    assert not cache.has(request())
-    assert cache.find(request()) is None
+    cache.record_request(request(), KEY)
+    assert not cache.contains(request())
+    assert cache.get_by_request(request()) is None
 
 
 def test_list_joins_programs_with_their_requests(cache):
     cache.put(KEY, ARTIFACT)
-    cache.link(request(), KEY)
-    cache.link(request(edited="yes"), KEY)
+    cache.record_request(request(), KEY)
+    cache.record_request(request(edited="yes"), KEY)
     (entry,) = cache.list()
     assert entry.program == KEY.digest
     assert set(entry.requests) == {
@@ -116,13 +116,13 @@ def test_list_is_in_the_order_of_last_use(cache):
 
 def test_a_target_of_parts_is_listed_as_people_write_it(cache):
     cache.put(KEY, ARTIFACT)
-    cache.link(request(target={"machine": "v5p", "topology": "4x4x4", "memory": 1}), KEY)
+    cache.record_request(request(target={"machine": "v5p", "topology": "4x4x4", "memory": 1}), KEY)
     assert cache.list()[0].target == "v5p:4x4x4"
 
 
 def test_describe_takes_a_prefix_of_a_program_or_of_a_request(cache):
     cache.put(KEY, ARTIFACT)
-    cache.link(request(), KEY)
+    cache.record_request(request(), KEY)
     facts = cache.describe(request().digest[:10])
     assert facts == cache.describe(KEY.digest[:10])
     assert facts["record"] == RECORD
@@ -146,7 +146,7 @@ def test_only_a_digest_becomes_a_path(cache, digest):
     with pytest.raises(CacheError, match="is not a digest"):
         cache.get(digest)
     with pytest.raises(CacheError, match="is not a digest"):
-        cache.link(request(), digest)
+        cache.record_request(request(), digest)
     with pytest.raises(CacheError, match="is not a digest"):
         cache.lock(digest).__enter__()
 

@@ -20,7 +20,7 @@ REQUEST = CacheKey.of(graph="train", **PARTS)
 def cache(tmp_path):
     cache = Cache(tmp_path / "store")
     cache.put(KEY, Artifact(bytes(18_700), {"compile_seconds": 4.2}))
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     return cache
 
 

@@ -15,7 +15,7 @@ ARTIFACT = Artifact(bytes(range(256)) * 20, {"mesh": {"data": 2}})
 def cache(tmp_path):
     cache = Cache(tmp_path / "store")
     cache.put(KEY, ARTIFACT)
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     return cache
 
 
@@ -54,12 +54,12 @@ DAMAGES = {
 def test_damage_is_noticed_and_set_aside_and_compiled_again(cache, entry, reason):
     DAMAGES[reason](entry)
     with pytest.warns(CacheWarning, match=f"is damaged: .*{reason}.*moved to"):
-        assert cache.find(REQUEST) is None
+        assert cache.get_by_request(REQUEST) is None
     (place,) = (cache.root / "v1" / "quarantine").iterdir()
     assert reason in (place / "reason.txt").read_text()
     assert (place / KEY.digest).is_dir()
     cache.put(KEY, ARTIFACT)
-    assert cache.find(REQUEST) == ARTIFACT
+    assert cache.get_by_request(REQUEST) == ARTIFACT
 
 
 def test_every_byte_of_a_record_is_covered(cache, entry):
@@ -71,7 +71,7 @@ def test_every_byte_of_a_record_is_covered(cache, entry):
             same = json.loads((entry / "record.json").read_bytes()) == json.loads(whole)
         except ValueError:
             same = False
-        assert cache.has(REQUEST) is same  # a space can become another without harm
+        assert cache.contains(REQUEST) is same  # a space can become another without harm
 
 
 def test_put_replaces_a_damaged_entry(cache, entry):
@@ -92,7 +92,7 @@ def test_another_version_is_absent_but_stays_where_it_is(cache, entry):
     edit_record(entry, schema=2)
     with pytest.warns(CacheWarning, match=r"ignored: record.json has schema 2.*reads 1"):
         assert cache.get(KEY) is None
-    assert not cache.has(REQUEST)
+    assert not cache.contains(REQUEST)
     assert (entry / "payload").exists()
 
 
@@ -116,9 +116,9 @@ def test_a_damaged_request_is_absent_until_it_is_linked_again(cache, reason):
     path = cache.root / "v1" / "requests" / f"{REQUEST.digest}.json"
     path.write_bytes(BAD_REQUESTS[reason])
     with pytest.warns(CacheWarning, match=f"ignored: {reason}"):
-        assert cache.find(REQUEST) is None
-    cache.link(REQUEST, KEY)
-    assert cache.find(REQUEST) == ARTIFACT
+        assert cache.get_by_request(REQUEST) is None
+    cache.record_request(REQUEST, KEY)
+    assert cache.get_by_request(REQUEST) == ARTIFACT
 
 
 def test_a_request_under_the_digest_of_another_is_not_used(cache):
@@ -126,11 +126,11 @@ def test_a_request_under_the_digest_of_another_is_not_used(cache):
     requests = cache.root / "v1" / "requests"
     (requests / f"{REQUEST.digest}.json").rename(requests / f"{other.digest}.json")
     with pytest.warns(CacheWarning, match="the request's contents do not match its digest"):
-        assert cache.find(other) is None
+        assert cache.get_by_request(other) is None
 
 
 def test_files_that_are_no_entries_are_ignored(cache, entry):
     (entry.parent / "notes.txt").write_text("")
     (cache.root / "v1" / "requests" / "README").write_text("")
     assert [item.program for item in cache.list()] == [KEY.digest]
-    assert cache.verify().sound
+    assert cache.verify().valid

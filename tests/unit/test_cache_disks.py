@@ -60,13 +60,13 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(small_disk):
 def test_a_full_disk_keeps_the_old_answer_of_a_request(small_disk):
     cache = Cache(small_disk)
     cache.put(KEY, SMALL)
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     with pytest.raises(OSError, match="No space left"), open(small_disk / "rest", "wb") as file:
         while True:
             file.write(bytes(4096))
     with pytest.raises(CacheError, match="No space left"):
-        cache.link(REQUEST, CacheKey.of(text="other"))
-    assert cache.find(REQUEST) == SMALL
+        cache.record_request(REQUEST, CacheKey.of(text="other"))
+    assert cache.get_by_request(REQUEST) == SMALL
     assert list((small_disk / "v1" / "tmp").iterdir()) == []
 
 
@@ -80,13 +80,13 @@ def test_a_full_disk_keeps_no_half_of_a_failure(small_disk):
 def test_a_read_only_store_is_read(tmp_path, read_only):
     cache = Cache(tmp_path)
     cache.put(KEY, SMALL)
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     read_only(tmp_path)
-    assert cache.find(REQUEST) == SMALL
-    assert cache.has(REQUEST)
+    assert cache.get_by_request(REQUEST) == SMALL
+    assert cache.contains(REQUEST)
     assert len(cache.list()) == 1
     assert cache.explain(REQUEST).hit
-    assert cache.verify().sound
+    assert cache.verify().valid
 
 
 def test_a_read_only_store_refuses_every_write_and_says_what_to_do(tmp_path, read_only):
@@ -95,7 +95,7 @@ def test_a_read_only_store_refuses_every_write_and_says_what_to_do(tmp_path, rea
     read_only(tmp_path)
     writes = {
         "put": lambda: cache.put(CacheKey.of(text="other"), SMALL),
-        "link": lambda: cache.link(REQUEST, KEY),
+        "link": lambda: cache.record_request(REQUEST, KEY),
         "lock": lambda: cache.lock(KEY).__enter__(),
         "store_failure": lambda: cache.store_failure(KEY, "train", "", ""),
     }
@@ -136,7 +136,7 @@ def test_what_another_host_removes_meanwhile_is_not_listed(tmp_path, monkeypatch
     """Over NFS it is stale; every other error of the disk is told."""
     cache = Cache(tmp_path)
     cache.put(KEY, SMALL)
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     with monkeypatch.context() as patched:
         patched.setattr(refused, refuse(errno.ESTALE))
         assert not getattr(cache, read)()
@@ -156,8 +156,8 @@ def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", of_files)
     cache = Cache(tmp_path)
     cache.put(KEY, SMALL)
-    cache.link(REQUEST, KEY)
-    assert cache.find(REQUEST) == SMALL
+    cache.record_request(REQUEST, KEY)
+    assert cache.get_by_request(REQUEST) == SMALL
 
 
 def test_damage_in_a_read_only_store_is_noticed_and_left_there(tmp_path, read_only):
@@ -169,7 +169,7 @@ def test_damage_in_a_read_only_store_is_noticed_and_left_there(tmp_path, read_on
     with pytest.warns(CacheWarning, match="it could not be moved to quarantine"):
         assert cache.get(KEY) is None
     assert payload.read_bytes() == b"smaLl"
-    assert not cache.verify(repair=True).sound
+    assert not cache.verify(repair=True).valid
 
 
 def test_a_store_below_a_file_is_refused(tmp_path):

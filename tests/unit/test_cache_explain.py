@@ -26,7 +26,7 @@ def request(**changes) -> CacheKey:
 def cache(tmp_path):
     cache = Cache(tmp_path / "store")
     cache.put(KEY, Artifact(b"x", {}))
-    cache.link(request(), KEY)
+    cache.record_request(request(), KEY)
     return cache
 
 
@@ -88,8 +88,8 @@ def test_a_miss_says_what_changed_in_words_to_act_on(cache, changes, lines):
 
 def test_the_nearest_stored_request_is_explained_and_the_newest_of_equals(cache, monkeypatch):
     monkeypatch.setattr("graphtrain.cache.requests.timestamp", lambda: "2999-01-01T00:00:00Z")
-    cache.link(request(program={"layers": 4}, mesh={"data": 1, "fsdp": 1}), KEY)
-    cache.link(request(program={**PARTS["program"], "model": {"layers": 8}}), KEY)
+    cache.record_request(request(program={"layers": 4}, mesh={"data": 1, "fsdp": 1}), KEY)
+    cache.record_request(request(program={**PARTS["program"], "model": {"layers": 8}}), KEY)
     asked = request(program={**PARTS["program"], "model": {"layers": 6}})
     explanation = cache.explain(asked)
     assert explanation.lines == ("model layers: 8 → 6",)
@@ -103,13 +103,13 @@ def test_another_graph_is_not_compared_with(cache):
 
 
 def test_a_graph_is_found_by_the_name_it_was_linked_with(cache):
-    cache.link(request(graph="step"), KEY, graph="prefill")
+    cache.record_request(request(graph="step"), KEY, graph="prefill")
     explanation = cache.explain(request(graph="step", target="cpu:9"), graph="prefill")
     assert explanation.lines == ("target: cpu:2 → cpu:9",)
 
 
 def test_a_program_that_was_removed_is_said_to_be(cache):
-    cache.link(request(), CacheKey.of(text="removed"))
+    cache.record_request(request(), CacheKey.of(text="removed"))
     explanation = cache.explain(request())
     assert not explanation.hit
     assert "was compiled before, but its program" in str(explanation)

@@ -11,10 +11,10 @@ import pytest
 from storage import FAULTS, Network, credentials, failing, s3_server
 
 from graphtrain.cache import Cache
-from graphtrain.cache.exchange import pull, pull_shared, push
+from graphtrain.cache.exchange import pull, pull_from_shared_cache, push
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.remote import Remote
-from graphtrain.cache.trust import Keys
+from graphtrain.cache.remote import ObjectStore
+from graphtrain.cache.trust import KeyStore
 from graphtrain.errors import CacheError
 from lowering.artifact import Artifact
 
@@ -66,17 +66,17 @@ def theirs(tmp_path) -> Cache:
 
 
 @pytest.fixture
-def keys(tmp_path, monkeypatch) -> Keys:
+def keys(tmp_path, monkeypatch) -> KeyStore:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    made = Keys(tmp_path / "config" / "graphtrain" / "keys")
-    made.new()
+    made = KeyStore(tmp_path / "config" / "graphtrain" / "keys")
+    made.create()
     return made
 
 
 def add(cache: Cache, number: int, size: int) -> None:
     key = CacheKey.of(text=number)
     cache.put(key, Artifact(Random(number).randbytes(size), {"graph": "train"}))
-    cache.link(CacheKey.of(graph="train", number=number), key)
+    cache.record_request(CacheKey.of(graph="train", number=number), key)
 
 
 def objects(buckets: Path, url: str) -> set[str]:
@@ -88,23 +88,23 @@ def objects(buckets: Path, url: str) -> set[str]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_half_of_the_requests_are_enough(network, url, mine, theirs, keys, fault):
     network.share, network.faults = 0.5, (fault,)
-    sent = push(mine, Remote(url), keys)
-    came = pull(theirs, Remote(url), keys)
+    sent = push(mine, ObjectStore(url), keys)
+    came = pull(theirs, ObjectStore(url), keys)
     assert network.met[fault] > 10 and set(network.met) == {fault, "passed"}
-    assert len(sent.programs) == len(came.programs) == 3 and not sent.refused + came.refused
-    assert theirs.answers() == mine.answers()
-    assert theirs.verify().sound
+    assert len(sent.programs) == len(came.programs) == 3 and not sent.rejected + came.rejected
+    assert theirs.stored_programs() == mine.stored_programs()
+    assert theirs.verify().valid
 
 
 @pytest.mark.slow
 def test_payloads_in_parts_survive_every_fault_at_once(network, url, mine, theirs, keys):
     add(mine, 4, PARTS)
     network.share, network.faults = 0.5, FAULTS
-    push(mine, Remote(url), keys)
-    pull(theirs, Remote(url), keys)
+    push(mine, ObjectStore(url), keys)
+    pull(theirs, ObjectStore(url), keys)
     assert set(network.met) == {*FAULTS, "passed"}
-    assert theirs.answers() == mine.answers()
-    assert theirs.verify().sound
+    assert theirs.stored_programs() == mine.stored_programs()
+    assert theirs.verify().valid
 
 
 @pytest.mark.parametrize("size", [100_000, PARTS])
@@ -114,7 +114,7 @@ def test_an_upload_that_is_cut_is_no_object(network, buckets, url, tmp_path, key
     network.fails = lambda request: request.startswith("PUT")
     network.faults = ("cut upload",)
     with pytest.raises(CacheError, match=rf"cannot write {url}/v1/payloads/"):
-        push(cache, Remote(url, patience=0.5), keys)
+        push(cache, ObjectStore(url, retry_seconds=0.5), keys)
     assert network.met["cut upload"] > 1 and not objects(buckets, url)
 
 
@@ -125,29 +125,29 @@ def test_a_store_that_goes_away_is_an_error_and_the_rest_goes_later(
         network.share = 1.0
 
     with pytest.raises(CacheError, match=rf"cannot write {url}/v1/.* after [0-9]+ retries"):
-        push(mine, Remote(url, patience=0.5), keys, observe=unplug)
+        push(mine, ObjectStore(url, retry_seconds=0.5), keys, observe=unplug)
     before = objects(buckets, url)
     assert before
     with pytest.raises(CacheError, match=rf"cannot list {url}/v1/requests/"):
-        pull(theirs, Remote(url, patience=0.5), keys)
+        pull(theirs, ObjectStore(url, retry_seconds=0.5), keys)
     network.share = 0.0
-    assert not pull(theirs, Remote(url), keys).refused
-    assert len(push(mine, Remote(url), keys).programs) < 3
+    assert not pull(theirs, ObjectStore(url), keys).rejected
+    assert len(push(mine, ObjectStore(url), keys).programs) < 3
     assert objects(buckets, url) > before
-    pull(theirs, Remote(url), keys)
-    assert theirs.answers() == mine.answers()
+    pull(theirs, ObjectStore(url), keys)
+    assert theirs.stored_programs() == mine.stored_programs()
 
 
 def test_a_pull_that_is_broken_off_keeps_what_came_and_goes_on(network, url, mine, theirs, keys):
-    push(mine, Remote(url), keys)
-    lost, *_ = sorted(mine.answers().values())
+    push(mine, ObjectStore(url), keys)
+    lost, *_ = sorted(mine.stored_programs().values())
     network.fails = lambda request: f"/v1/programs/{lost}.json" in request
     with pytest.raises(CacheError, match=rf"cannot read {url}/v1/programs/{lost}.json"):
-        pull(theirs, Remote(url, patience=0.5), keys)
-    assert theirs.verify().sound and not theirs.holds(lost)
+        pull(theirs, ObjectStore(url, retry_seconds=0.5), keys)
+    assert theirs.verify().valid and not theirs.contains_program(lost)
     network.fails = None
-    assert lost in pull(theirs, Remote(url), keys).programs
-    assert theirs.answers() == mine.answers()
+    assert lost in pull(theirs, ObjectStore(url), keys).programs
+    assert theirs.stored_programs() == mine.stored_programs()
 
 
 def test_a_list_of_many_pages_goes_on_where_it_broke_off(tmp_path, monkeypatch):
@@ -158,51 +158,51 @@ def test_a_list_of_many_pages_goes_on_where_it_broke_off(tmp_path, monkeypatch):
     with s3_server(tmp_path) as server, failing(server, 0.5, ("cut answer",)) as network:
         for name, value in credentials(network.url).items():
             monkeypatch.setenv(name, value)
-        assert list(Remote("s3://team").names("v1/requests/")) == names
+        assert list(ObjectStore("s3://team").names("v1/requests/")) == names
     assert network.met["cut answer"] > 1 and network.met["passed"] == 8  # pages of 1,000
 
 
 def test_what_a_machine_lacks_comes_from_the_shared_cache(
     network, url, mine, theirs, keys, monkeypatch
 ):
-    push(mine, Remote(url), keys)
+    push(mine, ObjectStore(url), keys)
     monkeypatch.setenv("GRAPHTRAIN_SHARED_CACHE", url)
     network.share = 0.5
-    wanted, said = sorted(mine.answers())[:2], []
-    pull_shared(theirs, wanted, said.append)
-    assert sorted(theirs.answers()) == wanted
+    wanted, said = sorted(mine.stored_programs())[:2], []
+    pull_from_shared_cache(theirs, wanted, said.append)
+    assert sorted(theirs.stored_programs()) == wanted
     assert said == [f"fetched 2 programs from {url}"]
     network.share = 1.0
-    pull_shared(theirs, wanted, said.append)  # asks nobody: all is here
+    pull_from_shared_cache(theirs, wanted, said.append)  # asks nobody: all is here
     assert len(said) == 1
 
 
 def test_the_shared_cache_of_a_stranger_is_refused(network, url, mine, theirs, keys, monkeypatch):
-    push(mine, Remote(url), keys)
+    push(mine, ObjectStore(url), keys)
     monkeypatch.setenv("GRAPHTRAIN_SHARED_CACHE", url)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(theirs.root))
     said: list[str] = []
-    pull_shared(theirs, mine.answers(), said.append)
+    pull_from_shared_cache(theirs, mine.stored_programs(), said.append)
     assert len(said) == 3 and all("which is not a trusted key" in line for line in said)
-    assert not theirs.answers()
+    assert not theirs.stored_programs()
 
 
 def test_a_wrong_password_is_told_at_once(network, url, mine, keys, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(CacheError, match="SignatureDoesNotMatch"):
-        Remote(url).put("v1/name", b"")
+        ObjectStore(url).put("v1/name", b"")
     with pytest.raises(CacheError, match=r"cannot list .*SignatureDoesNotMatch"):
-        push(mine, Remote(url), keys)
+        push(mine, ObjectStore(url), keys)
 
 
 def test_what_is_damaged_here_is_not_sent_and_told(url, network, mine, theirs, keys):
-    damaged, *_ = sorted(mine.answers().values())
+    damaged, *_ = sorted(mine.stored_programs().values())
     (mine.root / "v1" / "programs" / damaged / "payload").write_bytes(b"other")
-    sent = push(mine, Remote(url), keys)
+    sent = push(mine, ObjectStore(url), keys)
     assert len(sent.programs) == len(sent.requests) == 2
-    assert len(sent.refused) == 1 and f"{damaged} cannot be used: payload" in sent.refused[0]
-    came = pull(theirs, Remote(url), keys)
-    assert len(came.programs) == 2 and not came.refused
+    assert len(sent.rejected) == 1 and f"{damaged} cannot be used: payload" in sent.rejected[0]
+    came = pull(theirs, ObjectStore(url), keys)
+    assert len(came.programs) == 2 and not came.rejected
 
 
 def test_of_two_who_push_at_once_one_wins_whole(url, network, tmp_path, theirs, keys, monkeypatch):
@@ -211,22 +211,22 @@ def test_of_two_who_push_at_once_one_wins_whole(url, network, tmp_path, theirs, 
     request = CacheKey.of(graph="train")
     for number, cache in enumerate(stores):
         cache.put(CacheKey.of(text=""), Artifact(bytes([number]), {"number": number}))
-        cache.link(request, CacheKey.of(text=""))
+        cache.record_request(request, CacheKey.of(text=""))
     puts: list[tuple[str, bytes]] = []
     for cache in stores:
         with monkeypatch.context() as patched:
-            patched.setattr(Remote, "put", lambda self, *put: puts.append(put))
-            push(cache, Remote(url), keys)
+            patched.setattr(ObjectStore, "put", lambda self, *put: puts.append(put))
+            push(cache, ObjectStore(url), keys)
     first, second = puts[:5], puts[5:]
     for seed in range(10):
         order = [0] * 5 + [1] * 5
         Random(seed).shuffle(order)
-        store, queues = Remote(f"{url}/{seed}"), (iter(first), iter(second))
+        store, queues = ObjectStore(f"{url}/{seed}"), (iter(first), iter(second))
         for which in order:
             store.put(*next(queues[which]))
         taker = Cache(theirs.root / str(seed))
         assert pull(taker, store, keys).requests == [request.digest]
-        assert taker.verify().sound
+        assert taker.verify().valid
 
 
 def test_the_commands_say_what_was_refused_and_exit_2(network, url, mine, keys, capsys):
@@ -238,9 +238,9 @@ def test_the_commands_say_what_was_refused_and_exit_2(network, url, mine, keys, 
         return CliRunner().invoke(command, [*words, "--cache", str(mine.root)])
 
     assert run("push", url).output == f"push {url}: 3 programs, 100.9 kB, 3 requests\n"
-    tampered, *_ = sorted(mine.answers().values())
-    record, _ = mine.files(tampered)
-    Remote(url).put(f"v1/payloads/{hashlib.sha256(record).hexdigest()}", b"other")
+    tampered, *_ = sorted(mine.stored_programs().values())
+    record, _ = mine.program_files(tampered)
+    ObjectStore(url).put(f"v1/payloads/{hashlib.sha256(record).hexdigest()}", b"other")
     shutil.rmtree(mine.root / "v1" / "programs" / tampered)
     done = run("sync", url, "--json")
     assert done.exit_code == 2

@@ -16,7 +16,7 @@ import pytest
 import graphtrain
 from graphtrain.cache import Cache, leases
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.leases import Pace
+from graphtrain.cache.leases import LeaseTiming
 from lowering.artifact import Artifact
 
 KEY = CacheKey.of(text="module {}")
@@ -58,7 +58,7 @@ FEW = [CacheKey.of(number=number) for number in range(3)]
 
 def race(root, host, compiled, go):
     """Compile a thousand keys, as another host does at the same time."""
-    cache = Cache(Path(root), Pace(host=host))
+    cache = Cache(Path(root), LeaseTiming(host=host))
     while not Path(go).exists():
         time.sleep(0.001)
     for number in range(1000):
@@ -72,7 +72,7 @@ def race(root, host, compiled, go):
 
 def claim_for_ever(root, host, witnesses):
     """Claim one of a few keys, see that nobody else has it, let go, and again."""
-    cache = Cache(Path(root), Pace(host=host, **QUICK))
+    cache = Cache(Path(root), LeaseTiming(host=host, **QUICK))
     chance = random.Random(os.getpid())
     print("claiming", flush=True)
     while True:
@@ -95,7 +95,7 @@ def is_gone(pid):
 
 
 def hold_on_another_host(root):
-    with Cache(Path(root), Pace(host="elsewhere", **QUICK)).lock(KEY):
+    with Cache(Path(root), LeaseTiming(host="elsewhere", **QUICK)).lock(KEY):
         print("held", flush=True)
         sys.stdin.readline()
         Cache(Path(root)).put(KEY, Artifact(b"late", {}))
@@ -103,7 +103,7 @@ def hold_on_another_host(root):
 
 
 def compile_quickly(root, compiled):
-    cache = Cache(Path(root), Pace(**QUICK))
+    cache = Cache(Path(root), LeaseTiming(**QUICK))
     with cache.lock(KEY):
         if cache.get(KEY) is None:
             with open(compiled, "a") as file:
@@ -118,7 +118,7 @@ def write_on(root, number):
     for count in itertools.count():
         key, request = (CacheKey.of(kind=kind, of=[number, count]) for kind in "pr")
         cache.put(key, Artifact(os.urandom(100), {}))
-        cache.link(request, key, graph="train")
+        cache.record_request(request, key, graph="train")
         print(request.digest, key.digest, flush=True)
 
 
@@ -187,7 +187,7 @@ def test_killed_at_any_moment_owners_and_claimants_leave_every_lease_to_be_had(t
         claimant.kill()
         claimant.communicate()
     for key in FEW:
-        lease, deadline = Cache(store, Pace(**QUICK)).lease(key), time.monotonic() + 10
+        lease, deadline = Cache(store, LeaseTiming(**QUICK)).lease(key), time.monotonic() + 10
         while not lease.try_acquire():
             assert time.monotonic() < deadline, f"{lease.owner()} has it for ever"
             time.sleep(0.01)
@@ -196,7 +196,7 @@ def test_killed_at_any_moment_owners_and_claimants_leave_every_lease_to_be_had(t
 
 
 def test_an_owner_killed_before_it_wrote_its_name_is_over_in_time(tmp_path):
-    cache = Cache(tmp_path, Pace(**QUICK))
+    cache = Cache(tmp_path, LeaseTiming(**QUICK))
     with cache.lock(KEY):
         pass
     (tmp_path / "v1" / "leases" / KEY.digest / "2").touch()
@@ -303,16 +303,16 @@ def test_listings_stand_while_others_write_and_are_killed(tmp_path):
     writers = [start(write_on, tmp_path, number) for number in range(3)]
     stored = [tuple(writer.stdout.readline().split()) for writer in writers if writer.stdout]
     for writer in writers:
-        answers, listed = cache.answers(), {entry.program for entry in cache.list()}
+        answers, listed = cache.stored_programs(), {entry.program for entry in cache.list()}
         assert all(answers[request] == program for request, program in stored)
         assert listed.issuperset(program for _, program in stored)
         assert cache.explain(CacheKey.of(other=1), graph="train").nearest
         assert cache.gc().removed == ()
         writer.kill()
         stored += [tuple(line.split()) for line in writer.communicate()[0].splitlines()]
-    answers = cache.answers()
+    answers = cache.stored_programs()
     assert all(answers[request] == program for request, program in stored)
-    assert cache.verify().sound
+    assert cache.verify().valid
 
 
 def test_gc_keeps_what_another_process_holds(tmp_path):
@@ -323,7 +323,7 @@ def test_gc_keeps_what_another_process_holds(tmp_path):
     done = cache.gc(max_bytes=0)
     owner.kill()
     owner.communicate()
-    assert [entry.program for entry in done.locked] == [KEY.digest]
+    assert [entry.program for entry in done.leased] == [KEY.digest]
     assert cache.get(KEY) is not None
     assert len(cache.gc(max_bytes=0).removed) == 1
     assert cache.get(KEY) is None

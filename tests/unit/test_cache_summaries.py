@@ -8,7 +8,7 @@ import pytest
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.programs import Unusable
+from graphtrain.cache.programs import UnusableEntry
 from graphtrain.cache.requests import decode, encode
 from graphtrain.cache.summaries import summarize
 from lowering.artifact import Artifact
@@ -46,7 +46,7 @@ def test_a_key_without_parts_is_listed():
 
 
 def test_a_file_of_one_line_is_listed_as_before(cache):
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     (before,) = cache.list()
     path = cache.root / "v1" / "requests" / f"{REQUEST.digest}.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
@@ -58,13 +58,13 @@ def test_a_file_of_one_line_is_listed_as_before(cache):
 
 def test_a_file_that_is_cut_anywhere_is_not_listed():
     for length in range(len(TEXT)):
-        with pytest.raises(Unusable):
+        with pytest.raises(UnusableEntry):
             summarize(TEXT[:length], REQUEST.digest)
 
 
 def test_a_damaged_part_is_listed_and_compared_until_it_is_read(cache):
     """verify tells; a listing of thousands goes on."""
-    cache.link(REQUEST, KEY)
+    cache.record_request(REQUEST, KEY)
     path = cache.root / "v1" / "requests" / f"{REQUEST.digest}.json"
     path.write_bytes(path.read_bytes().replace(b'"layers":2', b'"layers":\xff'))
     assert len(cache.list()) == 1
@@ -83,7 +83,7 @@ def test_the_nearest_are_those_with_the_fewest_differences(cache):
         for _ in range(60)
     ]
     for request in stored:
-        cache.link(request, KEY)
+        cache.record_request(request, KEY)
     for asked in stored[:10]:
         asked = CacheKey.of(**asked.to_json(), batch={"length": 3})
         nearest = cache.explain(asked).nearest
@@ -93,7 +93,7 @@ def test_the_nearest_are_those_with_the_fewest_differences(cache):
 
 def test_several_graphs_are_explained_at_once_as_one_by_one(cache):
     for graph, layers in itertools.product(("init", "train"), (1, 2, 3)):
-        cache.link(CacheKey.of(graph=graph, program={"layers": layers}), KEY)
+        cache.record_request(CacheKey.of(graph=graph, program={"layers": layers}), KEY)
     asked = {
         "init": CacheKey.of(graph="init", program={"layers": 1}),
         "train": CacheKey.of(graph="train", program={"layers": 4}),

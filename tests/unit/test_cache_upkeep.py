@@ -6,7 +6,7 @@ import pytest
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.sizes import parse, readable
+from graphtrain.cache.sizes import format_size, parse_size
 from lowering.artifact import Artifact
 
 KEYS = [CacheKey.of(number=number) for number in range(4)]
@@ -20,14 +20,14 @@ def cache(tmp_path):
     cache = Cache(tmp_path)
     for number, (key, request) in enumerate(zip(KEYS, REQUESTS, strict=True)):
         cache.put(key, Artifact(bytes(10_000), {}))
-        cache.link(request, key)
+        cache.record_request(request, key)
         used = time.time() - number * DAY
         os.utime(tmp_path / "v1" / "programs" / key.digest / "payload", (used, used))
     return cache
 
 
 def stored(cache):
-    return [number for number, request in enumerate(REQUESTS) if cache.has(request)]
+    return [number for number, request in enumerate(REQUESTS) if cache.contains(request)]
 
 
 def test_gc_without_limits_keeps_every_program(cache):
@@ -39,7 +39,7 @@ def test_gc_removes_what_was_used_longest_ago_until_the_rest_fits(cache):
     done = cache.gc(max_bytes=25_000)
     assert stored(cache) == [0, 1]
     assert [entry.program for entry in done.removed] == [KEYS[3].digest, KEYS[2].digest]
-    assert done.kept_bytes == sum(entry.nbytes for entry in cache.list())
+    assert done.remaining_bytes == sum(entry.nbytes for entry in cache.list())
     assert done.removed_bytes > 20_000
 
 
@@ -94,7 +94,7 @@ def test_what_other_versions_made_makes_room_for_what_is_of_use(tmp_path):
 
 
 def test_use_saves_a_program_from_gc(cache):
-    cache.find(REQUESTS[3])
+    cache.get_by_request(REQUESTS[3])
     cache.gc(max_bytes=25_000)
     assert stored(cache) == [0, 3]
 
@@ -103,7 +103,7 @@ def test_a_program_locked_by_its_request_stays(cache):
     with cache.lock(REQUESTS[3]):
         done = cache.gc(max_bytes=0)
     assert stored(cache) == [3]
-    assert len(done.locked) == 1
+    assert len(done.leased) == 1
 
 
 def test_gc_empties_quarantine_and_removes_old_failures(cache):
@@ -129,20 +129,20 @@ def test_gc_keeps_the_files_of_a_living_process(cache):
 
 def test_gc_of_no_store_makes_none(tmp_path):
     done = Cache(tmp_path / "none").gc(max_bytes=0)
-    assert (done.removed, done.leftovers, done.kept_bytes) == ((), 0, 0)
+    assert (done.removed, done.leftovers, done.remaining_bytes) == ((), 0, 0)
     assert not (tmp_path / "none").exists()
 
 
 def test_verify_counts_what_is_sound(cache):
     report = cache.verify()
-    assert (report.programs, report.requests, report.orphans) == (4, 4, ())
-    assert report.sound
+    assert (report.programs, report.requests, report.unreferenced_programs) == (4, 4, ())
+    assert report.valid
 
 
 def test_verify_finds_damage_dangling_requests_and_orphans(cache):
     programs, requests = cache.root / "v1" / "programs", cache.root / "v1" / "requests"
     (programs / KEYS[0].digest / "payload").write_bytes(bytes(9_999) + b"x")
-    cache.link(REQUESTS[1], CacheKey.of(text="never stored"))
+    cache.record_request(REQUESTS[1], CacheKey.of(text="never stored"))
     (requests / f"{REQUESTS[2].digest}.json").write_text("{")
     report = cache.verify()
     kinds = {(problem.path.stem, problem.kind) for problem in report.problems}
@@ -151,15 +151,15 @@ def test_verify_finds_damage_dangling_requests_and_orphans(cache):
         (REQUESTS[1].digest, "dangling"),
         (REQUESTS[2].digest, "damaged"),
     }
-    assert set(report.orphans) == {KEYS[1].digest, KEYS[2].digest}
-    assert not report.sound
+    assert set(report.unreferenced_programs) == {KEYS[1].digest, KEYS[2].digest}
+    assert not report.valid
 
 
 def test_repair_leaves_a_sound_store(cache):
     (cache.root / "v1" / "programs" / KEYS[0].digest / "payload").unlink()
     (cache.root / "v1" / "requests" / f"{REQUESTS[2].digest}.json").write_text("{")
     report = cache.verify(repair=True)
-    assert report.sound
+    assert report.valid
     assert len(report.problems) == 3  # the request of the first program leads nowhere now
     assert cache.verify().problems == ()
     assert stored(cache) == [1, 3]
@@ -170,7 +170,7 @@ def test_repair_leaves_a_sound_store(cache):
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (18_700_000, "18.7 MB")],
 )
 def test_sizes_are_readable(nbytes, text):
-    assert readable(nbytes) == text
+    assert format_size(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_sizes_are_readable(nbytes, text):
     [("500", 500), ("500B", 500), ("20GB", 20 * 10**9), ("1.5 g", 1_500_000_000), (" 2kb ", 2000)],
 )
 def test_sizes_are_parsed(text, nbytes):
-    assert parse(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1.2.3", "5 parsecs", "1e3", "1GiB"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size; use a form such as 500MB"):
-        parse(text)
+        parse_size(text)

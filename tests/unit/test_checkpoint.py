@@ -23,19 +23,19 @@ def described(tree):
 
 def test_what_was_saved_is_restored_whole_or_in_part(tmp_path):
     saved = state()
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
     checkpoints.save(3, saved, {"step": 3})
     checkpoints.wait()
     restored = checkpoints.restore(3, described(saved))
     checkpoints.close()
     np.testing.assert_array_equal(restored.state["parameters"]["head"], saved["parameters"]["head"])
-    assert (restored.step, restored.loader) == (3, {"step": 3})
+    assert (restored.step, restored.data_position) == (3, {"step": 3})
     parameters = restore_parameters(tmp_path, 3, described(saved["parameters"]))
     np.testing.assert_array_equal(parameters["head"], saved["parameters"]["head"])
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
     for step in (1, 2, 3):
         checkpoints.save(step, state(), {})
     checkpoints.close()
@@ -43,7 +43,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_arrays_of_another_program_are_named(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, state(), {})
     checkpoints.wait()
     with pytest.raises(
@@ -61,7 +61,7 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_checkpoint(tmp_path):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        checkpoints = Checkpoints(tmp_path / "run", keep=2)
+        checkpoints = Checkpoints(tmp_path / "run", max_to_keep=2)
         checkpoints.save(1, state(), {})
         checkpoints.wait()
         checkpoints.save(2, state(rows=4096), {})

@@ -16,7 +16,7 @@ from sharding_rules.rules import Rules
 
 GB = 10**9
 MODEL = Model(layers=8, embed=1024, heads=16, mlp=2816, vocab=32_000)
-DATA = Program(target="h100:8", model=MODEL, batch=Batch(sequences=64, length=2048))
+DATA = Program(target="h100:8", model=MODEL, batch=Batch(global_batch_size=64, seq_len=2048))
 
 
 def chunk(**changes):
@@ -52,14 +52,20 @@ def test_a_chunk_is_as_short_as_costs_little_time(
         ({}, 512),
         ({"target": "v5e:2x4"}, 512),
         ({"mesh": Mesh(fsdp=4, context=2)}, 256),  # of the 1,024 that a device has
-        ({"batch": Batch(sequences=128, length=2048, microbatches=2)}, 512),
-        ({"batch": Batch(sequences=64, length=2048, microbatches=8)}, None),
+        ({"batch": Batch(global_batch_size=128, seq_len=2048, microbatches=2)}, 512),
+        ({"batch": Batch(global_batch_size=64, seq_len=2048, microbatches=8)}, None),
         ({"mesh": Mesh(data=2, tensor=4)}, None),
-        ({"mesh": Mesh(stage=8), "batch": Batch(sequences=64, length=2048, microbatches=8)}, None),
-        ({"loss": Loss(kind="preference")}, None),
+        (
+            {
+                "mesh": Mesh(stage=8),
+                "batch": Batch(global_batch_size=64, seq_len=2048, microbatches=8),
+            },
+            None,
+        ),
+        ({"loss": Loss(kind="dpo")}, None),
         ({"target": "cpu:8"}, None),
         ({"target": "trn1:8"}, None),
-        ({"loss": Loss(chunk="whole")}, None),
+        ({"loss": Loss(chunk="none")}, None),
         ({"loss": Loss(chunk=128), "target": "cpu:8"}, 128),
     ],
     ids=str,

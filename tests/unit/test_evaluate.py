@@ -24,7 +24,7 @@ def weights(*rows):
 
 def program(**settings):
     model = Model(layers=1, embed=8, heads=2, mlp=8, vocab=16)
-    batch = Batch(sequences=2, length=2)
+    batch = Batch(global_batch_size=2, seq_len=2)
     return Program(target="cpu:1", model=model, batch=batch, **settings)
 
 
@@ -38,7 +38,7 @@ def test_a_validation_set_is_checked_up_to_the_first_batch_that_counts():
 
 
 @pytest.mark.parametrize(
-    ("rows", "loss"), [([[0, 0], [0, 0]], Loss()), ([[0, 1], [0, 0]], Loss(kind="preference"))]
+    ("rows", "loss"), [([[0, 0], [0, 0]], Loss()), ([[0, 1], [0, 0]], Loss(kind="dpo"))]
 )
 def test_one_in_which_nothing_counts_is_refused_before_training(rows, loss):
     with pytest.raises(DataError, match="no token of it counts in the loss"):

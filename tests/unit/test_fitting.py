@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from graphtrain.compile.memory_check import with_largest_arrays
-from graphtrain.config.schema import Batch, Imported, Model, Program
+from graphtrain.config.schema import Batch, Model, Program, TorchModel
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
 
 PROGRAM = Program(
     target="h100:1",
     model=Model(layers=1, embed=8, heads=2, mlp=16, vocab=32),
-    batch=Batch(sequences=8, length=8),
+    batch=Batch(global_batch_size=8, seq_len=8),
 )
 
 
@@ -23,5 +23,5 @@ def test_what_takes_most_is_named_by_an_estimate():
 
 
 def test_a_module_whose_sizes_nothing_tells_is_not_made_for_it():
-    program = replace(PROGRAM, model=Imported(torch="nowhere:model", vocab=32))
+    program = replace(PROGRAM, model=TorchModel(torch="nowhere:model", vocab=32))
     assert str(with_largest_arrays(error(), program)) == str(error())

@@ -14,9 +14,9 @@ from graphtrain.cli.generate import command
 from graphtrain.config import render
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
 from graphtrain.errors import GraphtrainError
-from graphtrain.run.generate import Generator, Sampling, choose, program_for
-from graphtrain.weights.convert import from_hugging_face
-from graphtrain.weights.sources import Converted
+from graphtrain.run.generate import Generator, Sampling, generation_program, sample_token
+from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.sources import ConvertedFolder
 
 LLAMA = transformers.LlamaConfig(
     hidden_size=32,
@@ -37,13 +37,16 @@ def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Conf
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(source)
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
-    settings = dataclasses.replace(Converted(path / "ours").model, dtype="float32", vocab=264)
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    settings = dataclasses.replace(ConvertedFolder(path / "ours").model, dtype="float32", vocab=264)
     program = Program(
-        target="cpu:8", mesh=Mesh(**mesh), model=settings, batch=Batch(sequences=4, length=96)
+        target="cpu:8",
+        mesh=Mesh(**mesh),
+        model=settings,
+        batch=Batch(global_batch_size=4, seq_len=96),
     )
     run = Run(
-        directory=str(path / "run"), steps=1, data=Data(train="data"), initial=str(path / "ours")
+        directory=str(path / "run"), steps=1, data=Data(train="data"), init_from=str(path / "ours")
     )
     return Config(program=program, run=run)
 
@@ -92,7 +95,7 @@ def test_tokens_are_drawn_by_their_shares():
 
     def shares(**settings) -> np.ndarray:
         sampling = Sampling(**{"temperature": 1.0} | settings)
-        drawn = [choose(scores, sampling, random) for _ in range(4000)]
+        drawn = [sample_token(scores, sampling, random) for _ in range(4000)]
         return np.bincount(drawn, minlength=4) / 4000
 
     np.testing.assert_allclose(shares(), [0.1, 0.4, 0.2, 0.3], atol=0.03)
@@ -119,20 +122,20 @@ def test_a_prompt_of_other_bytes_than_text_is_refused():
 def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, tmp_path):
     config = config_of(tmp_path, LLAMA, data=8)
     adapted = dataclasses.replace(config.program, adapter=Adapter(rank=2, alpha=2.0))
-    run = dataclasses.replace(config.run, initial_adapter="adapter")
-    with pytest.raises(GraphtrainError, match=r"does not read run\.initial_adapter"):
+    run = dataclasses.replace(config.run, init_adapter_from="adapter")
+    with pytest.raises(GraphtrainError, match=r"does not read run\.init_adapter_from"):
         Generator(Config(program=adapted, run=run), cache, lambda label, stage: None, None)
 
 
 def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
     config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
-    assert program_for(config.program).batch == Batch(sequences=4, length=96)
-    batch = Batch(sequences=16, length=96, microbatches=2)
+    assert generation_program(config.program).batch == Batch(global_batch_size=4, seq_len=96)
+    batch = Batch(global_batch_size=16, seq_len=96, microbatches=2)
     staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
     with pytest.raises(
         GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"
     ):
-        program_for(staged)
+        generation_program(staged)
 
 
 def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):

@@ -7,9 +7,9 @@ import pytest
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.graphs.optimizer import moment_specs
-from graphtrain.planning.diff import Change, _without_followers
+from graphtrain.planning.diff import PlanChange, _without_matching_moments
 from lowering.hlo.collectives import read
-from lowering.hlo.replica_groups import axes_of, groups_of
+from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
 from lowering.trees import unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
@@ -41,14 +41,14 @@ def difference(count: int):
     names = [
         f"state/{kind}/{path}" for kind in ("parameters", "optimizer/mu") for path in arrays(count)
     ]
-    changes = [Change("placement", name, "a", "b") for name in names]
-    return lambda: list(_without_followers(changes))
+    changes = [PlanChange("placement", name, "a", "b") for name in names]
+    return lambda: list(_without_matching_moments(changes))
 
 
 def groups(count: int):
     half, mesh = count // 2, MeshShape({"data": count // 2, "tensor": 2})
     text = "replica_groups={" + ",".join(f"{{{2 * i},{2 * i + 1}}}" for i in range(half)) + "}"
-    return lambda: axes_of(groups_of(text, count), mesh)
+    return lambda: mesh_axes_of_groups(parse_groups(text, count), mesh)
 
 
 def sources(count: int):

@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
-from graphtrain.compile.neuron_bundles import finish
+from graphtrain.compile.neuron_bundles import compile_bundle
 from graphtrain.errors import CacheError
 from lowering.errors import LoweringError
 from lowering.neuron.compiler import FLAGS_FILE, HLO_FILE, NEFF_FILE
@@ -26,7 +26,7 @@ def bundle(tmp_path):
 
 def test_a_directory_without_keys_is_no_bundle(tmp_path):
     with pytest.raises(CacheError, match=r"not a bundle: keys.json"):
-        finish(tmp_path, Cache(tmp_path / "store"))
+        compile_bundle(tmp_path, Cache(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("text", [None, b"", b"another module"])
@@ -37,7 +37,7 @@ def test_a_program_that_its_keys_do_not_name_is_refused(bundle, tmp_path, text):
     with pytest.raises(
         CacheError, match=r"model.hlo_module.pb does not match the .*; copy the bundle again"
     ):
-        finish(bundle, Cache(tmp_path / "store"))
+        compile_bundle(bundle, Cache(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, name, text):
     (bundle / name).unlink()
     if text is not None:
         (bundle / name).write_text(text)
-    with pytest.raises(LoweringError, match=r"the bundle is not whole .*; copy it again"):
-        finish(bundle, Cache(tmp_path / "store"))
+    with pytest.raises(LoweringError, match=r"the bundle is incomplete .*; copy it again"):
+        compile_bundle(bundle, Cache(tmp_path / "store"))
 
 
 def test_a_neff_of_no_known_compiler_is_refused(bundle, tmp_path):
     (bundle / NEFF_FILE).write_bytes(b"a NEFF")
-    with pytest.raises(LoweringError, match=r"not whole \(KeyError\('compiler_version.txt'\)\)"):
-        finish(bundle, Cache(tmp_path / "store"))
+    with pytest.raises(LoweringError, match=r"incomplete \(KeyError\('compiler_version.txt'\)\)"):
+        compile_bundle(bundle, Cache(tmp_path / "store"))

@@ -9,7 +9,7 @@ from lowering.trees import flatten
 from sharding_rules.arrays import ArraySpec
 
 GPT2 = Model(
-    layers=2, embed=8, heads=2, mlp=16, vocab=32, positions="learned", max_length=8,
+    layers=2, embed=8, heads=2, mlp=16, vocab=32, positions="learned", max_position_embeddings=8,
     norm="layer", activation="gelu_tanh", bias="all",
 )  # fmt: skip
 

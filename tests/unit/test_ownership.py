@@ -3,11 +3,11 @@
 import pytest
 
 from graphtrain.errors import TrainingError
-from graphtrain.run.directory_lock import owned
+from graphtrain.run.directory_lock import locked_run_directory
 
 
 def refuse(directory, written=()):
-    with pytest.raises(ZeroDivisionError), owned(directory):
+    with pytest.raises(ZeroDivisionError), locked_run_directory(directory):
         for name in written:
             (directory / name).touch()
         raise ZeroDivisionError
@@ -26,9 +26,12 @@ def test_a_directory_with_something_in_it_or_from_before_stays(tmp_path):
 
 
 def test_only_one_owns_it_and_the_next_can_afterwards(tmp_path):
-    with owned(tmp_path / "run"):
+    with locked_run_directory(tmp_path / "run"):
         (tmp_path / "run/config.toml").touch()
-        with pytest.raises(TrainingError, match="another process"), owned(tmp_path / "run"):
+        with (
+            pytest.raises(TrainingError, match="another process"),
+            locked_run_directory(tmp_path / "run"),
+        ):
             pass
-    with owned(tmp_path / "run"):
+    with locked_run_directory(tmp_path / "run"):
         pass

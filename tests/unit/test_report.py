@@ -1,4 +1,4 @@
-from graphtrain.doctor import examine
+from graphtrain.doctor import run_checks
 from graphtrain.run.loss_curve import loss_curve
 
 
@@ -9,10 +9,10 @@ def test_a_curve_shows_training_and_validation():
 
 
 def test_the_doctor_finds_this_machine_whole(tmp_path):
-    findings = {finding.subject: finding for finding in examine(tmp_path)}
-    assert findings["target cpu"].good and findings["jax and jaxlib"].good
+    findings = {finding.subject: finding for finding in run_checks(tmp_path)}
+    assert findings["target cpu"].ok and findings["jax and jaxlib"].ok
 
 
 def test_the_doctor_names_the_command_that_mends_a_missing_store(tmp_path):
-    findings = {finding.subject: finding for finding in examine(tmp_path / "no" / "cache")}
-    assert not findings["cache"].good and findings["cache"].remedy.startswith("mkdir -p ")
+    findings = {finding.subject: finding for finding in run_checks(tmp_path / "no" / "cache")}
+    assert not findings["cache"].ok and findings["cache"].remedy.startswith("mkdir -p ")

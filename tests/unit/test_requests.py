@@ -16,7 +16,7 @@ PROGRAM = Program(
     target="cpu:2",
     mesh=Mesh(data="rest"),
     model=Model(layers=1, embed=8, heads=2, mlp=16, vocab=32),
-    batch=Batch(sequences=8, length=8),
+    batch=Batch(global_batch_size=8, seq_len=8),
 )
 
 
@@ -35,7 +35,7 @@ def test_every_graph_has_its_own_key():
         {"target": "cpu:4"},
         {"rules": ("data",)},
         {"mesh": Mesh(fsdp="rest")},
-        {"batch": Batch(sequences=16, length=8)},
+        {"batch": Batch(global_batch_size=16, seq_len=8)},
         {"model": dataclasses.replace(PROGRAM.model, dropout=0.1)},
     ],
     ids=lambda change: next(iter(change)),
@@ -110,7 +110,7 @@ def test_no_file_that_tracing_imports_is_missing_from_the_key():
 
 def test_stages_are_known_when_the_target_is():
     deep = dataclasses.replace(PROGRAM.model, layers=4)
-    batch = Batch(sequences=8, length=8, microbatches=4)
+    batch = Batch(global_batch_size=8, seq_len=8, microbatches=4)
     of = dataclasses.replace(
         PROGRAM, model=deep, batch=batch, target="cpu:4", mesh=Mesh(stage="rest")
     )

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from graphtrain.checkpoints.checkpoint import (
     Checkpoints,
-    arrangement_of,
-    read_about,
+    layer_order_of,
+    read_checkpoint_info,
     restore_parameters,
 )
 from graphtrain.checkpoints.reshard import reshard
@@ -32,10 +32,10 @@ from graphtrain.config.schema import (
     Config,
     Data,
     Mesh,
-    Mixture,
+    MixtureOfExperts,
     Model,
     Optimizer,
-    Pipeline,
+    PipelineSettings,
     Program,
     Run,
 )
@@ -44,7 +44,7 @@ from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.weights.sources import RunCheckpoint
 from lowering.trees import flatten, unflatten
 
-MODEL = Model(layers=5, embed=16, heads=4, mlp=24, vocab=32, mixture=Mixture(experts=4))
+MODEL = Model(layers=5, embed=16, heads=4, mlp=24, vocab=32, moe=MixtureOfExperts(experts=4))
 
 
 def program(mesh: Mesh, devices: int, **settings) -> Program:
@@ -52,8 +52,8 @@ def program(mesh: Mesh, devices: int, **settings) -> Program:
         target=f"cpu:{devices}",
         mesh=mesh,
         model=settings.pop("model", MODEL),
-        batch=Batch(sequences=16, length=8, microbatches=4),
-        optimizer=Optimizer(moments="bfloat16"),
+        batch=Batch(global_batch_size=16, seq_len=8, microbatches=4),
+        optimizer=Optimizer(moment_dtype="bfloat16"),
         **settings,
     )
 
@@ -62,8 +62,10 @@ def program(mesh: Mesh, devices: int, **settings) -> Program:
 PROGRAMS = {
     "one": program(Mesh(), 1),
     "split": program(Mesh(fsdp=2, tensor=2, expert=2), 8),
-    "uneven": program(Mesh(stage=2, tensor=2), 4, pipeline=Pipeline(layers=(2, 3))),
-    "rounds": program(Mesh(stage=2, data=2), 4, pipeline=Pipeline(rounds=2)),
+    "uneven": program(
+        Mesh(stage=2, tensor=2), 4, pipeline=PipelineSettings(layers_per_stage=(2, 3))
+    ),
+    "rounds": program(Mesh(stage=2, data=2), 4, pipeline=PipelineSettings(virtual_stages=2)),
     "zero": program(Mesh(data=4, tensor=2), 8, rules=("tensor", "zero1")),
 }
 
@@ -122,17 +124,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).mkdir()
         (path / name / "config.toml").write_text(render(Config(program=one, run=run)))
         (path / name / "metrics.jsonl").write_text("{}\n")
-        checkpoints = Checkpoints(path / name / "checkpoints", 2, arrangement_of(one))
+        checkpoints = Checkpoints(path / name / "checkpoints", 2, layer_order_of(one))
         checkpoints.save(7, state_of(name), {"epoch": 3})
         checkpoints.close()
     return path
 
 
 def restore(directory: Path, name: str) -> dict:
-    checkpoints = Checkpoints(directory / "checkpoints", 2, arrangement_of(PROGRAMS[name]))
+    checkpoints = Checkpoints(directory / "checkpoints", 2, layer_order_of(PROGRAMS[name]))
     saved = checkpoints.restore(7, describe(name))
     checkpoints.close()
-    assert (saved.step, saved.loader) == (7, {"epoch": 3})
+    assert (saved.step, saved.data_position) == (7, {"epoch": 3})
     return saved.state
 
 
@@ -148,7 +150,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_any_other(wanted, runs):
         runs / "rounds/checkpoints",
         7,
         describe(wanted)["parameters"],
-        arrangement_of(PROGRAMS[wanted]),
+        layer_order_of(PROGRAMS[wanted]),
     )
     assert_equal(parameters, state_of(wanted)["parameters"])
 
@@ -161,8 +163,10 @@ def test_offline_it_is_the_checkpoint_that_the_other_would_have_saved(
 ):
     save_strategy(tmp_path / "wanted.json", PROGRAMS[wanted])
     made = reshard(runs / saved, tmp_path / "made", tmp_path / "wanted.json", quiet)
-    there, here = (read_about(one / "checkpoints", 7) for one in (runs / wanted, tmp_path / "made"))
-    assert there == here and made.moved > 0
+    there, here = (
+        read_checkpoint_info(one / "checkpoints", 7) for one in (runs / wanted, tmp_path / "made")
+    )
+    assert there == here and made.reordered > 0
     assert load_config(tmp_path / "made/config.toml").program == PROGRAMS[wanted]
     assert (tmp_path / "made/metrics.jsonl").read_text() == "{}\n"
     assert_equal(restore(tmp_path / "made", wanted), state_of(wanted))

@@ -10,7 +10,7 @@ from graphtrain.errors import DataError
 _PERIOD = 1 << 20  # maximum sequences before the pattern repeats; the resolution of shares
 
 
-class Part(Protocol):
+class WeightedDataset(Protocol):
     """Dataset of a blend, with either a weight or a number of epochs."""
 
     @property
@@ -51,7 +51,7 @@ class Blend:
         return owner, period * int(self.counts[owner]) + int(self._numbers[slot])
 
 
-def blend_counts(parts: Sequence[Part], lengths: Sequence[int]) -> np.ndarray:
+def blend_counts(parts: Sequence[WeightedDataset], lengths: Sequence[int]) -> np.ndarray:
     """Return the number of sequences of each dataset in one period of the stream.
 
     With epochs, a period contains each dataset `epochs` times, unless that exceeds the maximum

@@ -17,7 +17,7 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
 
-Overlong = Literal["refuse", "cut", "drop"]
+Overlong = Literal["error", "truncate", "drop"]
 
 
 class DocumentPacking:
@@ -30,13 +30,13 @@ class DocumentPacking:
         length: Sequence length in tokens.
         learned: Loss mask of the documents. None: train on everything.
         fit: Best-fit packing: several documents share a row. False: one document per row.
-        longer: What to do with documents of more than length + 1 tokens.
+        overlong: What to do with documents of more than length + 1 tokens.
         pairs: Documents 2i and 2i + 1 are a preference pair.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
         apart: Isolate documents: batches contain segment ids.
 
     Raises:
-        DataError: documents are longer and `longer` is "refuse", or no document can be used.
+        DataError: documents are longer and `overlong` is "error", or no document can be used.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DocumentPacking:
     ) -> None:
         self.dataset, self.length = dataset, length
         self.rows_per_index = 2 if pairs else 1  # batch rows per index
-        self.identity = f"{'fit' if fit and not pairs else 'padded'}, longer: {overlong}"
+        self.identity = f"{'best_fit' if fit and not pairs else 'pad'}, overlong: {overlong}"
         self._learned, self._vocab, self._apart = loss_spans, vocab, isolate_documents
         documents = self._usable_documents(overlong, pairs)
         if pairs:
@@ -112,37 +112,38 @@ class DocumentPacking:
         offsets = self.dataset.document_offsets
         return np.minimum(offsets[documents + 1] - offsets[documents] - 1, self.length)
 
-    def _usable_documents(self, longer: Overlong, pairs: bool) -> np.ndarray:
+    def _usable_documents(self, overlong: Overlong, pairs: bool) -> np.ndarray:
         """Return the indices of usable documents, ascending; warn if some are cut or dropped."""
         sizes = np.diff(self.dataset.document_offsets)
         long = sizes > self.length + 1
         use = sizes > 1
-        if longer == "cut" and self._learned:
+        if overlong == "truncate" and self._learned:
             use &= self._learned.first() <= self.length  # otherwise no target remains after the cut
-        elif longer == "drop":
+        elif overlong == "drop":
             use &= ~long
         if pairs:
             use = np.repeat(use.reshape(-1, 2).all(axis=1), 2)
         if long.any():
-            self._report_overlong(longer, long, use, int(sizes.max()))
+            self._report_overlong(overlong, long, use, int(sizes.max()))
         if not use.any():
             raise DataError(
-                f"{self.dataset.prefix}: no document can be used; increase batch.length, or add "
+                f"{self.dataset.prefix}: no document can be used; increase batch.seq_len, or add "
                 "documents of at least 2 tokens"
             )
         return np.flatnonzero(use)
 
     def _report_overlong(
-        self, longer: Overlong, long: np.ndarray, use: np.ndarray, longest: int
+        self, overlong: Overlong, long: np.ndarray, use: np.ndarray, longest: int
     ) -> None:
         said = (
             f"{self.dataset.prefix}: {long.sum()} of {len(long)} documents are longer than "
-            f"batch.length = {self.length} (the longest has {longest} tokens)"
+            f"batch.seq_len = {self.length} (the longest has {longest} tokens)"
         )
-        if longer == "refuse":
+        if overlong == "error":
             raise DataError(
-                f'{said}; set run.data.longer to "cut" to keep their beginning or to "drop" to '
-                "leave them out, or increase batch.length"
+                f'{said}; set run.data.overlong to "truncate" to keep their beginning or to '
+                '"drop" to '
+                "leave them out, or increase batch.seq_len"
             )
         warnings.warn(
             f"{said}; {(long & use).sum()} are cut, {(~use).sum()} are left out", stacklevel=1

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.data.batches.blend import Blend, Part, blend_counts
+from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.packing import Batch
 from graphtrain.data.batches.rows import Packing, PackingSettings
@@ -36,7 +36,7 @@ class Loader:
         apart: Isolate documents: batches contain segment ids (`documents`), so that attention
             does not cross document boundaries.
         packing: How documents become sequences. None: the default of `Rows`.
-        longer: What to do with a document longer than a sequence, where documents are not cut.
+        overlong: What to do with a document longer than a sequence, where documents are not cut.
         pairs: Require (True) or refuse (False) preference pairs. None: accept both.
         rank: Data-parallel rank whose rows this loader yields.
         ranks: Number of data-parallel ranks.
@@ -50,7 +50,7 @@ class Loader:
 
     def __init__(
         self,
-        data: str | Path | Sequence[Part],
+        data: str | Path | Sequence[WeightedDataset],
         *,
         global_batch_size: int,
         seq_len: int,
@@ -58,7 +58,7 @@ class Loader:
         vocab: int | None = None,
         isolate_documents: bool = False,
         packing: Packing | None = None,
-        overlong: Overlong = "refuse",
+        overlong: Overlong = "error",
         pairs: bool | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -90,7 +90,7 @@ class Loader:
             "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }
         packed = [packing.identity for packing in self._packings]
-        if set(packed) != {"cut"}:
+        if set(packed) != {"concat"}:
             self._stream_identity["packing"] = packed
         counts = [len(packing) for packing in self._packings]
         if alone:
@@ -187,7 +187,7 @@ def evaluation_batches(
     vocab: int | None = None,
     isolate_documents: bool = False,
     packing: Packing | None = None,
-    overlong: Overlong = "refuse",
+    overlong: Overlong = "error",
     pairs: bool | None = None,
 ) -> Iterator[Batch]:
     """Yield the batches of one pass over a dataset, unshuffled.
@@ -230,7 +230,8 @@ def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
     if sequences % each:
         raise DataError(
             f"{prefixes}: contains preference pairs of two sequences each, which do not fit into "
-            f"a batch of {sequences} sequences; make batch.sequences / batch.microbatches even"
+            f"a batch of {sequences} sequences; make batch.global_batch_size / batch.microbatches "
+            "even"
         )
     return sequences // each
 

@@ -55,7 +55,7 @@ class ConcatPacking:
     """
 
     rows_per_index = 1  # batch rows per index
-    identity = "cut"
+    identity = "concat"
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
 
-Packing = Literal["cut", "fit", "padded"]
+Packing = Literal["concat", "best_fit", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class PackingSettings:
     length: int
     vocab: int | None = None
     isolate_documents: bool = False
-    # None: "cut" for text; for conversations "fit" if apart, else "padded".
+    # None: "concat" for text; for conversations "best_fit" if apart, else "pad".
     packing: Packing | None = None
-    overlong: Overlong = "refuse"
+    overlong: Overlong = "error"
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
 
     def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
@@ -40,11 +40,11 @@ class PackingSettings:
             holds, kind = ("", "require") if pairs else ("no ", "are required by")
             raise DataError(
                 f"{prefix}: contains {holds}preference pairs, which {kind} "
-                'program.loss.kind = "preference"; change this setting or the dataset '
+                'program.loss.kind = "dpo"; change this setting or the dataset '
                 "(docs/instructions.md)"
             )
         packing = self.packing or self._default_packing(conversations is not None)
-        if packing == "cut" and conversations is None:
+        if packing == "concat" and conversations is None:
             return ConcatPacking(
                 dataset,
                 self.length,
@@ -52,16 +52,17 @@ class PackingSettings:
                 vocab=self.vocab,
                 isolate_documents=self.isolate_documents,
             )
-        if packing == "cut":
+        if packing == "concat":
             raise DataError(
-                f'{prefix}: run.data.packing = "cut" supports only text, but this dataset contains '
-                'conversations; set it to "fit" or "padded", or omit it'
+                f'{prefix}: run.data.packing = "concat" supports only text, but this dataset '
+                "contains "
+                'conversations; set it to "best_fit" or "pad", or omit it'
             )
         return DocumentPacking(
             dataset,
             self.length,
             loss_spans=LossSpans(dataset) if conversations else None,
-            fit=packing == "fit",
+            fit=packing == "best_fit",
             overlong=self.overlong,
             pairs=pairs,
             vocab=self.vocab,
@@ -70,5 +71,5 @@ class PackingSettings:
 
     def _default_packing(self, conversations: bool) -> Packing:
         if not conversations:
-            return "cut"
-        return "fit" if self.isolate_documents else "padded"
+            return "concat"
+        return "best_fit" if self.isolate_documents else "pad"

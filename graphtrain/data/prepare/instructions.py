@@ -82,7 +82,7 @@ def instruct(
             "omit --learn"
         )
     identity = format, making.conversations.template_digest, learn
-    request = manifest.Request.of(files, tokenizer, False, eod, identity)
+    request = manifest.PrepareRequest.from_corpus(files, tokenizer, False, eod, identity)
     made = Preparation(Path(output), files, making, workers, report).run(request, tokenizer)
     return InstructResult(**vars(made), spelled_out=tuple(split_special_tokens(chosen, known)))
 

@@ -17,7 +17,7 @@ _TRAINED_PREFIX = "sentencepiece:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PrepareRequest:
     """Everything that determines what `prepare` writes: contents, never file names or paths."""
 
     inputs: tuple[str, ...]  # digests, in order
@@ -35,14 +35,14 @@ class Request:
     format: int = _FORMAT
 
     @classmethod
-    def of(
+    def from_corpus(
         cls,
         corpus: Corpus,
         tokenizer: str,
         append_eod: bool,
         eod: str | None,
         conversations: tuple[str, ...] | None = None,
-    ) -> "Request":
+    ) -> "PrepareRequest":
         """Build a request with the digests of the files, the tokenizer and the hooks.
 
         Raises:
@@ -66,7 +66,7 @@ class Request:
         )
 
 
-def write_manifest(directory: Path, request: Request, files: Sequence[str]) -> None:
+def write_manifest(directory: Path, request: PrepareRequest, files: Sequence[str]) -> None:
     """Record a request and the sizes of the files made from it."""
     lengths = {name: (directory / name).stat().st_size for name in files}
     with atomic_write(directory / "manifest.json") as file:
@@ -79,7 +79,7 @@ def remove_manifest(directory: Path) -> None:
     (directory / "manifest.json").unlink(missing_ok=True)
 
 
-def is_up_to_date(directory: Path, request: Request) -> bool:
+def is_up_to_date(directory: Path, request: PrepareRequest) -> bool:
     """Return True if the directory contains all files that the request would make."""
     try:
         record = json.loads((directory / "manifest.json").read_text())

@@ -103,7 +103,7 @@ def prepare(
         test=test,
         seed=seed,
     )
-    request = manifest.Request.of(corpus, tokenizer, append_eod, eod)
+    request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, append_eod, eod)
     work = Preparation(Path(output), corpus, TextConverter(append_eod), workers, report)
     return work.run(request, tokenizer)
 
@@ -175,7 +175,7 @@ class Preparation:
         self._fraction = 0.0  # of the corpus that has been tokenized
         self._nbytes = 0  # written so far
 
-    def run(self, request: manifest.Request, spec: str) -> PrepareResult:
+    def run(self, request: manifest.PrepareRequest, spec: str) -> PrepareResult:
         """Return the content of the directory; write it first unless it is up to date.
 
         Raises:
@@ -195,7 +195,7 @@ class Preparation:
         held_out = found.get("validation"), found.get("test")
         return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out)
 
-    def _write(self, request: manifest.Request, spec: str) -> list[str]:
+    def _write(self, request: manifest.PrepareRequest, spec: str) -> list[str]:
         """Write the datasets, descriptions and tokenizer; return the file names."""
         tokenizer, progress = self._beginning(request, spec)
         encoder, about = self._making.encoder(tokenizer, self._corpus), self._making.conversations
@@ -225,7 +225,9 @@ class Preparation:
                 f"in {self.directory}. Free space there, or choose another --output"
             ) from None
 
-    def _beginning(self, request: manifest.Request, spec: str) -> tuple[Tokenizer, PrepareProgress]:
+    def _beginning(
+        self, request: manifest.PrepareRequest, spec: str
+    ) -> tuple[Tokenizer, PrepareProgress]:
         """Return the tokenizer and the progress of an interrupted preparation of this request."""
         asked = asdict(request)
         progress = read_progress(self.directory, asked)

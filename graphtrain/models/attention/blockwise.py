@@ -26,7 +26,7 @@ from graphtrain.models.attention.score_mods import (
 )
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
-from lowering.tracing.cpu_hints import cast, computed_once
+from lowering.tracing.cpu_hints import cast_round_to_even, materialize
 
 if TYPE_CHECKING:
     from jax import Array
@@ -94,7 +94,7 @@ def _attend(
         _, scores = _scores(query, key, rows, keys, scoring, hiding)
         highest = scores.max(-1)
         # Sum the probabilities as rounded for the product.
-        shares = computed_once(cast(jnp.exp(scores - highest[..., None]), value.dtype))
+        shares = materialize(cast_round_to_even(jnp.exp(scores - highest[..., None]), value.dtype))
         total = shares.astype(jnp.float32).sum(-1)
         of_values = dot("bhqgk,bhkd->bhqgd", shares, value[:, :, keys], jnp.float32)
         mixed.append(of_values / total[..., None])
@@ -112,15 +112,17 @@ def _gradients(
     mean = _fold(products.sum(-1, keepdims=True), key.shape[1])[..., 0]
     gradient = _fold(gradient, key.shape[1])
     across = [jnp.moveaxis(x, -1, 2) for x in (query, gradient)]  # head_dim before positions
-    log_sum, mean, gradient, across = computed_once((log_sum, mean, gradient, across))
+    log_sum, mean, gradient, across = materialize((log_sum, mean, gradient, across))
     of_query, of_key, of_value = [], 0.0, 0.0
     for rows, keys in _blocks(length):
         products, scores = _scores(query, key, rows, keys, scoring, hiding)
-        shares = computed_once(cast(jnp.exp(scores - log_sum[:, :, rows, :, None]), dtype))
+        shares = materialize(
+            cast_round_to_even(jnp.exp(scores - log_sum[:, :, rows, :, None]), dtype)
+        )
         of_shares = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
         steep = score_derivative(products, scoring)
         of_products = shares * (of_shares - mean[:, :, rows, :, None]) * steep
-        of_products = computed_once(cast(of_products, dtype))
+        of_products = materialize(cast_round_to_even(of_products, dtype))
         of_query.append(dot("bhqgk,bhkd->bhqgd", of_products, key[:, :, keys]))
         queries, gradients = (x[:, :, :, rows] for x in across)
         rest = (*[(0, 0)] * 3, (0, length - keys.stop))
@@ -130,7 +132,7 @@ def _gradients(
         jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (of_key, of_value)
     )
     # The backward pass of the rotary embedding comes next, and reads each element twice.
-    return computed_once((_unfold(jnp.concatenate(of_query, 2)), of_key, of_value))
+    return materialize((_unfold(jnp.concatenate(of_query, 2)), of_key, of_value))
 
 
 def _scores(

@@ -24,7 +24,7 @@ from graphtrain.models.attention.kernel_support import BLOCK
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.projection import PROJECTION
-from lowering.tracing.constrain import placement, size_of, split_of
+from lowering.tracing.constrain import mesh_axes_of, placement, shards_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -61,10 +61,10 @@ def flash_attention(
     found = placement()
     assert found is not None, "a kernel needs a mesh"
     kernel = {"tpu": tpu_kernel, "cuda": gpu_kernel}[platform](scoring, window)
-    heads = (*split_of("heads"), *split_of("attention_heads"))
-    if size_of("kv_heads") * size_of("attention_kv_heads") != found.shape.size(heads):
+    heads = (*mesh_axes_of("heads"), *mesh_axes_of("attention_heads"))
+    if shards_of("kv_heads") * shards_of("attention_kv_heads") != found.shape.size(heads):
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
-    split = PartitionSpec(split_of("batch") or None, None, heads or None)
+    split = PartitionSpec(mesh_axes_of("batch") or None, None, heads or None)
     documents = segment_ids()
     further = () if documents is None else (documents,)
     local = jax.shard_map(
@@ -74,7 +74,7 @@ def flash_attention(
             split,
             split,
             split,
-            *(PartitionSpec(split_of("batch") or None) for _ in further),
+            *(PartitionSpec(mesh_axes_of("batch") or None) for _ in further),
         ),
         out_specs=split,
         axis_names=set(found.shape.axes) - set(found.manual),

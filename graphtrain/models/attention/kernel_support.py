@@ -36,7 +36,12 @@ class AttentionSpec:
 
     @classmethod
     def of(
-        cls, model: Model, length: int, *, split_positions: bool = False, each_copy: bool = False
+        cls,
+        model: Model,
+        length: int,
+        *,
+        sharded_positions: bool = False,
+        per_replica: bool = False,
     ) -> AttentionSpec:
         """Return the attention of a decoder for sequences of `length` tokens."""
         assert model.head_dim
@@ -44,12 +49,12 @@ class AttentionSpec:
             dtype=model.dtype,
             length=length,
             head_dim=model.head_dim,
-            window=model.window is not None,
-            window_varies_by_layer=model.full_every is not None,
-            soft_cap=model.score_cap is not None,
+            window=model.sliding_window is not None,
+            window_varies_by_layer=model.global_attention_every is not None,
+            soft_cap=model.attn_logit_softcap is not None,
             alibi=model.positions == "alibi",
-            sharded_positions=split_positions,
-            per_replica=each_copy,
+            sharded_positions=sharded_positions,
+            per_replica=per_replica,
         )
 
 
@@ -57,13 +62,13 @@ def step_uses_flash_kernel(program: Program, rules: Rules, mesh: MeshShape) -> b
     """Return whether a program's training step uses the flash kernel.
 
     Raises:
-        LoweringError: as takes_kernel.
+        LoweringError: as uses_flash_kernel.
     """
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
-    each_copy = batch.reduce == "last" and copies > 1
+    each_copy = batch.gradient_reduction == "per_step" and copies > 1
     asked = AttentionSpec.of(
-        program.model, batch.length, split_positions=split, each_copy=each_copy
+        program.model, batch.seq_len, sharded_positions=split, per_replica=each_copy
     )
     return uses_flash_kernel(program.model.attention, asked, Target.parse(program.target))
 
@@ -76,12 +81,12 @@ def uses_flash_kernel(
     Raises:
         LoweringError: the setting requires the kernel and there is none; the message says why.
     """
-    if implementation == "scores":
+    if implementation == "dense":
         return False
     reason = why_no_kernel(spec, target)
     if reason and implementation == "flash":
         raise LoweringError(
-            f'program.model.attention = "flash": {reason}; set it to "auto" or "scores"'
+            f'program.model.attention = "flash": {reason}; set it to "auto" or "dense"'
         )
     return not reason
 
@@ -94,13 +99,19 @@ def why_no_kernel(asked: AttentionSpec, target: Target) -> str:
     if asked.sharded_positions:
         return "the rules shard positions inside attention, and ring attention uses no kernel"
     if asked.per_replica:
-        return 'kernels do not support batch.reduce = "last", which computes gradients per replica'
+        return (
+            'kernels do not support batch.gradient_reduction = "per_step", which computes '
+            "gradients for each replica"
+        )
     if asked.dtype != "bfloat16":
         return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"
     if asked.alibi:
         return "kernels do not support ALiBi"
     if asked.window_varies_by_layer:
-        return "kernels support one window for all layers, and full_every makes some layers global"
+        return (
+            "kernels support one window for all layers, and global_attention_every makes some "
+            "layers global"
+        )
     if platform == "cuda" and (asked.window or asked.soft_cap):
         return (
             f"the kernel of {target} does not support "

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowering.tracing.context import scoped
+from lowering.tracing.context import set_context_variable
 
 
 @dataclass
@@ -72,14 +72,14 @@ def layer_cache() -> LayerCache | CacheShapeRecorder | None:
 
 def at_cache_offset(offset: jax.Array) -> AbstractContextManager[Any]:
     """Set the cache offset, the position of the first token, for the code traced inside."""
-    return scoped(_offset, offset)
+    return set_context_variable(_offset, offset)
 
 
 def use_cache(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
     """Let attention traced inside use and update a layer's KV cache, the Kept that this yields."""
-    return scoped(_layer_cache, LayerCache(key, value))
+    return set_context_variable(_layer_cache, LayerCache(key, value))
 
 
 def record_cache_shapes() -> AbstractContextManager[Any]:
     """Record the KV cache shapes of attention traced inside, in the Wanted that this yields."""
-    return scoped(_layer_cache, CacheShapeRecorder())
+    return set_context_variable(_layer_cache, CacheShapeRecorder())

@@ -24,7 +24,7 @@ from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import project, project_many
-from lowering.tracing.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
 
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
             self.value_bias = init.zeros(model, "kv_heads", "head_dim")
         if model.bias in ("attention", "all"):
             self.output_bias = init.zeros(model, "embed")
-        if model.query_key_norm:
+        if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model, "head_dim"), Norm(model, "head_dim")
 
     @jax.named_scope("attention")
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
                 without it, the model's window applies.
         """
         query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
-        if self.model.query_key_norm:
+        if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
             places, turns = positions(x.shape[1]), frequencies(self.model, full)
@@ -81,9 +81,9 @@ class Attention(nnx.Module):
 
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
         """Return the sliding window in positions, or None; an array where layers differ."""
-        if self.model.window is None or full is None:
-            return self.model.window
-        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.window))
+        if self.model.sliding_window is None or full is None:
+            return self.model.sliding_window
+        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.sliding_window))
 
 
 def attend(
@@ -109,7 +109,7 @@ def attend(
         remat: With "attention" the backward pass recomputes the scores.
         unroll: Number of layers unrolled in each iteration of the scan over layers.
         how: Attention implementation: "flash" requires the target's kernel, "auto" uses it where
-            there is one, "scores" never does.
+            there is one, "dense" never does.
 
     Raises:
         LoweringError: the kernel is required and there is none; the message has the reason.
@@ -145,7 +145,7 @@ def _spec(
         window_varies_by_layer=isinstance(window, jax.Array),
         soft_cap=scoring.cap is not None,
         alibi=scoring.slopes is not None,
-        sharded_positions=bool(split_of("attending") or split_of("attended")),
+        sharded_positions=bool(mesh_axes_of("attending") or mesh_axes_of("attended")),
         per_replica=bool(jax.typeof(query).mat.varying),
     )
 
@@ -160,7 +160,7 @@ def _without_kernel(
     unroll: int,
 ) -> jax.Array:
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
-    if ring := split_of("attended"):
+    if ring := mesh_axes_of("attended"):
         return ring_attention(query, key, value, scoring, ring, window)
     if uses_fused_operator(scoring) and cache_offset() is None:  # no mask for decoding
         return fused_attention(query, key, value, scoring, window)
@@ -187,7 +187,7 @@ def _to_attention_sharding(
     """
     positions, heads, further = axes
     x = _split_heads_by_shard(constrain(x, "batch", "seq", heads, "head_dim"), heads)
-    devices = size_of(further)
+    devices = shards_of(further)
     if axes == KEY_AXES and (times := devices // math.gcd(x.shape[3], devices)) > 1:
         x = jnp.repeat(x, times, 3)
     x = constrain(x, "batch", "seq", heads, None, "head_dim")
@@ -208,4 +208,4 @@ def _to_projection_sharding(
 
 def _split_heads_by_shard(x: jax.Array, heads: str) -> jax.Array:
     """Split the heads dimension in two: shards of the heads axis, and heads within a shard."""
-    return x.reshape(*x.shape[:2], size_of(heads), -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], shards_of(heads), -1, x.shape[-1])

@@ -20,7 +20,7 @@ from graphtrain.models.attention.dot_product import (
 )
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import isolate_documents, segment_ids
-from lowering.tracing.operator_regions import is_marked, region
+from lowering.tracing.operator_regions import is_region_enabled, mark_region
 
 if TYPE_CHECKING:
     from jax import Array
@@ -32,7 +32,7 @@ _STATISTIC_COPIES = 8  # copies of each softmax statistic in the operators' form
 
 def uses_fused_operator(scoring: ScoreTransform) -> bool:
     """Return whether attention is a region: operators support neither soft cap nor ALiBi."""
-    return is_marked(FORWARD) and scoring.cap is None and scoring.slopes is None
+    return is_region_enabled(FORWARD) and scoring.cap is None and scoring.slopes is None
 
 
 def fused_attention(
@@ -73,11 +73,11 @@ def fused_attention(
         return forward(*arrays)[0]
 
     def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        results = region(FORWARD, with_statistics, *arrays, settings=settings)
+        results = mark_region(FORWARD, with_statistics, *arrays, settings=settings)
         return results[0], (*results, *arrays)
 
     def backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
-        found = region(BACKWARD, gradients, gradient, *kept, settings=settings)
+        found = mark_region(BACKWARD, gradients, gradient, *kept, settings=settings)
         return (*found, *(None for _ in hiding))
 
     attend.defvjp(forward, backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Model, RopeScaling
-from lowering.tracing.cpu_hints import computed_once
+from lowering.tracing.cpu_hints import materialize
 
 if TYPE_CHECKING:
     from jax import Array
@@ -30,7 +30,7 @@ def rotate(
     Hugging Face Llama's: halves, not neighbours.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    cos, sin = computed_once((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
+    cos, sin = materialize((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -52,10 +52,10 @@ def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " h
     def of(base: float) -> Float[Array, " half"]:
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
-    everywhere = _scaled(of(model.rope_base), model.rope_scaling)
-    if model.window_rope_base is None:
+    everywhere = _scaled(of(model.rope_theta), model.rope_scaling)
+    if model.sliding_window_rope_theta is None:
         return everywhere
-    near = of(model.window_rope_base)
+    near = of(model.sliding_window_rope_theta)
     return near if full is None else jnp.where(full, everywhere, near)
 
 
@@ -65,11 +65,15 @@ def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     slow = turns / scaling.factor
     if scaling.kind == "linear":
         return slow
-    assert scaling.low_frequency and scaling.high_frequency and scaling.original_length
+    assert (
+        scaling.low_freq_factor
+        and scaling.high_freq_factor
+        and scaling.original_max_position_embeddings
+    )
     # By rotations within the original length: few are divided by the factor, many are unchanged,
     # and those between are interpolated.
-    count = scaling.original_length * turns / (2 * math.pi)
-    low, high = scaling.low_frequency, scaling.high_frequency
+    count = scaling.original_max_position_embeddings * turns / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share = jnp.clip((count - low) / (high - low), 0, 1)
     return (1 - share) * slow + share * turns
 

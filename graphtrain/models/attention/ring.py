@@ -50,7 +50,7 @@ from graphtrain.models.attention.ring_blocks import (
 )
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.projection import PROJECTION
-from lowering.tracing.constrain import Placement, by_hand, placement
+from lowering.tracing.constrain import Placement, manual_axes, placement
 
 if TYPE_CHECKING:
     from jax import Array
@@ -127,7 +127,7 @@ def _shard_mapped(
     ring = _Ring(mesh_axes, found.shape.size(mesh_axes))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        with by_hand(mesh_axes, found):
+        with manual_axes(mesh_axes, found):
             return local(ring, scoring, *arrays)
 
     names = set(mesh_axes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from graphtrain.models.attention import kv_cache
 from graphtrain.models.attention.segment_mask import segment_positions
-from lowering.tracing.constrain import constrain, size_of, split_of
+from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
@@ -31,7 +31,7 @@ def positions(length: int) -> jax.Array:
         return of_documents
     if (continued := kv_cache.cache_positions(length)) is not None:
         return continued
-    devices = size_of("attended")
+    devices = shards_of("attended")
     if devices == 1:
         return jnp.arange(length)
     # ordered(arange) by arithmetic: each device computes its own, where a flip would communicate.
@@ -47,11 +47,12 @@ def to_ring_order(batch: Tree) -> Tree:
         ShardingError: documents are isolated, or the sequence length does not divide as ordered
             requires.
     """
-    if not split_of("attended"):
+    if not mesh_axes_of("attended"):
         return batch
     if "documents" in batch:
         raise ShardingError(
-            'batch.documents = "apart" is not supported with ring attention (the rules context); '
+            "batch.cross_document_attention = false is not supported with ring attention (the "
+            "rules context); "
             "use rules that keep the keys of a sequence on one device"
         )
     return jax.tree.map(_order, batch)
@@ -69,14 +70,14 @@ def axis_to_ring_order(x: jax.Array, axis: int) -> jax.Array:
     Raises:
         ShardingError: the positions do not divide into two chunks for each device of the ring.
     """
-    devices = size_of("attended")
+    devices = shards_of("attended")
     if devices == 1:
         return x
     length = x.shape[axis]
     if length % (2 * devices):
         raise ShardingError(
             f"ring attention divides sequences into 2 chunks for each of the {devices} devices "
-            f"along {' x '.join(split_of('attended'))}, which {length} positions do not; use a "
+            f"along {' x '.join(mesh_axes_of('attended'))}, which {length} positions do not; use a "
             f"sequence length that is a multiple of {2 * devices}"
         )
     ends = x.reshape(*x.shape[:axis], 2, devices, length // (2 * devices), *x.shape[axis + 1 :])

@@ -29,7 +29,11 @@ class ScoreTransform:
         """Return the transformation of a model's settings."""
         assert model.head_dim
         slopes = tuple(alibi_slopes(model.heads)) if model.positions == "alibi" else None
-        return cls((model.score_divisor or model.head_dim) ** -0.5, model.score_cap, slopes)
+        return cls(
+            (model.query_pre_attn_scalar or model.head_dim) ** -0.5,
+            model.attn_logit_softcap,
+            slopes,
+        )
 
 
 def transform_scores(

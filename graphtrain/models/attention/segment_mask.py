@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lowering.tracing.constrain import constrain
-from lowering.tracing.context import scoped
+from lowering.tracing.context import set_context_variable
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,7 +33,7 @@ def isolate_documents(documents: Int[Array, "batch seq"] | None) -> Iterator[Non
     """
     if documents is not None:
         documents = constrain(documents, "batch", None)  # small: replicated along positions
-    with scoped(_segment_ids, documents):
+    with set_context_variable(_segment_ids, documents):
         yield
 
 

@@ -18,7 +18,7 @@ from graphtrain.models.lora.quantize import NF4, QuantizationKind
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES, lora_paths
 from graphtrain.models.matmul import dot, dot_many
 from graphtrain.models.shapes import parameter_arrays
-from lowering.tracing.constrain import constrain, draw, size_of
+from lowering.tracing.constrain import constrain, draw_shard, shards_of
 from lowering.trees import Tree, flatten, unflatten
 
 _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}
@@ -61,7 +61,7 @@ class QuantizedWeight:
     def _gathered(self, x: jax.Array) -> jax.Array:
         """Shard x as the computation uses the weights: devices then exchange codes, not weights."""
         axes = [
-            axis if axis and size % size_of(axis) == 0 else None
+            axis if axis and size % shards_of(axis) == 0 else None
             for axis, size in zip(self.axes, x.shape, strict=True)
         ]
         return constrain(x, *axes)
@@ -197,5 +197,5 @@ def _dropped(x: jax.Array, adapted: LoraWeight, letters: str) -> jax.Array:
     if key is None:
         return x
     axes = [_AXES[letter] for letter in letters]
-    kept = draw(lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, *axes)
+    kept = draw_shard(lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, *axes)
     return jnp.where(kept, x / (1 - rate), 0)

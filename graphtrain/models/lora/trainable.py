@@ -1,7 +1,7 @@
 """Trainable and frozen arrays of a program; imports no JAX.
 
-Without an adapter all arrays are trained. With LoRA, the arrays named by `adapter.whole` are
-trained in full, and every adapted weight has two trainable factors: `lora_a` from the weight's
+Without an adapter all arrays are trained. With LoRA, the arrays named by `adapter.modules_to_save`
+are trained in full, and every adapted weight has two trainable factors: `lora_a` from the weight's
 input to the rank, and `lora_b` from the rank to its output. All other arrays are frozen; frozen
 matrices of the layers may be stored quantized, as codes and scales.
 """
@@ -28,7 +28,7 @@ Arrays = dict[str, ArraySpec]
 
 def has_frozen_weights(program: Program) -> bool:
     """Return whether the program has frozen weights, as an input that no step changes."""
-    return program.adapter is not None or program.loss.kind == "preference"
+    return program.adapter is not None or program.loss.kind == "dpo"
 
 
 def trained_arrays(program: Program) -> Arrays:
@@ -60,9 +60,7 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
     if adapter is None:
         return {path: replace(spec, role="frozen") for path, spec in arrays.items()}
     # DPO's reference model also needs the initial values of arrays that are trained in full.
-    trained = (
-        () if program.loss.kind == "preference" else fully_trained_paths(program.model, adapter)
-    )
+    trained = () if program.loss.kind == "dpo" else fully_trained_paths(program.model, adapter)
     frozen: Arrays = {}
     for path, spec in arrays.items():
         if path not in trained:
@@ -77,7 +75,7 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no weight that can have them.
     """
     able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
-    chosen = _matching(adapter.targets, able, "targets")
+    chosen = _matching(adapter.target_modules, able, "targets")
     whole = fully_trained_paths(model, adapter)
     return [path for path in able if path in chosen and path not in whole]
 
@@ -89,13 +87,13 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
-    chosen = _matching(adapter.whole, arrays, "whole")
+    chosen = _matching(adapter.modules_to_save, arrays, "whole")
     return [path for path in arrays if path in chosen]
 
 
 def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
-    few = adapter.base in ("int8", "nf4")
+    few = adapter.base_dtype in ("int8", "nf4")
     return few and path.startswith("layers/") and _is_matrix(spec) and "routes" not in spec.axes
 
 
@@ -104,7 +102,7 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
 
     These are the matrices that are not quantized, except routers, unless the base is float32.
     """
-    if adapter.base == "float32" or is_quantized(path, spec, adapter):
+    if adapter.base_dtype == "float32" or is_quantized(path, spec, adapter):
         return False
     return _is_matrix(spec) and "routes" not in spec.axes
 
@@ -160,13 +158,13 @@ def _stored_form(
     if not is_quantized(path, spec, adapter):
         return {path: spec}
     size, axis = spec.shape[-1], spec.axes[-1]
-    pair = 2 if adapter.base == "nf4" else 1
+    pair = 2 if adapter.base_dtype == "nf4" else 1
     if size % pair:
         raise ShardingError(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
-            'which is odd; set program.adapter.base = "int8"'
+            'which is odd; set program.adapter.base_dtype = "int8"'
         )
-    shards = mesh.size(tuple(name for name in rules.of("frozen", path).get(axis or "", ())))
+    shards = mesh.size(tuple(name for name in rules.table_for("frozen", path).get(axis or "", ())))
 
     def part(count: int, dtype: str) -> ArraySpec:
         """Return a spec with `count` elements on the last axis, replicated if shards are uneven."""

@@ -11,7 +11,7 @@ from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.weights.families.baichuan import BAICHUAN
 from graphtrain.weights.families.bloom import BLOOM
-from graphtrain.weights.families.family import Family, mathematics
+from graphtrain.weights.families.family import Family, functional_settings
 from graphtrain.weights.families.gemma import GEMMA2, GEMMA3
 from graphtrain.weights.families.gpt2 import GPT2
 from graphtrain.weights.families.internlm import INTERNLM, INTERNLM2
@@ -39,7 +39,7 @@ FAMILIES = (
 )
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of_config(config: Mapping[str, Any]) -> Family:
     """Return the family named by `model_type` in config.json.
 
     Raises:
@@ -55,14 +55,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def family_for(model: Model) -> Family:
+def family_of_model(model: Model) -> Family:
     """Return the first family whose config.json can express all settings of a model.
 
     Raises:
         WeightsError: no family can.
     """
     for family in FAMILIES:
-        if family.expresses(model):
+        if family.supports(model):
             return family
     raise WeightsError(
         "no Hugging Face family supports this combination of settings in [program.model]; "
@@ -70,4 +70,4 @@ def family_for(model: Model) -> Family:
     )
 
 
-__all__ = ["FAMILIES", "Family", "family_for", "family_of", "mathematics"]
+__all__ = ["FAMILIES", "Family", "family_of_config", "family_of_model", "functional_settings"]

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.llama import HEAD, MLP, NORMS, OUTPUT, SIZES, TABLES
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.llama import (
+    EMBEDDING_AND_HEAD_ROWS,
+    MLP,
+    NORMS,
+    OUTPUT_PATTERN,
+    SIZES,
+    TIED_HEAD_SETTING,
+)
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 
@@ -21,30 +28,34 @@ class _Generation:
     def read(self, config: Config) -> dict[str, Any]:
         return {
             "positions": "rope" if config.get("max_position_embeddings") else "alibi",
-            "normalised_head": "z_loss_weight" in config,
+            "unit_norm_head": "z_loss_weight" in config,
         }
 
     def write(self, model: Model) -> dict[str, Any]:
         told: dict[str, Any] = {"model_max_length": 4096}
         if model.positions == "rope":
             told["max_position_embeddings"] = 4096
-        return told | ({"z_loss_weight": 0} if model.normalised_head else {})
+        return told | ({"z_loss_weight": 0} if model.unit_norm_head else {})
 
 
 BAICHUAN = Family(
     "baichuan",
     "BaichuanForCausalLM",
-    (*SIZES, *HEAD, _Generation()),
+    (*SIZES, *TIED_HEAD_SETTING, _Generation()),
     (
-        *TABLES,
+        *EMBEDDING_AND_HEAD_ROWS,
         *NORMS,
-        Row(
+        WeightMapping(
             "model.layers.{layer}.self_attn.W_pack.weight",
             _QKV,
             "(three heads head_dim) embed -> three embed heads head_dim",
         ),
-        Row("model.layers.{layer}.self_attn.o_proj.weight", ("layers/attention/output",), OUTPUT),
+        WeightMapping(
+            "model.layers.{layer}.self_attn.o_proj.weight",
+            ("layers/attention/output",),
+            OUTPUT_PATTERN,
+        ),
         *MLP,
     ),
-    without_weights=(r".*\.rotary_emb\.inv_freq", r"model\.(future_mask|alibi_mask)"),
+    ignored_tensors=(r".*\.rotary_emb\.inv_freq", r"model\.(future_mask|alibi_mask)"),
 )

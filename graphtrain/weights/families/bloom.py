@@ -7,10 +7,10 @@ from typing import Any
 
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.gpt2 import norm
-from graphtrain.weights.families.llama import NARROW, OUTPUT, WIDEN
-from graphtrain.weights.families.settings import Key, Only
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.gpt2 import layer_norm_rows
+from graphtrain.weights.families.llama import DOWN_PROJECTION, OUTPUT_PATTERN, UP_PROJECTION
+from graphtrain.weights.families.settings import FixedEntry, RenamedSetting
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 _BIASES = tuple(f"{path}_bias" for path in _QKV)
@@ -40,36 +40,38 @@ BLOOM = Family(
     "BloomForCausalLM",
     (
         _Sizes(),
-        Key("vocab", "vocab_size"),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Key("tied_head", "tie_word_embeddings", True),
-        Only("apply_residual_connection_post_layernorm", False),
+        RenamedSetting("vocab", "vocab_size"),
+        RenamedSetting("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
+        FixedEntry("apply_residual_connection_post_layernorm", False),
     ),
     (
-        Row("transformer.word_embeddings.weight", ("embedding/tokens",)),
-        *norm("transformer.word_embeddings_layernorm", "embedding/norm"),
-        *norm("transformer.ln_f", "final_norm"),
-        Row("lm_head.weight", ("head",), "vocab embed -> embed vocab"),
-        *norm(f"{_LAYER}.input_layernorm", "layers/attention_norm"),
-        *norm(f"{_LAYER}.post_attention_layernorm", "layers/mlp_norm"),
-        Row(
+        WeightMapping("transformer.word_embeddings.weight", ("embedding/tokens",)),
+        *layer_norm_rows("transformer.word_embeddings_layernorm", "embedding/norm"),
+        *layer_norm_rows("transformer.ln_f", "final_norm"),
+        WeightMapping("lm_head.weight", ("head",), "vocab embed -> embed vocab"),
+        *layer_norm_rows(f"{_LAYER}.input_layernorm", "layers/attention_norm"),
+        *layer_norm_rows(f"{_LAYER}.post_attention_layernorm", "layers/mlp_norm"),
+        WeightMapping(
             f"{_LAYER}.self_attention.query_key_value.weight",
             _QKV,
             "(heads three head_dim) embed -> three embed heads head_dim",
         ),
-        Row(
+        WeightMapping(
             f"{_LAYER}.self_attention.query_key_value.bias",
             _BIASES,
             "(heads three head_dim) -> three heads head_dim",
         ),
-        Row(f"{_LAYER}.self_attention.dense.weight", ("layers/attention/output",), OUTPUT),
-        Row(f"{_LAYER}.self_attention.dense.bias", ("layers/attention/output_bias",)),
-        Row(f"{_LAYER}.mlp.dense_h_to_4h.weight", ("layers/mlp/up",), WIDEN),
-        Row(f"{_LAYER}.mlp.dense_h_to_4h.bias", ("layers/mlp/up_bias",)),
-        Row(f"{_LAYER}.mlp.dense_4h_to_h.weight", ("layers/mlp/down",), NARROW),
-        Row(f"{_LAYER}.mlp.dense_4h_to_h.bias", ("layers/mlp/down_bias",)),
+        WeightMapping(
+            f"{_LAYER}.self_attention.dense.weight", ("layers/attention/output",), OUTPUT_PATTERN
+        ),
+        WeightMapping(f"{_LAYER}.self_attention.dense.bias", ("layers/attention/output_bias",)),
+        WeightMapping(f"{_LAYER}.mlp.dense_h_to_4h.weight", ("layers/mlp/up",), UP_PROJECTION),
+        WeightMapping(f"{_LAYER}.mlp.dense_h_to_4h.bias", ("layers/mlp/up_bias",)),
+        WeightMapping(f"{_LAYER}.mlp.dense_4h_to_h.weight", ("layers/mlp/down",), DOWN_PROJECTION),
+        WeightMapping(f"{_LAYER}.mlp.dense_4h_to_h.bias", ("layers/mlp/down_bias",)),
     ),
-    always={
+    fixed_settings={
         "positions": "alibi",
         "norm": "layer",
         "bias": "all",

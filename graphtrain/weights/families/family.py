@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 from einops import EinopsError, rearrange
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 
 Config = Mapping[str, Any]  # config.json
-SAME = ""  # pattern of arrays with the same axes on both sides
+IDENTITY_PATTERN = ""  # pattern of arrays with the same axes on both sides
 
 
-class Setting(Protocol):
+class SettingMapping(Protocol):
     """Mapping between entries of config.json and settings of a Model."""
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -36,23 +36,25 @@ class Setting(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightMapping:
     """Mapping between tensors of Hugging Face and arrays of the decoder with the same values."""
 
     name: str  # Hugging Face's; {layer} for one layer, {expert} for all experts of a layer
     paths: tuple[str, ...]  # the decoder's; several if Hugging Face packs them into one tensor
-    pattern: str = SAME  # einops; packed arrays are stacked along the first axis of the result
-    divide: Callable[[np.ndarray, Model], list[np.ndarray]] | None = (
+    pattern: str = (
+        IDENTITY_PATTERN  # einops; packed arrays are stacked along the first axis of the result
+    )
+    split: Callable[[np.ndarray, Model], list[np.ndarray]] | None = (
         None  # splits the first axis unevenly
     )
-    join: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # inverse of divide
+    merge: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # inverse of divide
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerWeights:
     """Row of weights for one layer, or outside the layers."""
 
-    row: Row
+    row: WeightMapping
     layer: int | None  # None: outside the layers
     names: tuple[str, ...]  # tensor names; several: one for each expert
 
@@ -63,23 +65,23 @@ class Family:
 
     model_type: str  # in config.json
     architecture: str  # class name in transformers
-    settings: tuple[Setting, ...]
-    rows: tuple[Row, ...]
-    always: Mapping[str, Any] = field(
+    settings: tuple[SettingMapping, ...]
+    mappings: tuple[WeightMapping, ...]
+    fixed_settings: Mapping[str, Any] = field(
         default_factory=dict
     )  # settings implied by the family, absent from config.json
     prefix: str = ""  # prefix of tensor names that some checkpoints omit
-    without_weights: tuple[str, ...] = (
+    ignored_tensors: tuple[str, ...] = (
         r".*\.rotary_emb\.inv_freq",
     )  # regular expressions of buffers to ignore
 
-    def model(self, config: Config) -> Model:
+    def model_from_config(self, config: Config) -> Model:
         """Return the model that a config.json describes.
 
         Raises:
             WeightsError: the decoder does not support a setting, or a required one is missing.
         """
-        settings = dict(self.always)
+        settings = dict(self.fixed_settings)
         for setting in self.settings:
             settings |= setting.read(config)
         try:
@@ -87,7 +89,7 @@ class Family:
         except ValueError as error:
             raise WeightsError(f"config.json does not describe a valid model: {error}") from error
 
-    def config(self, model: Model) -> dict[str, Any]:
+    def config_from_model(self, model: Model) -> dict[str, Any]:
         """Return the contents of a config.json that describes a model."""
         config: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -97,21 +99,23 @@ class Family:
             config |= setting.write(model)
         return config
 
-    def expresses(self, model: Model) -> bool:
+    def supports(self, model: Model) -> bool:
         """Return whether config.json can express every setting of a model."""
         try:
-            return mathematics(self.model(self.config(model))) == mathematics(model)
+            return functional_settings(
+                self.model_from_config(self.config_from_model(model))
+            ) == functional_settings(model)
         except WeightsError:
             return False
 
-    def pieces(self, model: Model) -> Iterator[Piece]:
+    def weights(self, model: Model) -> Iterator[LayerWeights]:
         """Yield the pieces of a checkpoint of the model: every row, for every layer.
 
         Raises:
             WeightsError: the model has arrays for which the family has no row.
         """
         arrays = parameter_arrays(model)
-        rows = [row for row in self.rows if row.paths[0] in arrays]
+        rows = [row for row in self.mappings if row.paths[0] in arrays]
         if left := set(arrays) - {path for row in rows for path in row.paths}:
             raise WeightsError(
                 f"{self.model_type} models have no tensor for {', '.join(sorted(left))}; "
@@ -120,10 +124,12 @@ class Family:
         for row in rows:
             layers = range(model.layers) if "{layer}" in row.name else [None]
             for layer in layers:
-                yield Piece(row, layer, _names(row, layer, model))
+                yield LayerWeights(row, layer, _names(row, layer, model))
 
 
-def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> list[np.ndarray]:
+def to_decoder(
+    piece: LayerWeights, tensors: Sequence[np.ndarray], model: Model
+) -> list[np.ndarray]:
     """Convert Hugging Face's tensors of a piece to the decoder's arrays, as views if possible.
 
     Returns:
@@ -134,9 +140,9 @@ def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> lis
     """
     row = piece.row
     given = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
-    moved = _move(piece, given, row.pattern, model)
-    if row.divide is not None:
-        arrays = row.divide(moved, model)
+    moved = _rearrange(piece, given, row.pattern, model)
+    if row.split is not None:
+        arrays = row.split(moved, model)
     else:
         arrays = [moved] if len(row.paths) == 1 else list(moved)
     for path, array in zip(row.paths, arrays, strict=True):
@@ -150,16 +156,18 @@ def to_decoder(piece: Piece, tensors: Sequence[np.ndarray], model: Model) -> lis
 
 
 def to_hugging_face(
-    piece: Piece, arrays: Sequence[np.ndarray], model: Model
+    piece: LayerWeights, arrays: Sequence[np.ndarray], model: Model
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and tensors of a piece, from the decoder's arrays in the order of its paths."""
     row = piece.row
-    if row.join is not None:
-        joined = row.join(arrays, model)
+    if row.merge is not None:
+        joined = row.merge(arrays, model)
     else:
         joined = arrays[0] if len(arrays) == 1 else np.stack(arrays)
     left, _, right = row.pattern.partition(" -> ")
-    moved = _move(piece, joined, f"{right} -> {left}" if row.pattern else SAME, model)
+    moved = _rearrange(
+        piece, joined, f"{right} -> {left}" if row.pattern else IDENTITY_PATTERN, model
+    )
     if "{expert}" in row.name:
         yield from zip(piece.names, moved, strict=True)
     else:
@@ -172,35 +180,35 @@ def array_shape(path: str, model: Model) -> tuple[int, ...]:
     return shape[1:] if path.startswith("layers/") else shape
 
 
-def mathematics(model: Model) -> Model:
+def functional_settings(model: Model) -> Model:
     """Return the model with only the settings that affect its output; others are defaults."""
-    every, mixture = model.full_every, model.mixture
+    every, mixture = model.global_attention_every, model.moe
     if mixture is not None:
-        mixture = Mixture(
+        mixture = MixtureOfExperts(
             experts=mixture.experts,
-            per_token=mixture.per_token,
-            normalise=mixture.normalise,
-            shared=mixture.shared,
+            experts_per_token=mixture.experts_per_token,
+            normalize_topk=mixture.normalize_topk,
+            shared_expert_mlp=mixture.shared_expert_mlp,
         )
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
-    how = ("dtype", "remat", "dropout", "initial_deviation")
+    how = ("dtype", "remat", "dropout", "init_std")
     return replace(
         model,
         mixture=mixture,
-        full_every=every if every and every <= model.layers else None,
-        score_divisor=model.score_divisor or model.head_dim,
+        global_attention_every=every if every and every <= model.layers else None,
+        query_pre_attn_scalar=model.query_pre_attn_scalar or model.head_dim,
         **{name: default[name] for name in how},
     )
 
 
-def _names(row: Row, layer: int | None, model: Model) -> tuple[str, ...]:
+def _names(row: WeightMapping, layer: int | None, model: Model) -> tuple[str, ...]:
     if "{expert}" not in row.name:
         return (row.name.format(layer=layer),)
-    assert model.mixture is not None
-    return tuple(row.name.format(layer=layer, expert=i) for i in range(model.mixture.experts))
+    assert model.moe is not None
+    return tuple(row.name.format(layer=layer, expert=i) for i in range(model.moe.experts))
 
 
-def _move(piece: Piece, array: np.ndarray, pattern: str, model: Model) -> np.ndarray:
+def _rearrange(piece: LayerWeights, array: np.ndarray, pattern: str, model: Model) -> np.ndarray:
     if not pattern:
         return array
     sizes = {

@@ -6,43 +6,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.llama import ATTENTION, MLP, TABLES
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.llama import ATTENTION, EMBEDDING_AND_HEAD_ROWS, MLP
 from graphtrain.weights.families.settings import (
-    Choice,
-    Key,
-    Only,
+    AlternatingSlidingWindow,
+    EnumSetting,
+    FixedEntry,
+    RenamedSetting,
     Rope,
-    WindowedLayers,
-    read_scaling,
-    write_scaling,
+    read_rope_scaling,
+    write_rope_scaling,
 )
 
 _LAYER, _TANH = "model.layers.{layer}", "gelu_pytorch_tanh"
 _ROWS = (
-    *TABLES,
-    Row(f"{_LAYER}.input_layernorm.weight", ("layers/attention_norm/scale",)),
-    Row(f"{_LAYER}.post_attention_layernorm.weight", ("layers/attention_post_norm/scale",)),
-    Row(f"{_LAYER}.pre_feedforward_layernorm.weight", ("layers/mlp_norm/scale",)),
-    Row(f"{_LAYER}.post_feedforward_layernorm.weight", ("layers/mlp_post_norm/scale",)),
+    *EMBEDDING_AND_HEAD_ROWS,
+    WeightMapping(f"{_LAYER}.input_layernorm.weight", ("layers/attention_norm/scale",)),
+    WeightMapping(
+        f"{_LAYER}.post_attention_layernorm.weight", ("layers/attention_post_norm/scale",)
+    ),
+    WeightMapping(f"{_LAYER}.pre_feedforward_layernorm.weight", ("layers/mlp_norm/scale",)),
+    WeightMapping(f"{_LAYER}.post_feedforward_layernorm.weight", ("layers/mlp_post_norm/scale",)),
     *ATTENTION,
     *MLP,
 )
 _SETTINGS = (
-    Key("layers", "num_hidden_layers", 26),
-    Key("embed", "hidden_size", 2304),
-    Key("heads", "num_attention_heads", 8),
-    Key("kv_heads", "num_key_value_heads", 4),
-    Key("head_dim", "head_dim", 256),
-    Key("mlp", "intermediate_size", 9216),
-    Key("norm_epsilon", "rms_norm_eps", 1e-6),
-    Key("score_divisor", "query_pre_attn_scalar", 256),
-    Key("tied_head", "tie_word_embeddings", True),
-    Choice("activation", "hidden_activation", {_TANH: "geglu_tanh"}, _TANH),
-    Choice("bias", "attention_bias", {False: "none", True: "attention"}, False),
-    Only("use_bidirectional_attention", False),
+    RenamedSetting("layers", "num_hidden_layers", 26),
+    RenamedSetting("embed", "hidden_size", 2304),
+    RenamedSetting("heads", "num_attention_heads", 8),
+    RenamedSetting("kv_heads", "num_key_value_heads", 4),
+    RenamedSetting("head_dim", "head_dim", 256),
+    RenamedSetting("mlp", "intermediate_size", 9216),
+    RenamedSetting("norm_epsilon", "rms_norm_eps", 1e-6),
+    RenamedSetting("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+    RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
+    EnumSetting("activation", "hidden_activation", {_TANH: "geglu_tanh"}, _TANH),
+    EnumSetting("bias", "attention_bias", {False: "none", True: "attention"}, False),
+    FixedEntry("use_bidirectional_attention", False),
 )
-_ALWAYS = {"scale_offset": True, "post_norm": True, "scaled_embedding": True}
+_ALWAYS = {"rms_norm_offset": True, "post_norm": True, "scaled_embedding": True}
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,21 @@ class _TwoRopes:
             base = config.get("rope_theta", 1e6)
             near_base = config.get("rope_local_base_freq", 1e4)
         return {
-            "rope_base": base,
-            "rope_scaling": read_scaling(full),
-            "window_rope_base": near_base,
+            "rope_theta": base,
+            "rope_scaling": read_rope_scaling(full),
+            "sliding_window_rope_theta": near_base,
         }
 
     def write(self, model: Model) -> dict[str, Any]:
-        scaling = write_scaling(model.rope_scaling)
-        near = model.window_rope_base or model.rope_base
+        scaling = write_rope_scaling(model.rope_scaling)
+        near = model.sliding_window_rope_theta or model.rope_theta
         return {
-            "rope_theta": model.rope_base,
+            "rope_theta": model.rope_theta,
             "rope_local_base_freq": near,
             "rope_scaling": scaling,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_theta": model.rope_base,
+                    "rope_theta": model.rope_theta,
                     **(scaling or {"rope_type": "default"}),
                 },
                 "sliding_attention": {"rope_theta": near, "rope_type": "default"},
@@ -85,26 +87,26 @@ GEMMA2 = Family(
     "Gemma2ForCausalLM",
     (
         *_SETTINGS,
-        Key("vocab", "vocab_size", 256_000),
-        Key("score_cap", "attn_logit_softcapping", None),
-        Key("logit_cap", "final_logit_softcapping", None),
+        RenamedSetting("vocab", "vocab_size", 256_000),
+        RenamedSetting("attn_logit_softcap", "attn_logit_softcapping", None),
+        RenamedSetting("final_logit_softcap", "final_logit_softcapping", None),
         Rope(),
-        WindowedLayers(4096, every=2),
+        AlternatingSlidingWindow(4096, every=2),
     ),
     _ROWS,
-    always=_ALWAYS,
+    fixed_settings=_ALWAYS,
 )
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     (
         *_SETTINGS,
-        Key("vocab", "vocab_size", 262_208),
-        Key("score_cap", "attn_logit_softcapping", None),
-        Key("logit_cap", "final_logit_softcapping", None),
+        RenamedSetting("vocab", "vocab_size", 262_208),
+        RenamedSetting("attn_logit_softcap", "attn_logit_softcapping", None),
+        RenamedSetting("final_logit_softcap", "final_logit_softcapping", None),
         _TwoRopes(),
-        WindowedLayers(4096, every=6),
+        AlternatingSlidingWindow(4096, every=6),
     ),
     _ROWS,
-    always=_ALWAYS | {"query_key_norm": True},
+    fixed_settings=_ALWAYS | {"qk_norm": True},
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.schema import Model
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.settings import Choice, Key, Only
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.settings import EnumSetting, FixedEntry, RenamedSetting
 
 _QKV = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
 _BIASES = tuple(f"{path}_bias" for path in _QKV)
@@ -25,60 +25,62 @@ class _Inner:
         return {"n_inner": model.mlp}
 
 
-def norm(name: str, path: str) -> tuple[Row, Row]:
+def layer_norm_rows(name: str, path: str) -> tuple[WeightMapping, WeightMapping]:
     """Return the rows of a LayerNorm's scale and bias."""
-    return Row(f"{name}.weight", (f"{path}/scale",)), Row(f"{name}.bias", (f"{path}/bias",))
+    return WeightMapping(f"{name}.weight", (f"{path}/scale",)), WeightMapping(
+        f"{name}.bias", (f"{path}/bias",)
+    )
 
 
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     (
-        Key("embed", "n_embd"),
-        Key("layers", "n_layer"),
-        Key("heads", "n_head"),
-        Key("vocab", "vocab_size"),
-        Key("max_length", "n_positions"),
+        RenamedSetting("embed", "n_embd"),
+        RenamedSetting("layers", "n_layer"),
+        RenamedSetting("heads", "n_head"),
+        RenamedSetting("vocab", "vocab_size"),
+        RenamedSetting("max_length", "n_positions"),
         _Inner(),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Choice(
+        RenamedSetting("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        EnumSetting(
             "activation",
             "activation_function",
             {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
             "gelu_new",
         ),
-        Key("tied_head", "tie_word_embeddings", True),
-        Only("scale_attn_weights", True),
-        Only("scale_attn_by_inverse_layer_idx", False),
-        Only("add_cross_attention", False),
+        RenamedSetting("tie_word_embeddings", "tie_word_embeddings", True),
+        FixedEntry("scale_attn_weights", True),
+        FixedEntry("scale_attn_by_inverse_layer_idx", False),
+        FixedEntry("add_cross_attention", False),
     ),
     (
-        Row("transformer.wte.weight", ("embedding/tokens",)),
-        Row("transformer.wpe.weight", ("embedding/positions",)),
-        *norm("transformer.ln_f", "final_norm"),
-        Row("lm_head.weight", ("head",), "vocab embed -> embed vocab"),
-        *norm(f"{_LAYER}.ln_1", "layers/attention_norm"),
-        *norm(f"{_LAYER}.ln_2", "layers/mlp_norm"),
-        Row(
+        WeightMapping("transformer.wte.weight", ("embedding/tokens",)),
+        WeightMapping("transformer.wpe.weight", ("embedding/positions",)),
+        *layer_norm_rows("transformer.ln_f", "final_norm"),
+        WeightMapping("lm_head.weight", ("head",), "vocab embed -> embed vocab"),
+        *layer_norm_rows(f"{_LAYER}.ln_1", "layers/attention_norm"),
+        *layer_norm_rows(f"{_LAYER}.ln_2", "layers/mlp_norm"),
+        WeightMapping(
             f"{_LAYER}.attn.c_attn.weight",
             _QKV,
             "embed (three heads head_dim) -> three embed heads head_dim",
         ),
-        Row(
+        WeightMapping(
             f"{_LAYER}.attn.c_attn.bias", _BIASES, "(three heads head_dim) -> three heads head_dim"
         ),
-        Row(
+        WeightMapping(
             f"{_LAYER}.attn.c_proj.weight",
             ("layers/attention/output",),
             "(heads head_dim) embed -> heads head_dim embed",
         ),
-        Row(f"{_LAYER}.attn.c_proj.bias", ("layers/attention/output_bias",)),
-        Row(f"{_LAYER}.mlp.c_fc.weight", ("layers/mlp/up",)),
-        Row(f"{_LAYER}.mlp.c_fc.bias", ("layers/mlp/up_bias",)),
-        Row(f"{_LAYER}.mlp.c_proj.weight", ("layers/mlp/down",)),
-        Row(f"{_LAYER}.mlp.c_proj.bias", ("layers/mlp/down_bias",)),
+        WeightMapping(f"{_LAYER}.attn.c_proj.bias", ("layers/attention/output_bias",)),
+        WeightMapping(f"{_LAYER}.mlp.c_fc.weight", ("layers/mlp/up",)),
+        WeightMapping(f"{_LAYER}.mlp.c_fc.bias", ("layers/mlp/up_bias",)),
+        WeightMapping(f"{_LAYER}.mlp.c_proj.weight", ("layers/mlp/down",)),
+        WeightMapping(f"{_LAYER}.mlp.c_proj.bias", ("layers/mlp/down_bias",)),
     ),
-    always={"positions": "learned", "norm": "layer", "bias": "all"},
+    fixed_settings={"positions": "learned", "norm": "layer", "bias": "all"},
     prefix="transformer.",
-    without_weights=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
+    ignored_tensors=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
 )

@@ -5,11 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from graphtrain.config.schema import Mixture, Model
+from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
-from graphtrain.weights.families.family import Config, Family, Row
-from graphtrain.weights.families.llama import ATTENTION, GROUPED, HEAD, NORMS, SIZES, TABLES
-from graphtrain.weights.families.settings import Choice, Key, Only, QwenWindow, Rope, Window
+from graphtrain.weights.families.family import Config, Family, WeightMapping
+from graphtrain.weights.families.llama import (
+    ATTENTION,
+    EMBEDDING_AND_HEAD_ROWS,
+    GROUPED_QUERY_SETTINGS,
+    NORMS,
+    SIZES,
+    TIED_HEAD_SETTING,
+)
+from graphtrain.weights.families.settings import (
+    EnumSetting,
+    FixedEntry,
+    QwenSlidingWindow,
+    RenamedSetting,
+    Rope,
+    SlidingWindow,
+)
 
 
 @dataclass(frozen=True)
@@ -28,22 +42,25 @@ class Experts:
         per_token = config["num_experts_per_tok"]
         shared = config[self.shared] if self.shared else None
         return {
-            "mixture": Mixture(
-                experts=count, per_token=per_token, normalise=normalise, shared=shared
+            "mixture": MixtureOfExperts(
+                experts=count,
+                experts_per_token=per_token,
+                normalize_topk=normalise,
+                shared_expert_mlp=shared,
             )
         }
 
     def write(self, model: Model) -> dict[str, Any]:
-        if model.mixture is None:
-            raise WeightsError("the model has no experts: program.model.mixture is not set")
-        told: dict[str, Any] = dict.fromkeys(self.count, model.mixture.experts)
-        told["num_experts_per_tok"] = model.mixture.per_token
+        if model.moe is None:
+            raise WeightsError("the model has no experts: program.model.moe is not set")
+        told: dict[str, Any] = dict.fromkeys(self.count, model.moe.experts)
+        told["num_experts_per_tok"] = model.moe.experts_per_token
         if self.shared:
-            told[self.shared] = model.mixture.shared
-        return told | ({self.normalise: model.mixture.normalise} if self.normalise else {})
+            told[self.shared] = model.moe.shared_expert_mlp
+        return told | ({self.normalise: model.moe.normalize_topk} if self.normalise else {})
 
 
-def rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:
     """Return the rows of a router and its experts, with a family's tensor names."""
     widen, narrow = (
         "experts mlp embed -> experts embed mlp",
@@ -51,71 +68,88 @@ def rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     )
     experts = f"{block}.experts.{{expert}}"
     return (
-        Row(f"{block}.gate.weight", ("layers/mlp/router",), "routes embed -> embed routes"),
-        Row(f"{experts}.{gate}.weight", ("layers/mlp/gate",), widen),
-        Row(f"{experts}.{up}.weight", ("layers/mlp/up",), widen),
-        Row(f"{experts}.{down}.weight", ("layers/mlp/down",), narrow),
+        WeightMapping(
+            f"{block}.gate.weight", ("layers/mlp/router",), "routes embed -> embed routes"
+        ),
+        WeightMapping(f"{experts}.{gate}.weight", ("layers/mlp/gate",), widen),
+        WeightMapping(f"{experts}.{up}.weight", ("layers/mlp/up",), widen),
+        WeightMapping(f"{experts}.{down}.weight", ("layers/mlp/down",), narrow),
     )
 
 
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    (*SIZES, *GROUPED, *HEAD, Rope(1e6), Window(), Experts(("num_local_experts",))),
     (
-        *TABLES,
+        *SIZES,
+        *GROUPED_QUERY_SETTINGS,
+        *TIED_HEAD_SETTING,
+        Rope(1e6),
+        SlidingWindow(),
+        Experts(("num_local_experts",)),
+    ),
+    (
+        *EMBEDDING_AND_HEAD_ROWS,
         *NORMS,
         *ATTENTION,
-        *rows("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
+        *expert_rows("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
     ),
 )
 _WIDTH = (
     *(setting for setting in SIZES if getattr(setting, "setting", "") != "mlp"),
-    Key("mlp", "moe_intermediate_size"),
+    RenamedSetting("mlp", "moe_intermediate_size"),
 )
-_EVERY_LAYER = (Only("decoder_sparse_step", 1), Only("mlp_only_layers", []))
+_EVERY_LAYER = (FixedEntry("decoder_sparse_step", 1), FixedEntry("mlp_only_layers", []))
 _BLOCK = "model.layers.{layer}.mlp"
 _ROWS = (
-    *TABLES,
+    *EMBEDDING_AND_HEAD_ROWS,
     *NORMS,
     *ATTENTION,
-    *rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
+    *expert_rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     (
         *_WIDTH,
-        GROUPED[0],
-        *HEAD,
+        GROUPED_QUERY_SETTINGS[0],
+        *TIED_HEAD_SETTING,
         Rope(),
-        QwenWindow(),
+        QwenSlidingWindow(),
         Experts(("num_experts",), "norm_topk_prob", "shared_expert_intermediate_size"),
         *_EVERY_LAYER,
-        Only("qkv_bias", True),
+        FixedEntry("qkv_bias", True),
     ),
     (
         *_ROWS,
-        Row(f"{_BLOCK}.shared_expert.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),
-        Row(f"{_BLOCK}.shared_expert.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"),
-        Row(f"{_BLOCK}.shared_expert.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"),
-        Row(f"{_BLOCK}.shared_expert_gate.weight", ("layers/mlp/shared_share",), "1 e -> e"),
+        WeightMapping(
+            f"{_BLOCK}.shared_expert.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"
+        ),
+        WeightMapping(
+            f"{_BLOCK}.shared_expert.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"
+        ),
+        WeightMapping(
+            f"{_BLOCK}.shared_expert.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"
+        ),
+        WeightMapping(
+            f"{_BLOCK}.shared_expert_gate.weight", ("layers/mlp/shared_share",), "1 e -> e"
+        ),
     ),
-    always={"bias": "qkv"},
+    fixed_settings={"bias": "qkv"},
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     (
         *_WIDTH,
-        *GROUPED,
-        *HEAD,
+        *GROUPED_QUERY_SETTINGS,
+        *TIED_HEAD_SETTING,
         Rope(),
-        QwenWindow(),
-        Choice("bias", "attention_bias", {False: "none", True: "attention"}, False),
+        QwenSlidingWindow(),
+        EnumSetting("bias", "attention_bias", {False: "none", True: "attention"}, False),
         Experts(("num_experts", "num_local_experts"), "norm_topk_prob"),
         *_EVERY_LAYER,
     ),
     _ROWS,
-    always={"query_key_norm": True},
+    fixed_settings={"qk_norm": True},
 )

@@ -14,7 +14,7 @@ _REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Key:
+class RenamedSetting:
     """Setting with the same values under another name."""
 
     setting: str
@@ -34,7 +34,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EnumSetting:
     """Setting whose values have other names."""
 
     setting: str
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Only:
+class FixedEntry:
     """Entry for which the decoder supports a single value."""
 
     key: str
@@ -88,20 +88,20 @@ class Rope:
     def read(self, config: Config) -> dict[str, Any]:
         told = config.get("rope_parameters") or {}
         base = told.get("rope_theta") or config.get("rope_theta") or self.base
-        scaling = read_scaling(told or config.get("rope_scaling") or {})
-        return {"rope_base": base, "rope_scaling": scaling}
+        scaling = read_rope_scaling(told or config.get("rope_scaling") or {})
+        return {"rope_theta": base, "rope_scaling": scaling}
 
     def write(self, model: Model) -> dict[str, Any]:
-        scaling = write_scaling(model.rope_scaling)
+        scaling = write_rope_scaling(model.rope_scaling)
         whole = scaling or {"rope_type": "default"}
         return {
-            "rope_theta": model.rope_base,
+            "rope_theta": model.rope_theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_theta": model.rope_base, **whole},
+            "rope_parameters": {"rope_theta": model.rope_theta, **whole},
         }
 
 
-def read_scaling(told: Config) -> RopeScaling | None:
+def read_rope_scaling(told: Config) -> RopeScaling | None:
     """Return the RoPE scaling that config.json specifies, or None.
 
     Raises:
@@ -115,7 +115,7 @@ def read_scaling(told: Config) -> RopeScaling | None:
         case "dynamic":
             warnings.warn(
                 "config.json: dynamic RoPE scaling applies only beyond max_position_embeddings and "
-                "is not supported; keep batch.length at or below max_position_embeddings",
+                "is not supported; keep batch.seq_len at or below max_position_embeddings",
                 stacklevel=2,
             )
             return None
@@ -123,9 +123,9 @@ def read_scaling(told: Config) -> RopeScaling | None:
             return RopeScaling(
                 kind="llama3",
                 factor=told["factor"],
-                low_frequency=told["low_freq_factor"],
-                high_frequency=told["high_freq_factor"],
-                original_length=told["original_max_position_embeddings"],
+                low_freq_factor=told["low_freq_factor"],
+                high_freq_factor=told["high_freq_factor"],
+                original_max_position_embeddings=told["original_max_position_embeddings"],
             )
         case other:
             raise WeightsError(
@@ -134,33 +134,33 @@ def read_scaling(told: Config) -> RopeScaling | None:
             )
 
 
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return the entry of config.json that `read_scaling` reads, or None."""
     if scaling is None:
         return None
     told = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         told |= {
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_length,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     return told
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """Sliding window in all layers, or in none if null."""
 
     def read(self, config: Config) -> dict[str, Any]:
         return {"window": config.get("sliding_window")}
 
     def write(self, model: Model) -> dict[str, Any]:
-        return {"sliding_window": model.window}
+        return {"sliding_window": model.sliding_window}
 
 
 @dataclass(frozen=True)
-class WindowedLayers:
+class AlternatingSlidingWindow:
     """Sliding window in some layers, from layer_types or from an interval of full attention."""
 
     window: int
@@ -171,13 +171,13 @@ class WindowedLayers:
         types = config.get("layer_types")
         if types is None:
             every = config.get("sliding_window_pattern", self.every)
-            return {"window": window, "full_every": every}
-        return {"window": window, "full_every": full_every(types)}
+            return {"window": window, "global_attention_every": every}
+        return {"window": window, "global_attention_every": full_attention_interval(types)}
 
     def write(self, model: Model) -> dict[str, Any]:
-        every = model.full_every or model.layers + 1
+        every = model.global_attention_every or model.layers + 1
         return {
-            "sliding_window": model.window,
+            "sliding_window": model.sliding_window,
             "sliding_window_pattern": every,
             "layer_types": [
                 "sliding_attention" if (layer + 1) % every else "full_attention"
@@ -186,7 +186,7 @@ class WindowedLayers:
         }
 
 
-def full_every(types: list[str]) -> int | None:
+def full_attention_interval(types: list[str]) -> int | None:
     """Return the interval between full-attention layers, or None if there are none.
 
     Raises:
@@ -205,7 +205,7 @@ def full_every(types: list[str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class QwenWindow:
+class QwenSlidingWindow:
     """Qwen's sliding window, which use_sliding_window switches on or off."""
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -218,19 +218,22 @@ class QwenWindow:
             types += ["sliding_attention"] * (layers - len(types))
         if "sliding_attention" not in types:
             return {}
-        return {"window": config["sliding_window"], "full_every": full_every(types)}
+        return {
+            "window": config["sliding_window"],
+            "global_attention_every": full_attention_interval(types),
+        }
 
     def write(self, model: Model) -> dict[str, Any]:
-        if model.full_every is not None:
+        if model.global_attention_every is not None:
             raise WeightsError(
                 "Qwen models cannot alternate full and sliding-window attention; "
-                "program.model.full_every must not be set"
+                "program.model.global_attention_every must not be set"
             )
-        windowed = model.window is not None
+        windowed = model.sliding_window is not None
         kind = "sliding_attention" if windowed else "full_attention"
         return {
             "use_sliding_window": windowed,
-            "sliding_window": model.window,
+            "sliding_window": model.sliding_window,
             "max_window_layers": 0 if windowed else model.layers,
             "layer_types": [kind] * model.layers,
         }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphtrain.config.schema import Mixture, Model, RopeScaling
+from graphtrain.config.schema import MixtureOfExperts, Model, RopeScaling
 from graphtrain.errors import WeightsError
 
 Arguments = Mapping[str, Any]
 
 # Values that the decoder supports, for arguments of which it supports only some.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "attention_output_gate": (False,),
     "embed_layernorm": (False,),
@@ -40,7 +40,7 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
 
-def model_of(arguments: Arguments, vocab: int) -> Model:
+def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
     """Return the model that Megatron's arguments describe.
 
     Args:
@@ -50,7 +50,7 @@ def model_of(arguments: Arguments, vocab: int) -> Model:
     Raises:
         WeightsError: the decoder does not support an argument's value, or a size is missing.
     """
-    for name, values in _ONLY.items():
+    for name, values in _SUPPORTED_VALUES.items():
         if (found := arguments.get(name)) is not None and found not in values:
             allowed = " or ".join(map(repr, values))
             raise WeightsError(
@@ -70,9 +70,9 @@ def model_of(arguments: Arguments, vocab: int) -> Model:
             head_dim=arguments.get("kv_channels"),
             kv_heads=_groups(arguments),
             vocab=vocab,
-            tied_head=not arguments.get("untie_embeddings_and_output_weights", False),
-            query_key_norm=bool(arguments.get("qk_layernorm", False)),
-            window=_window(arguments),
+            tie_word_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
+            qk_norm=bool(arguments.get("qk_layernorm", False)),
+            sliding_window=_window(arguments),
             **_mlp(arguments),
             **_norm(arguments),
             **_positions(arguments),
@@ -111,12 +111,12 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
             "the checkpoint's args: a shared expert without moe_shared_expert_gate is not supported"
         )
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
-    settings["mixture"] = Mixture(
+    settings["mixture"] = MixtureOfExperts(
         experts=arguments["num_experts"],
-        per_token=arguments.get("moe_router_topk") or 2,
+        experts_per_token=arguments.get("moe_router_topk") or 2,
         # A softmax over the chosen experts equals a normalised softmax over all experts.
-        normalise=not arguments.get("moe_router_pre_softmax", False),
-        shared=shared or None,
+        normalize_topk=not arguments.get("moe_router_pre_softmax", False),
+        shared_expert_mlp=shared or None,
     )
     return settings
 
@@ -130,16 +130,16 @@ def _bias(arguments: Arguments) -> str:
 def _norm(arguments: Arguments) -> dict[str, Any]:
     epsilon = arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5
     return {
-        "norm": _named(arguments, "normalization", "LayerNorm", _NORMS),
+        "norm": _translate(arguments, "normalization", "LayerNorm", _NORMS),
         "norm_epsilon": float(epsilon),
-        "scale_offset": bool(arguments.get("apply_layernorm_1p", False)),
+        "rms_norm_offset": bool(arguments.get("apply_layernorm_1p", False)),
     }
 
 
 def _positions(arguments: Arguments) -> dict[str, Any]:
     rotary = arguments.get("use_rotary_position_embeddings", False)
     usual = "rope" if rotary else "learned_absolute"
-    kind = _named(arguments, "position_embedding_type", usual, _POSITIONS)
+    kind = _translate(arguments, "position_embedding_type", usual, _POSITIONS)
     if kind == "learned" and rotary:  # Megatron versions before position_embedding_type
         kind = "rope"
     if kind == "learned":
@@ -147,7 +147,7 @@ def _positions(arguments: Arguments) -> dict[str, Any]:
     if kind == "alibi":
         return {"positions": kind}
     base = float(arguments.get("rotary_base") or 10_000)
-    return {"positions": kind, "rope_base": base, "rope_scaling": _scaling(arguments)}
+    return {"positions": kind, "rope_theta": base, "rope_scaling": _scaling(arguments)}
 
 
 def _scaling(arguments: Arguments) -> RopeScaling | None:
@@ -156,15 +156,15 @@ def _scaling(arguments: Arguments) -> RopeScaling | None:
         return RopeScaling(
             kind="llama3",
             factor=float(arguments.get("rope_scaling_factor") or 8.0),
-            low_frequency=1.0,
-            high_frequency=4.0,
-            original_length=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
         )
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     return RopeScaling(kind="linear", factor=float(factor)) if factor else None
 
 
-def _named(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
+def _translate(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
     found = arguments.get(name) or usual
     if found not in values:
         known = ", ".join(values)

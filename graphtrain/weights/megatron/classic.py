@@ -19,14 +19,22 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import as_numpy, torch_dtype
-from graphtrain.weights.megatron.names import canonical, expert_of, flat, layer_of, moved
+from graphtrain.weights.files import as_numpy, numpy_dtype_of
+from graphtrain.weights.megatron.names import (
+    canonical_name,
+    expert_of,
+    flatten_names,
+    layer_of,
+    offset_name,
+)
 from graphtrain.weights.megatron.pickles import load_torch
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
-_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+_SHARDED_ON_AXIS_0 = re.compile(
+    r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)"
+)
+_SHARDED_ON_AXIS_1 = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class _Array:
     dtype: str
 
 
-class Classic:
+class RankFoldersCheckpoint:
     """Weights of a checkpoint with one folder per rank, by canonical names.
 
     Raises:
@@ -58,14 +66,14 @@ class Classic:
         self.arguments: dict[str, Any] = vars(first["args"]) if "args" in first else {}
         _check_version(ranks[0].path, first)
         self.gated = False  # whether linear_fc1 contains gate and up; set before the first read
-        self._arrays = _index(_grid(directory, ranks, self.arguments))
+        self._arrays = _index(_files_by_rank(directory, ranks, self.arguments))
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._arrays)
 
     def dtype(self, name: str) -> np.dtype:
-        return torch_dtype(name, self._arrays[name].dtype)
+        return numpy_dtype_of(name, self._arrays[name].dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         array = self._arrays[name]
@@ -95,7 +103,7 @@ class Classic:
         array = self._arrays[name]
         chunk, key = array.keys
         # The file is mapped again for each array: mapped pages stay in memory until it is closed.
-        tensor = dict(flat(load_torch(path)[chunk])).get(key)
+        tensor = dict(flatten_names(load_torch(path)[chunk])).get(key)
         if tensor is None or tuple(tensor.shape) != array.shape:
             raise WeightsError(
                 f"{path} has no {key} with the first rank's shape {array.shape}; the file is "
@@ -106,9 +114,9 @@ class Classic:
 
 def _axis(name: str) -> int | None:
     """Return the axis along which tensor ranks shard an array; None if it is replicated."""
-    if _ROWS.fullmatch(name):
+    if _SHARDED_ON_AXIS_0.fullmatch(name):
         return 0
-    return 1 if _COLUMNS.fullmatch(name) else None
+    return 1 if _SHARDED_ON_AXIS_1.fullmatch(name) else None
 
 
 def _ranks(directory: Path) -> list[_Rank]:
@@ -136,7 +144,7 @@ def _check_version(path: Path, loaded: Mapping[str, Any]) -> None:
         )
 
 
-def _grid(
+def _files_by_rank(
     directory: Path, ranks: list[_Rank], arguments: Mapping[str, Any]
 ) -> dict[tuple[int, int], tuple[Path, ...]]:
     """Return the files of the tensor ranks, by pipeline rank and expert rank.
@@ -174,7 +182,7 @@ def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array
         tensors = chunks[chunk, pipeline, expert]
         numbers = {expert_of(name) for name in tensors} - {None}
         for name, (key, tensor) in tensors.items():
-            own = moved(name, layers[expert], expert * len(numbers))
+            own = offset_name(name, layers[expert], expert * len(numbers))
             kind = str(tensor.dtype).removeprefix("torch.")
             found = _Array((chunk, key), grid[pipeline, expert], tuple(tensor.shape), kind)
             arrays.setdefault(
@@ -190,7 +198,7 @@ def _chunks(path: Path) -> Iterator[tuple[str, dict[str, tuple[str, Any]]]]:
     for chunk, tree in load_torch(path).items():
         if not re.fullmatch(r"model\d*", chunk) or not isinstance(tree, Mapping):
             continue
-        named = [(canonical(key), key, value) for key, value in flat(tree)]
+        named = [(canonical_name(key), key, value) for key, value in flatten_names(tree)]
         yield chunk, {name: (key, one) for name, key, one in named if name and _is_tensor(one)}
 
 

@@ -14,16 +14,23 @@ from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.flops import is_gated
-from graphtrain.weights.convert import Progress, Summary, dtype_of, making, some, summary
-from graphtrain.weights.families.family import Piece, array_shape, to_decoder
-from graphtrain.weights.files import Folder
-from graphtrain.weights.megatron.arguments import model_of
-from graphtrain.weights.megatron.classic import Classic
+from graphtrain.weights.convert import (
+    ConversionSummary,
+    Progress,
+    create_directory,
+    dtype_of,
+    first_names,
+    summarize,
+)
+from graphtrain.weights.families.family import LayerWeights, array_shape, to_decoder
+from graphtrain.weights.files import WeightFiles
+from graphtrain.weights.megatron.arguments import model_from_arguments
+from graphtrain.weights.megatron.classic import RankFoldersCheckpoint
 from graphtrain.weights.megatron.distributed import TorchDist
 from graphtrain.weights.megatron.pickles import load_torch
-from graphtrain.weights.megatron.rows import megatron
+from graphtrain.weights.megatron.rows import megatron_family
 from graphtrain.weights.sources import stored_name
-from graphtrain.weights.writer import Writer
+from graphtrain.weights.writer import SafetensorsWriter
 
 _TOKENS = "embedding.word_embeddings.weight"
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -35,7 +42,7 @@ def from_megatron(
     progress: Progress,
     model: str | None = None,
     vocab: int | None = None,
-) -> Summary:
+) -> ConversionSummary:
     """Convert a Megatron-LM checkpoint of any parallelism to a converted folder.
 
     Args:
@@ -51,28 +58,30 @@ def from_megatron(
     """
     folder, arguments = open_checkpoint(_iteration(source))
     padded, kept = _models(folder, arguments, model, vocab)
-    if isinstance(folder, Classic):
+    if isinstance(folder, RankFoldersCheckpoint):
         folder.gated = is_gated(padded)
-    family = megatron(padded)
-    pieces = list(family.pieces(padded))
+    family = megatron_family(padded)
+    pieces = list(family.weights(padded))
     _check_names({name for piece in pieces for name in piece.names}, folder, padded)
     arrays = {}
     for piece in pieces:
         for path in piece.row.paths:
             shape = array_shape(path, kept)
             arrays[stored_name(path, piece.layer)] = dtype_of(piece, folder), shape
-    with making(destination) as directory:
-        writer = Writer(directory / "weights", arrays)
+    with create_directory(destination) as directory:
+        writer = SafetensorsWriter(directory / "weights", arrays)
         for done, piece in enumerate(pieces):
             progress(done, len(pieces))
             _write(writer, piece, folder, padded, kept)
         writer.close()
         (directory / "model.toml").write_text(render_model(kept))
     progress(len(pieces), len(pieces))
-    return summary(family, kept, arrays)
+    return summarize(family, kept, arrays)
 
 
-def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Model) -> None:
+def _write(
+    writer: SafetensorsWriter, piece: LayerWeights, folder: WeightFiles, padded: Model, kept: Model
+) -> None:
     """Convert and write one piece without retaining its arrays in memory."""
     made = to_decoder(piece, [folder.read(name) for name in piece.names], padded)
     for path, array in zip(piece.row.paths, made, strict=True):
@@ -80,7 +89,7 @@ def _write(writer: Writer, piece: Piece, folder: Folder, padded: Model, kept: Mo
         writer.write(stored_name(path, piece.layer), array[cut])
 
 
-def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
+def open_checkpoint(directory: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """Open one checkpoint; return its weights, and its arguments, if it contains them.
 
     Raises:
@@ -91,7 +100,7 @@ def open_checkpoint(directory: Path) -> tuple[Folder, dict[str, Any]]:
         state = load_torch(common) if common.is_file() else {}
         return TorchDist(directory), vars(state["args"]) if "args" in state else {}
     if any(directory.glob("mp_rank_*")):
-        classic = Classic(directory)
+        classic = RankFoldersCheckpoint(directory)
         return classic, classic.arguments
     raise WeightsError(
         f"{directory} is not a Megatron-LM checkpoint: it contains neither .metadata (torch-dist) "
@@ -116,7 +125,7 @@ def _iteration(source: Path) -> Path:
 
 
 def _models(
-    folder: Folder, arguments: dict[str, Any], named: str | None, vocab: int | None
+    folder: WeightFiles, arguments: dict[str, Any], named: str | None, vocab: int | None
 ) -> tuple[Model, Model]:
     """Return the model with the checkpoint's padded vocabulary, and with the unpadded one."""
     if _TOKENS not in folder.names:
@@ -124,10 +133,10 @@ def _models(
     rows = folder.shape(_TOKENS)[0]
     if named is not None:
         model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(named)))
-        model = replace(model, merged_gate=False)
+        model = replace(model, fused_gate_up=False)
         vocab = vocab or min(model.vocab, rows)  # presets contain the unpadded size
     elif arguments:
-        model = model_of(arguments, rows)
+        model = model_from_arguments(arguments, rows)
         vocab = vocab or int(arguments.get("vocab_size") or rows)
     else:
         raise WeightsError(
@@ -139,16 +148,16 @@ def _models(
     return replace(model, vocab=rows), replace(model, vocab=vocab)
 
 
-def _check_names(wanted: set[str], folder: Folder, model: Model) -> None:
+def _check_names(wanted: set[str], folder: WeightFiles, model: Model) -> None:
     there = set(folder.names)
     if missing := sorted(wanted - there):
         raise WeightsError(
-            f"the checkpoint lacks {some(missing)}, which a model with its settings requires; "
-            f"unexpected arrays in it: {some(sorted(there - wanted)) or 'none'}"
+            f"the checkpoint lacks {first_names(missing)}, which a model with its settings "
+            f"requires; unexpected arrays in it: {first_names(sorted(there - wanted)) or 'none'}"
         )
-    left = there - wanted - ({"output_layer.weight"} if model.tied_head else set())
+    left = there - wanted - ({"output_layer.weight"} if model.tie_word_embeddings else set())
     if left:
         raise WeightsError(
-            f"the checkpoint contains {some(sorted(left))}, which a model with its settings does "
-            "not have"
+            f"the checkpoint contains {first_names(sorted(left))}, which a model with its settings "
+            "does not have"
         )

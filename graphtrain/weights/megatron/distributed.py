@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import as_numpy, torch_dtype
-from graphtrain.weights.megatron.names import canonical
-from graphtrain.weights.megatron.pickles import Inert, load_pickle, load_tensor
+from graphtrain.weights.files import as_numpy, numpy_dtype_of
+from graphtrain.weights.megatron.names import canonical_name
+from graphtrain.weights.megatron.pickles import Placeholder, load_pickle, load_tensor
 
 # Leading axes of layers and experts: positions in a name where their index is inserted.
-_LEADING = (
+_STACKED_AXES = (
     re.compile(r"(?<=decoder\.layers)\.(?!\d)"),
     re.compile(r"(?<=\.experts)\.experts\.(?!\d)"),
 )
@@ -61,14 +61,14 @@ class TorchDist:
         return tuple(self._arrays)
 
     def dtype(self, name: str) -> np.dtype:
-        return torch_dtype(name, self._arrays[name].dtype)
+        return numpy_dtype_of(name, self._arrays[name].dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._arrays[name].shape
 
     def read(self, name: str) -> np.ndarray:
         array = self._arrays[name]
-        within = [one for one in self._chunks[array.key] if _holds(one, array.at)]
+        within = [one for one in self._chunks[array.key] if _contains(one, array.at)]
         whole, covered = np.empty(array.shape, self.dtype(name)), 0
         for chunk in within:
             part = self._read(chunk, array, self.dtype(name))
@@ -102,7 +102,7 @@ def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str,
     arrays: dict[str, _Array] = {}
     shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     for key, about in metadata.state_dict_metadata.items():
-        name = canonical(key)
+        name = canonical_name(key)
         if key.startswith(("optimizer.", "chained_")) or name is None or not hasattr(about, "size"):
             continue
         arrays |= _arrays(key, name, tuple(about.size), _dtype(about.properties).__name__)
@@ -126,7 +126,7 @@ def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str,
     return arrays, chunks
 
 
-def _dtype(properties: Inert) -> Any:
+def _dtype(properties: Placeholder) -> Any:
     """Return the dtype; TensorProperties is pickled as a tuple that begins with it."""
     state = properties.state
     return state[0] if isinstance(state, tuple) else state["dtype"]
@@ -134,7 +134,7 @@ def _dtype(properties: Inert) -> Any:
 
 def _arrays(key: str, name: str, size: tuple[int, ...], dtype: str) -> dict[str, _Array]:
     """Return the arrays of a key by name: one per layer and expert if it stacks them."""
-    patterns = [pattern for pattern in _LEADING if pattern.search(name)]
+    patterns = [pattern for pattern in _STACKED_AXES if pattern.search(name)]
     found = {}
     for at in np.ndindex(*size[: len(patterns)]):
         own = name
@@ -144,7 +144,7 @@ def _arrays(key: str, name: str, size: tuple[int, ...], dtype: str) -> dict[str,
     return found
 
 
-def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
+def _contains(chunk: _Chunk, at: tuple[int, ...]) -> bool:
     return all(
         begin <= one < begin + size
         for one, begin, size in zip(at, chunk.offset, chunk.shape, strict=False)

@@ -37,7 +37,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)(?=\.)")
 
 
-def canonical(name: str) -> str | None:
+def canonical_name(name: str) -> str | None:
     """Return the canonical name of an array, or None for state that is not a weight."""
     if _NOT_WEIGHTS.match(name):
         return None
@@ -58,16 +58,16 @@ def expert_of(name: str) -> int | None:
     return int(found[0]) if found else None
 
 
-def moved(name: str, layers: int, experts: int) -> str:
+def offset_name(name: str, layers: int, experts: int) -> str:
     """Return the name with its layer and expert numbers increased by these offsets."""
     name = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)
     return _EXPERT.sub(lambda found: str(int(found[0]) + experts), name)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dictionaries, with names joined by dots."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_names(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

@@ -13,7 +13,7 @@ from typing import Any
 from graphtrain.errors import WeightsError
 
 
-class Inert:
+class Placeholder:
     """Placeholder for an object of a class that a pickle names; stores its arguments and state."""
 
     def __init__(self, *args: Any) -> None:
@@ -26,7 +26,7 @@ class Inert:
 
 
 # Harmless container classes that are restored as themselves.
-_PLAIN: dict[tuple[str, str], Any] = {
+_ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
@@ -35,7 +35,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return _PLAIN.get((module, name)) or _inert(f"{module}.{name}")
+        return _ALLOWED_CLASSES.get((module, name)) or _placeholder_class(f"{module}.{name}")
 
 
 def load_pickle(path: Path) -> Any:
@@ -69,7 +69,7 @@ def load_tensor(path: Path, offset: int, length: int) -> Any:
 
     def load(torch: Any) -> Any:
         with path.open("rb") as file:
-            part = io.BufferedReader(_Part(file, offset, length))
+            part = io.BufferedReader(_ByteRange(file, offset, length))
             return torch.load(part, "cpu", weights_only=True)
 
     return _load(path, load)
@@ -86,7 +86,9 @@ def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> 
     try:
         found = serialization.get_unsafe_globals_in_checkpoint(names) if names else []
         known = [(argparse.Namespace, "argparse.Namespace")]
-        others = [(_inert(name), name) for name in found if name != "argparse.Namespace"]
+        others = [
+            (_placeholder_class(name), name) for name in found if name != "argparse.Namespace"
+        ]
         with serialization.safe_globals([*known, *others]):  # type: ignore[list-item]
             return load(torch)
     except Exception as error:  # a damaged file can raise any exception
@@ -102,11 +104,11 @@ def _reason(error: Exception) -> str:
     return lines[after[0]] if after and after[0] < len(lines) else lines[0]
 
 
-def _inert(name: str) -> type:
-    return type(name.rpartition(".")[2], (Inert,), {})
+def _placeholder_class(name: str) -> type:
+    return type(name.rpartition(".")[2], (Placeholder,), {})
 
 
-class _Part(io.RawIOBase):
+class _ByteRange(io.RawIOBase):
     """Byte range of an open file, as a read-only file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:

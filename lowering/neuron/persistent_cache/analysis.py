@@ -1,4 +1,4 @@
-"""What a cache holds, in numbers, and what the checks say of programs that are not compiled."""
+"""Statistics of a cache, and problems that preflight finds in programs that are not compiled."""
 
 import gzip
 import re
@@ -10,13 +10,13 @@ from typing import Any
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron.persistent_cache import flags
-from lowering.neuron.persistent_cache.entries import Entry
+from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
 
 
-def summarise(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Counts and bytes by compiler, the flags in use, failures by kind and code, and problems.
+def summarise(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
+    """Return counts and bytes by compiler, flags in use, failures by kind and code, and problems.
 
-    Reads the programs of unfinished entries, of which it parses the HLO.
+    Reads the programs of unfinished entries and parses their HLO.
     """
     failed = [entry.failure for entry in entries if entry.failure is not None]
     return {
@@ -35,7 +35,7 @@ def summarise(entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _by_compiler(entries: Sequence[Entry]) -> dict[str, Any]:
+def _by_compiler(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in entries:
         about = found.setdefault(entry.compiler, {"bytes": 0, "states": Counter()})
@@ -44,8 +44,8 @@ def _by_compiler(entries: Sequence[Entry]) -> dict[str, Any]:
     return found
 
 
-def _by_flags(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sets of flags by the key that names have; two keys are two programs to AWS's tools."""
+def _by_flags(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
+    """Group flags by the key in entry names; AWS's tools treat two keys as two programs."""
     found: dict[str, Any] = {}
     for entry in entries:
         key = entry.directory.name.rpartition("+")[2]
@@ -59,28 +59,28 @@ def _by_flags(entries: Sequence[Entry]) -> dict[str, Any]:
     return found
 
 
-def _problems(entry: Entry) -> Iterator[str]:
-    """What would stop the compiler, or make its NEFF another than the name says."""
+def _problems(entry: NeuronCacheEntry) -> Iterator[str]:
+    """Yield problems that would make the compiler fail, or its NEFF not match the entry's name."""
     from lowering.neuron.preflight import preflight
 
     try:
         written = flags.read(entry.directory)
-        if not flags.fit(entry.directory.name, written):
-            yield "its flags do not give the key in its name"
-        found = preflight(_binary(entry), _machine(written), written)
+        if not flags.match_key(entry.directory.name, written):
+            yield "its flags do not match the flags key in its name"
+        found = preflight(_binary(entry), _target_of(written), written)
         yield from (str(finding) for finding in found if finding.severity == "error")
-    except (LoweringError, OSError, EOFError, zlib.error) as error:  # cut off, or damaged
+    except (LoweringError, OSError, EOFError, zlib.error) as error:  # truncated or damaged
         yield str(error)
 
 
-def _machine(written: Sequence[str]) -> Target:
-    """What the flags say to compile for."""
+def _target_of(written: Sequence[str]) -> Target:
+    """Return the target that the flags compile for; trn1 if they name none."""
     said = re.search(r"--target[= ](\w+)", " ".join(written))
     name = said[1] if said else "trn1"
     return Target.parse("trn1" if name in ("trn1n", "inf2") else name)
 
 
-def _binary(entry: Entry) -> bytes:
+def _binary(entry: NeuronCacheEntry) -> bytes:
     assert entry.program is not None
     binary = entry.program.read_bytes()
     return gzip.decompress(binary) if entry.program.suffix == ".gz" else binary

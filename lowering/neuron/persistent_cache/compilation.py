@@ -1,6 +1,6 @@
-"""Unfinished entries through compilers in parallel, each completed where it stands.
+"""Compilation of unfinished cache entries in parallel, each completed in its directory.
 
-One thread starts the compilers, watches them and touches their locks.
+One thread starts the compilers, polls them and touches their locks.
 """
 
 import os
@@ -19,111 +19,122 @@ from typing import IO, Literal
 
 from lowering.errors import LoweringError
 from lowering.machine import host
-from lowering.neuron.compiler import Compiler, arguments, environment, forwarded, tied
+from lowering.neuron.compiler import (
+    Compiler,
+    arguments,
+    environment,
+    kill_with_parent_prefix,
+    without_wrapper_flags,
+)
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
-from lowering.neuron.persistent_cache.entries import Entry
-from lowering.neuron.persistent_cache.failures import Failure, classify
+from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
+from lowering.neuron.persistent_cache.failures import CompileFailure, classify
 
-_MEMORY_OF_ONE = 64 << 30  # bytes of the host for one compiler, as AWS's tool reckons
+_MEMORY_PER_COMPILER = 64 << 30  # bytes of host memory for one compiler, as AWS's tool estimates
 _HEARTBEAT = 60  # seconds between touches of a lock
-_LOOK, _WAIT = 0.05, 1.0  # seconds between looks at compilers, and at a lock of another
+_POLL_SECONDS, _LOCK_POLL_SECONDS = (
+    0.05,
+    1.0,
+)  # seconds between polls of compilers, and of another process's lock
 _SCRATCH = "graphtrain-neuron-cache-"
 
-# The compiler in a process group of its own, which ends when we do, however we do.
+# Runs the compiler in its own process group, which is killed however this process ends.
 _GROUP = ["sh", "-c", 'trap "kill -KILL 0" TERM; "$@" & wait $!', "sh"]
 
-Observer = Callable[[str, str], None]  # name of an entry, what is done with it
+Observer = Callable[[str, str], None]  # name of an entry, progress message
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How entries are compiled; nothing here changes what is made of them."""
+class CompileOptions:
+    """Options for compiling entries."""
 
-    jobs: int | None = None  # compilers at once; None: as memory and cores allow
-    retries: int = 1  # further attempts after what may have been chance
+    jobs: int | None = None  # compilers in parallel; None: as memory and cores allow
+    retries: int = 1  # further attempts after a failure that may be transient
     timeout: float | None = None  # seconds for each attempt
-    retry_failed: bool = False  # also what the compiler has refused
-    wait: bool = False  # for others that hold locks, instead of leaving the entry to them
-    machine: str | None = None  # --target for flags that name none
-    stale_after: float = 6 * 3600  # seconds, for locks of other tools
+    retry_failed: bool = False  # also compile programs that the compiler has rejected before
+    wait: bool = False  # wait for locked entries instead of skipping them
+    target: str | None = None  # --target for entries whose flags name none
+    stale_after: float = 6 * 3600  # seconds after which locks of other tools are stale
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one entry."""
+class EntryOutcome:
+    """Result for one entry."""
 
     program: Path
     status: Literal["compiled", "failed", "locked"]
-    attempts: int  # 0: known from before, or another process's
+    attempts: int  # 0: known without compiling, or left to another process
     seconds: float
-    failure: Failure | None = None
+    failure: CompileFailure | None = None
 
 
 @dataclass
 class _Running:
-    entry: Entry
+    entry: NeuronCacheEntry
     attempt: int
     process: subprocess.Popen
-    held: locks.Held
+    lock: locks.HeldLock
     scratch: Path
     log: IO[bytes]
     began: float
     touched: float
-    is_late: bool = False
+    timed_out: bool = False
 
 
 def default_jobs() -> int:
-    """Compilers that the memory and cores left to us bear."""
-    return max(1, min(host.usable_cores(), -(-host.available_memory() // _MEMORY_OF_ONE)))
+    """Return the number of compilers that available memory and cores allow."""
+    return max(1, min(host.usable_cores(), -(-host.available_memory() // _MEMORY_PER_COMPILER)))
 
 
 def compile_entries(
-    unfinished: Sequence[Entry],
+    unfinished: Sequence[NeuronCacheEntry],
     root: Path,
     compiler: Compiler,
-    settings: Settings,
+    settings: CompileOptions,
     observe: Observer = lambda name, stage: None,
-) -> list[Outcome]:
-    """Compile entries that stand in the compiler's own directory, the largest program first.
+) -> list[EntryOutcome]:
+    """Compile entries of this compiler's directory, the largest program first.
 
-    An entry that somebody else compiles is left to him, unless settings say to wait.
+    Entries that another process is compiling are skipped, unless settings.wait is true.
 
     Raises:
-        LoweringError: the cache cannot be written.
+        LoweringError: the cache is not writable.
     """
-    _sweep()
+    _remove_stale_scratch()
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
-        pool = _Pool(root, compiler, settings, observe, Path(scratch))
+        pool = _CompilerPool(root, compiler, settings, observe, Path(scratch))
         return pool.run(sorted(unfinished, key=_size, reverse=True))
 
 
-class _Pool:
+class _CompilerPool:
     def __init__(
         self,
         root: Path,
         compiler: Compiler,
-        settings: Settings,
+        settings: CompileOptions,
         observe: Observer,
         scratch: Path,
     ) -> None:
         self._root, self._compiler, self._settings = root, compiler, settings
         self._observe, self._scratch = observe, scratch
         self._jobs = settings.jobs or default_jobs()
-        self._queue: deque[tuple[Entry, int, float]] = deque()  # entry, attempt, not before
+        self._queue: deque[tuple[NeuronCacheEntry, int, float]] = (
+            deque()
+        )  # entry, attempt, earliest start
         self._running: list[_Running] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[EntryOutcome] = []
         self._waited_for: set[Path] = set()
 
-    def run(self, unfinished: Sequence[Entry]) -> list[Outcome]:
+    def run(self, unfinished: Sequence[NeuronCacheEntry]) -> list[EntryOutcome]:
         self._queue.extend((entry, 1, 0.0) for entry in unfinished)
         try:
             while self._queue or self._running:
                 self._fill()
                 self._watch()
-                time.sleep(_LOOK if self._queue or self._running else 0)
+                time.sleep(_POLL_SECONDS if self._queue or self._running else 0)
         finally:
             for each in self._running:
-                self._end(each)
+                self._clean_up(each)
         return self._outcomes
 
     def _fill(self) -> None:
@@ -134,16 +145,16 @@ class _Pool:
             if time.monotonic() < not_before:
                 self._queue.append((entry, attempt, not_before))
             else:
-                self._begin(entry, attempt)
+                self._try_start(entry, attempt)
 
-    def _begin(self, entry: Entry, attempt: int) -> None:
-        """Start a compiler, unless the entry is somebody else's or finished."""
+    def _try_start(self, entry: NeuronCacheEntry, attempt: int) -> None:
+        """Start a compiler, unless the entry is locked by another process or finished."""
         program = entry.program
         assert program is not None, "only what has a program is queued"
         lock = program.with_name(program.name + locks.SUFFIX)
-        held = locks.take(lock, self._root, locks.Judge(self._settings.stale_after))
+        held = locks.acquire(lock, self._root, locks.LockChecker(self._settings.stale_after))
         if isinstance(held, locks.Lock):
-            self._leave(entry, attempt, held)
+            self._skip_locked(entry, attempt, held)
             return
         try:
             now = entries.read(entry.directory, judge=None)
@@ -153,60 +164,67 @@ class _Pool:
                 self._observe(entry.directory.name, f"compiling, attempt {attempt}")
                 return
         except (LoweringError, OSError, EOFError, zlib.error) as error:
-            known = Outcome(program, "failed", 0, 0.0, Failure("not started", str(error)))
+            known = EntryOutcome(
+                program, "failed", 0, 0.0, CompileFailure("not started", str(error))
+            )
         except BaseException:
             held.release()
             raise
         held.release()
         self._report(known)
 
-    def _known(self, now: Entry, program: Path) -> Outcome | None:
-        """What was found out since the entry was queued, or is not asked again."""
+    def _known(self, now: NeuronCacheEntry, program: Path) -> EntryOutcome | None:
+        """Return the outcome if the entry was compiled since it was queued, or rejected before."""
         if now.state == "done":
-            return Outcome(program, "compiled", 0, 0.0)
+            return EntryOutcome(program, "compiled", 0, 0.0)
         if now.failure and now.failure.is_final and not self._settings.retry_failed:
-            return Outcome(program, "failed", 0, 0.0, now.failure)
+            return EntryOutcome(program, "failed", 0, 0.0, now.failure)
         return None
 
-    def _leave(self, entry: Entry, attempt: int, lock: locks.Lock) -> None:
+    def _skip_locked(self, entry: NeuronCacheEntry, attempt: int, lock: locks.Lock) -> None:
         if self._settings.wait:
-            self._queue.append((entry, attempt, time.monotonic() + _WAIT))
+            self._queue.append((entry, attempt, time.monotonic() + _LOCK_POLL_SECONDS))
             if entry.directory not in self._waited_for:
                 self._waited_for.add(entry.directory)
                 self._observe(entry.directory.name, f"waiting for {lock.owner}")
             return
         assert entry.program is not None
-        self._observe(entry.directory.name, f"left to {lock.owner}")
-        self._outcomes.append(Outcome(entry.program, "locked", 0, 0.0))
+        self._observe(entry.directory.name, f"skipped, locked by {lock.owner}")
+        self._outcomes.append(EntryOutcome(entry.program, "locked", 0, 0.0))
 
-    def _start(self, entry: Entry, attempt: int, held: locks.Held) -> _Running:
+    def _start(self, entry: NeuronCacheEntry, attempt: int, held: locks.HeldLock) -> _Running:
         """Start the compiler with the flags of the entry.
 
         Raises:
-            LoweringError: it has none, or they name no machine.
+            LoweringError: the entry has no flags, or they contain no --target.
         """
         assert entry.program is not None
         written = flags.read(entry.directory)
-        if not flags.fit(entry.directory.name, written):
-            self._observe(entry.directory.name, "its flags do not give the key in its name")
-        chosen = forwarded(written)
-        if flags.machine(chosen) is None:
-            if self._settings.machine is None:
-                raise LoweringError("its flags name no machine; say which with --target")
-            chosen = [f"--target={self._settings.machine}", *chosen]
+        if not flags.match_key(entry.directory.name, written):
+            self._observe(entry.directory.name, "its flags do not match the flags key in its name")
+        chosen = without_wrapper_flags(written)
+        if flags.target_flag(chosen) is None:
+            if self._settings.target is None:
+                raise LoweringError("its flags contain no --target; pass one with --target")
+            chosen = [f"--target={self._settings.target}", *chosen]
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
-        program = completion.unpacked(entry.program, scratch)
+        program = completion.decompress_program(entry.program, scratch)
         words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
-            [*tied(), *_GROUP, *words, "--verbose=35"], cwd=scratch, env=environment(),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"],
+            cwd=scratch,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         now = time.monotonic()
         return _Running(entry, attempt, process, held, scratch, log, now, now)
 
     def _watch(self) -> None:
-        """Take in compilers that have ended, stop those that are late, touch the others' locks."""
+        """Handle compilers that have ended, kill those past the timeout, touch the other locks."""
         now = time.monotonic()
         for each in list(self._running):
             status = each.process.poll()
@@ -215,32 +233,32 @@ class _Pool:
                 self._finish(each, status)
                 continue
             if self._settings.timeout is not None and now - each.began > self._settings.timeout:
-                each.is_late = True
+                each.timed_out = True
                 _kill(each.process)
             if now - each.touched > _HEARTBEAT:
-                each.held.touch()
+                each.lock.touch()
                 each.touched = now
 
     def _finish(self, each: _Running, status: int) -> None:
-        """Complete an entry, or say in it why not; then let it go."""
+        """Complete an entry, or record in it why compiling failed; then release it."""
         seconds = time.monotonic() - each.began
         try:
-            failure = self._settle(each, status)
+            failure = self._store_result(each, status)
         finally:
-            self._end(each)
+            self._clean_up(each)
         program = each.entry.program
         assert program is not None
         if failure is None:
-            self._report(Outcome(program, "compiled", each.attempt, seconds))
+            self._report(EntryOutcome(program, "compiled", each.attempt, seconds))
         elif failure.is_chance and each.attempt <= self._settings.retries:
             if failure.kind in ("killed", "out of memory"):
                 self._jobs = max(1, self._jobs // 2)
-            self._observe(each.entry.directory.name, f"{failure.kind}, will try again")
+            self._observe(each.entry.directory.name, f"{failure.kind}, will retry")
             self._queue.append((each.entry, each.attempt + 1, 0.0))
         else:
-            self._report(Outcome(program, "failed", each.attempt, seconds, failure))
+            self._report(EntryOutcome(program, "failed", each.attempt, seconds, failure))
 
-    def _settle(self, each: _Running, status: int) -> Failure | None:
+    def _store_result(self, each: _Running, status: int) -> CompileFailure | None:
         directory, made = each.entry.directory, each.scratch / entries.NEFF
         try:
             if status == 0 and made.exists():
@@ -249,44 +267,46 @@ class _Pool:
             failure = self._failure(each, status)
             completion.fail(directory, Path(each.log.name), failure)
         except (LoweringError, OSError) as error:
-            return Failure("not stored", str(error))
+            return CompileFailure("not stored", str(error))
         return failure
 
-    def _failure(self, each: _Running, status: int) -> Failure:
-        if each.is_late:
-            return Failure("timed out", f"not compiled within {self._settings.timeout:g} s")
+    def _failure(self, each: _Running, status: int) -> CompileFailure:
+        if each.timed_out:
+            return CompileFailure("timed out", f"not compiled within {self._settings.timeout:g} s")
         if status == 0:
-            return Failure("crashed", f"neuronx-cc ended well and wrote no {entries.NEFF}")
+            return CompileFailure(
+                "crashed", f"neuronx-cc exited with 0, but wrote no {entries.NEFF}"
+            )
         each.log.seek(0)
         return classify(status, each.log.read().decode(errors="replace"))
 
-    def _end(self, each: _Running) -> None:
-        """Leave nothing behind: no process, no scratch, no lock."""
+    def _clean_up(self, each: _Running) -> None:
+        """Remove the process, its scratch directory and its lock."""
         _kill(each.process)
         each.process.wait()
         each.log.close()
         shutil.rmtree(each.scratch, ignore_errors=True)
-        each.held.release()
+        each.lock.release()
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, outcome: EntryOutcome) -> None:
         said = f": {outcome.failure.kind}" if outcome.failure else ""
         self._observe(outcome.program.parent.name, outcome.status + said)
         self._outcomes.append(outcome)
 
 
-def _size(entry: Entry) -> int:
-    """Larger programs take longer, and none should be left to compile alone at the end."""
+def _size(entry: NeuronCacheEntry) -> int:
+    """Return the size of the program in bytes; large ones take longest and start first."""
     return entry.files[entry.program.name] if entry.program else 0
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a compiler and all it has started."""
+    """Kill a compiler and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _sweep() -> None:
-    """Remove the scratch directories of runs that were killed; they may hold gigabytes."""
+def _remove_stale_scratch() -> None:
+    """Remove the scratch directories of killed runs, which may occupy gigabytes."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():

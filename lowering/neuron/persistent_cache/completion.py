@@ -1,7 +1,7 @@
-"""How an entry is completed in place: whole or not at all, and the done marker last.
+"""Atomic completion of a cache entry in its directory; the done marker is written last.
 
-A reader takes a NEFF only with its marker, so the marker goes first when one is replaced. Killed
-between any two of these steps, the entry is one that the next run compiles.
+Readers use a NEFF only if its marker exists, so the marker is removed first when a NEFF is
+replaced. If the process is killed between any two steps, the next run compiles the entry again.
 """
 
 import gzip
@@ -9,17 +9,17 @@ import os
 import shutil
 from pathlib import Path
 
-from lowering.neuron.persistent_cache.entries import ATTEMPT, DONE, LOG, NEFF, check_neff
-from lowering.neuron.persistent_cache.failures import Failure
+from lowering.neuron.persistent_cache.entries import ATTEMPT_LOG, DONE, LOG, NEFF, check_neff
+from lowering.neuron.persistent_cache.failures import CompileFailure
 from lowering.neuron.persistent_cache.locks import TEMPORARY
 
 
 def complete(directory: Path, made: Path) -> None:
-    """Put a new NEFF into an entry; call with its lock held.
+    """Put a new NEFF into an entry; the caller must hold the entry's lock.
 
     Raises:
-        LoweringError: it does not belong there.
-        OSError: it cannot be written.
+        LoweringError: the NEFF does not belong in this directory.
+        OSError: the NEFF cannot be written.
     """
     check_neff(made, directory)
     temporary = _copy(made, directory)
@@ -28,23 +28,27 @@ def complete(directory: Path, made: Path) -> None:
     _sync(directory)
     (directory / DONE).touch(exist_ok=False)
     _sync(directory)
-    _tidy(directory, ATTEMPT)
+    _remove_leftovers(directory, ATTEMPT_LOG)
 
 
-def fail(directory: Path, log: Path, failure: Failure) -> None:
-    """Remember a refusal as AWS's tools do; leave an entry to the next run after anything else."""
+def fail(directory: Path, log: Path, failure: CompileFailure) -> None:
+    """Record a failed compilation in an entry; the caller must hold the entry's lock.
+
+    A rejected program gets a model.log, as from AWS's tools. After any other failure, the next run
+    compiles the entry again.
+    """
     temporary = _copy(log, directory)
     if not failure.is_final:
         with temporary.open("ab") as file:
-            file.write(f"\n{failure.kind}: {failure.said}\n".encode())
+            file.write(f"\n{failure.kind}: {failure.message}\n".encode())
     _remove(directory, DONE, NEFF, LOG)
-    os.replace(temporary, directory / (LOG if failure.is_final else ATTEMPT))
+    os.replace(temporary, directory / (LOG if failure.is_final else ATTEMPT_LOG))
     _sync(directory)
-    _tidy(directory, *([ATTEMPT] if failure.is_final else []))
+    _remove_leftovers(directory, *([ATTEMPT_LOG] if failure.is_final else []))
 
 
-def unpacked(program: Path, into: Path) -> Path:
-    """The program of an entry in a directory of its own, named as AWS's wrapper names it."""
+def decompress_program(program: Path, into: Path) -> Path:
+    """Copy and decompress an entry's program into a directory, named as by AWS's wrapper."""
     name = program.name.removesuffix(".gz")
     copy = into / name.replace("model.", f"model.{program.parent.name}.", 1)
     opened = gzip.open if program.suffix == ".gz" else open
@@ -54,14 +58,14 @@ def unpacked(program: Path, into: Path) -> Path:
 
 
 def _copy(source: Path, directory: Path) -> Path:
-    """A copy in the directory under a name that nobody reads, on the disk."""
+    """Copy a file into the directory under a temporary name, and sync it to disk."""
     temporary = directory / f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-{source.name}"
     try:
         with source.open("rb") as read, temporary.open("wb") as written:
             shutil.copyfileobj(read, written)
             written.flush()
             os.fsync(written.fileno())
-    except OSError:  # a full disk should not hold what is of no use
+    except OSError:  # leave no incomplete file on a full disk
         temporary.unlink(missing_ok=True)
         raise
     return temporary
@@ -72,8 +76,8 @@ def _remove(directory: Path, *names: str) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _tidy(directory: Path, *names: str) -> None:
-    """Remove names, and what killed processes left: whoever holds the lock is alone here."""
+def _remove_leftovers(directory: Path, *names: str) -> None:
+    """Remove the named files and leftovers of killed processes; the caller holds the lock."""
     _remove(directory, *names)
     for leftover in directory.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From what a cache holds to a cache that is finished, with the compiler of this machine."""
+"""Compilation of all unfinished entries of a cache with the compiler of this machine."""
 
 import time
 from collections import Counter
@@ -11,65 +11,76 @@ from lowering.machine.target import Target
 from lowering.neuron import compiler
 from lowering.neuron.persistent_cache import entries, locks
 from lowering.neuron.persistent_cache.compilation import (
+    CompileOptions,
+    EntryOutcome,
     Observer,
-    Outcome,
-    Settings,
     compile_entries,
 )
-from lowering.neuron.persistent_cache.entries import Entry
+from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
 
 
 @dataclass(frozen=True)
-class Finished:
-    """What became of all that was unfinished."""
+class FinishReport:
+    """Results for all unfinished entries of a cache."""
 
-    outcomes: tuple[Outcome, ...]
-    began: float  # seconds since 1970
+    outcomes: tuple[EntryOutcome, ...]
+    start_time: float  # seconds since 1970
     seconds: float
 
 
-def finish(root: Path, settings: Settings, observe: Observer, *, simulator: bool) -> Finished:
-    """Compile every unfinished entry of a cache that is of this machine's compiler.
+def finish(
+    root: Path, settings: CompileOptions, observe: Observer, *, simulator: bool
+) -> FinishReport:
+    """Compile every unfinished entry of a cache that belongs to this machine's compiler.
 
     Args:
-        simulator: in place of neuronx-cc; for entries that stand in the simulator's own directory.
+        root: root directory of the cache.
+        settings: options for compiling entries.
+        observe: called with the name of an entry or compiler and a progress message.
+        simulator: use the simulator instead of neuronx-cc, for entries in the simulator's own
+            directory.
 
     Raises:
-        LoweringError: there is no compiler, or no entry is of the one that is here: its NEFF in
-            another's directory would be false.
+        LoweringError: no compiler is installed, or no entry belongs to the installed one, whose
+            NEFFs would be wrong in another compiler's directory.
     """
     began, clock = time.time(), time.monotonic()
-    judge = locks.Judge(settings.stale_after)
+    judge = locks.LockChecker(settings.stale_after)
     found = entries.scan(root, judge)
-    outcomes: list[Outcome] = []
+    outcomes: list[EntryOutcome] = []
     if unfinished := [entry for entry in found if entry.is_unfinished]:
         here = _compiler(simulator)
         if here.directory not in {entry.compiler for entry in found}:
             raise LoweringError(
-                f"the compiler here is {here.directory}, and {root} holds entries of others: "
-                f"{_counted(unfinished)} are unfinished; install one of those"
+                f"the compiler of this machine is {here.directory}, but the unfinished entries of "
+                f"{root} need another one: {_format_counts(unfinished)}; install one of these "
+                "versions"
             )
         mine = [entry for entry in unfinished if entry.compiler == here.directory]
-        if others := _counted([entry for entry in unfinished if entry.compiler != here.directory]):
-            observe(here.directory, f"entries of other compilers are left unfinished: {others}")
+        if others := _format_counts(
+            [entry for entry in unfinished if entry.compiler != here.directory]
+        ):
+            observe(here.directory, f"skipped unfinished entries of other compilers: {others}")
         outcomes = compile_entries(mine, root, here, settings, observe)
     left = [lock for entry in found if entry.state == "done" for lock in entry.locks]
-    if stale := [lock for lock in left if not lock.is_live]:  # of who was killed at the very end
-        locks.clear(stale, root, judge, force=False)
-    return Finished(tuple(outcomes), began, time.monotonic() - clock)
+    # A process that is killed right after completing an entry leaves its lock.
+    if stale := [lock for lock in left if not lock.is_live]:
+        locks.remove_stale(stale, root, judge, force=False)
+    return FinishReport(tuple(outcomes), began, time.monotonic() - clock)
 
 
 def _compiler(simulator: bool) -> compiler.Compiler:
-    found = compiler.find(Target.parse("neuron-sim" if simulator else "trn1"))
+    found = compiler.find_compiler(Target.parse("neuron-sim" if simulator else "trn1"))
     if found is None:
         raise LoweringError(
-            "neuronx-cc is not installed here; install it from the index that the AWS Neuron "
-            "documentation names (it needs no device), or finish the cache where it is installed"
+            "neuronx-cc is not installed on this machine; install it from AWS's package index, see "
+            "the AWS Neuron documentation (no device is needed), or finish the cache on a machine "
+            "that has it"
         )
     return found
 
 
-def _counted(unfinished: Sequence[Entry]) -> str:
-    """As in "2 of neuronxcc-2.21.33363.0+82129205"."""
+def _format_counts(unfinished: Sequence[NeuronCacheEntry]) -> str:
+    """Format counts by compiler, for example "2 of neuronxcc-2.21.33363.0+82129205"."""
     counts = Counter(entry.compiler for entry in unfinished)
     return ", ".join(f"{count} of {name}" for name, count in counts.items())

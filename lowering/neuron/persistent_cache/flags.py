@@ -1,4 +1,4 @@
-"""The compiler's flags of an entry, and the key that they give its name."""
+"""The compiler's flags of a cache entry, and the flags key in the entry's name."""
 
 import hashlib
 import json
@@ -7,49 +7,50 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 
-JSON_FILE, TEXT_FILE = "compile_flags.json", "compile_flags.txt"  # the second up to 2.12
+# Versions up to 2.12 write the second.
+JSON_FILE, TEXT_FILE = "compile_flags.json", "compile_flags.txt"
 
 
-def key_of_list(flags: list[str]) -> str:
-    """The flags key of libneuronxla since it writes compile_flags.json."""
+def json_flags_key(flags: list[str]) -> str:
+    """Return the flags key of libneuronxla versions that write compile_flags.json."""
     return _digest(json.dumps(flags))
 
 
-def key_of_text(flags: list[str]) -> str:
-    """The flags key of older ones: of the flags as one line."""
+def text_flags_key(flags: list[str]) -> str:
+    """Return the flags key of older versions: a digest of the flags as one line."""
     return _digest(" ".join(flags))
 
 
-def fit(name: str, flags: list[str]) -> bool:
-    """Whether flags give the key with which the name of an entry ends, by either formula.
+def match_key(name: str, flags: list[str]) -> bool:
+    """Return whether the flags match the flags key at the end of an entry's name.
 
-    The formula belongs to libneuronxla, whose newer versions may have another.
+    Both formulas are tried. They belong to libneuronxla, whose newer versions may use another.
     """
-    return name.rpartition("+")[2] in (key_of_list(flags), key_of_text(flags))
+    return name.rpartition("+")[2] in (json_flags_key(flags), text_flags_key(flags))
 
 
 def read(directory: Path) -> list[str]:
-    """The flags that stand in an entry.
+    """Read the flags of an entry.
 
     Raises:
-        LoweringError: there are none, or they cannot be read.
+        LoweringError: the entry has no file of flags, or the file cannot be parsed.
     """
     try:
         return _parsed((directory / JSON_FILE).read_text())
     except FileNotFoundError:
         pass
     except ValueError:
-        raise LoweringError(f"{directory / JSON_FILE} is no list of flags in JSON") from None
+        raise LoweringError(f"{directory / JSON_FILE} is not a JSON list of flags") from None
     try:
         return shlex.split((directory / TEXT_FILE).read_text())
     except FileNotFoundError:
-        raise LoweringError(f"{directory} holds neither {JSON_FILE} nor {TEXT_FILE}") from None
-    except ValueError as error:  # a quotation without an end
-        raise LoweringError(f"{directory / TEXT_FILE} is no line of flags: {error}") from None
+        raise LoweringError(f"{directory} contains neither {JSON_FILE} nor {TEXT_FILE}") from None
+    except ValueError as error:  # an unterminated quotation
+        raise LoweringError(f"{directory / TEXT_FILE} is not a line of flags: {error}") from None
 
 
-def machine(flags: list[str]) -> str | None:
-    """What --target says; None where the flags leave it to the caller, as before 2.16."""
+def target_flag(flags: list[str]) -> str | None:
+    """Return the value of --target; None if the flags do not contain it, as before 2.16."""
     for index, flag in enumerate(flags):
         if flag.startswith("--target="):
             return flag.partition("=")[2]

@@ -1,8 +1,9 @@
-"""Locks of entries: a file beside a program says that somebody compiles it.
+"""Locks of cache entries: a file beside a program marks that a process is compiling it.
 
-AWS's tools make an empty file and remove it at the end. A killed one's stays, and who needs the
-entry waits for it without end. Ours says who made it, is locked in the kernel while its maker
-lives, and is touched every minute for other hosts to see.
+AWS's tools create an empty file and remove it at the end. If such a tool is killed, its lock
+remains, and processes that need the entry wait forever. graphtrain's lock names its owner, is
+locked in the kernel (flock) while the owner lives, and is touched every minute so that other hosts
+see that the owner lives.
 """
 
 import fcntl
@@ -18,14 +19,16 @@ from pathlib import Path
 from lowering.errors import LoweringError
 
 SUFFIX = ".lock"
-TEMPORARY = ".graphtrain-"  # how every file begins that a killed process of ours may leave
-_GUARD = "graphtrain.lock"  # in the root: one process at a time takes or removes locks
-_SILENCE = 600  # seconds without a touch after which the maker on another host counts as dead
+TEMPORARY = ".graphtrain-"  # prefix of every file that a killed graphtrain process may leave
+_MUTEX_FILE = "graphtrain.lock"  # in the root: one process at a time creates or removes locks
+_HEARTBEAT_TIMEOUT = (
+    600  # seconds without a touch after which an owner on another host counts as dead
+)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock as it was found."""
+    """State of a lock when it was read."""
 
     path: Path
     is_live: bool
@@ -33,100 +36,100 @@ class Lock:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A lock of this process."""
+class HeldLock:
+    """A lock that this process holds."""
 
     path: Path
     descriptor: int
 
     def touch(self) -> None:
-        """Say to other hosts that its owner lives."""
+        """Show other hosts that the owner lives."""
         with suppress(OSError):
             os.utime(self.descriptor)
 
     def release(self) -> None:
-        """Give it back, unless somebody has removed it by force and it is another's now."""
+        """Remove the lock, unless it was removed by force and another process has it now."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
                 os.unlink(self.path)
         os.close(self.descriptor)
 
 
-class Judge:
-    """Tells the locks of the living from those of the dead, as of the moment it is made.
+class LockChecker:
+    """Distinguishes live locks from stale ones, by the processes at the time of its creation.
 
-    Nothing in a lock of AWS's tools tells who made it. It is live while a compiler on this machine
-    has the entry's name on its command line, and until it is stale_after seconds old: a compiler on
-    another machine or in another container cannot be seen.
+    A lock of AWS's tools does not name its owner. It is live while a compiler on this machine has
+    the entry's name on its command line, and otherwise until it is stale_after seconds old, since
+    compilers on other machines and in other containers are not visible.
     """
 
     def __init__(self, stale_after: float) -> None:
         self._stale_after = stale_after
 
-    def of(self, path: Path) -> Lock | None:
-        """What a lock is worth; None where there is none."""
+    def check(self, path: Path) -> Lock | None:
+        """Return the state of a lock; None if the lock does not exist."""
         try:
             age = time.time() - path.stat().st_mtime
             owner = _owner(path)
         except FileNotFoundError:
             return None
         if owner is not None:
-            return _ours(path, owner, age)
+            return _graphtrain_lock(path, owner, age)
         if path.parent.name in self._compilations:
-            return Lock(path, True, "a neuronx-cc that runs here")
+            return Lock(path, True, "a neuronx-cc on this machine")
         return Lock(path, age < self._stale_after, f"another tool, {age / 60:.0f} minutes ago")
 
     @cached_property
     def _compilations(self) -> str:
-        """The command lines of all compilers on this machine."""
+        """Command lines of all compilers that run on this machine."""
         lines = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it ended, or is another user's secret
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 line = file.read_bytes().decode(errors="replace")
                 lines += [line] if "neuronx-cc" in line else []
         return "\n".join(lines)
 
 
-def take(path: Path, root: Path, judge: Judge) -> Held | Lock:
-    """Make a lock, in place of a stale one; or return that of somebody who lives.
+def acquire(path: Path, root: Path, judge: LockChecker) -> HeldLock | Lock:
+    """Acquire a lock, replacing a stale one; if another process holds it, return its state.
 
     Raises:
-        LoweringError: the directory cannot be written.
+        LoweringError: the directory is not writable.
     """
-    with _guard(root):
-        found = judge.of(path)
+    with _mutex(root):
+        found = judge.check(path)
         if found is not None and found.is_live:
             return found
         path.unlink(missing_ok=True)
-        return _make(path) or Lock(path, True, "another tool, just now")
+        return _create(path) or Lock(path, True, "another tool, just now")
 
 
-def clear(locks: list[Lock], root: Path, judge: Judge, *, force: bool) -> list[Lock]:
-    """Remove those that are stale still, or all by force; return the removed.
+def remove_stale(locks: list[Lock], root: Path, judge: LockChecker, *, force: bool) -> list[Lock]:
+    """Remove the locks that are still stale, or all if `force`; return the removed ones.
 
     Raises:
-        LoweringError: the directory cannot be written.
+        LoweringError: the directory is not writable.
     """
     removed = []
-    with _guard(root):
+    with _mutex(root):
         for lock in locks:
-            now = judge.of(lock.path)
+            now = judge.check(lock.path)
             if now is not None and (force or not now.is_live):
                 lock.path.unlink(missing_ok=True)
                 removed.append(now)
     return removed
 
 
-def _make(path: Path) -> Held | None:
-    """A lock whose content and kernel lock are there as soon as its name is; None if it is taken.
+def _create(path: Path) -> HeldLock | None:
+    """Create a lock with its content and kernel lock in one step; return None if one exists.
 
-    Were it first made and then written, one killed in between would leave an empty file, as
-    AWS's tools do, which would stop everyone for hours.
+    If the file were created first and written later, a process killed in between would leave an
+    empty file like one of AWS's tools, which would block all other processes for hours.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-lock")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-    with suppress(OSError):  # some network file systems have none; the touches remain
+    with suppress(OSError):  # some network file systems have no flock; touching still works
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     about = {"tool": "graphtrain", "host": os.uname().nodename, "pid": os.getpid()}
     os.write(descriptor, json.dumps(about).encode())
@@ -137,11 +140,11 @@ def _make(path: Path) -> Held | None:
         return None
     finally:
         temporary.unlink()
-    return Held(path, descriptor)
+    return HeldLock(path, descriptor)
 
 
 def _owner(path: Path) -> dict | None:
-    """Who made it, if we did."""
+    """Return the owner that a lock of graphtrain names; None for locks of other tools."""
     try:
         owner = json.loads(path.read_bytes())
         return owner if owner["tool"] == "graphtrain" else None
@@ -149,16 +152,16 @@ def _owner(path: Path) -> dict | None:
         return None
 
 
-def _ours(path: Path, owner: dict, age: float) -> Lock:
+def _graphtrain_lock(path: Path, owner: dict, age: float) -> Lock:
     name = f"graphtrain, process {owner['pid']} on {owner['host']}"
     held = _is_held(path)
     if held is None or (not held and owner["host"] != os.uname().nodename):
-        held = age < _SILENCE
+        held = age < _HEARTBEAT_TIMEOUT
     return Lock(path, held, name)
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether a process that lives holds it in the kernel; None where that cannot be asked."""
+    """Return whether a live process holds the kernel lock; None if that cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -175,12 +178,12 @@ def _is_held(path: Path) -> bool | None:
 
 
 @contextmanager
-def _guard(root: Path) -> Iterator[None]:
-    """One process at a time; the kernel lets the next in when one dies."""
+def _mutex(root: Path) -> Iterator[None]:
+    """Exclude other processes; the kernel releases the guard if its holder dies."""
     from filelock import FileLock
 
     try:
-        with FileLock(root / _GUARD):
+        with FileLock(root / _MUTEX_FILE):
             yield
     except OSError as error:
         raise LoweringError(f"cannot lock entries of {root}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""What AWS's tools print and write of a cache and of its compilation, in their words.
+"""Status lines and reports on a cache and its compilation, in the format of AWS's tools.
 
 Source: AWS Neuron documentation, neuron_parallel_compile and persistent cache, SDK 2.32.
 """
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowering.neuron.persistent_cache.compilation import Outcome
-from lowering.neuron.persistent_cache.entries import Entry
-from lowering.neuron.persistent_cache.finishing import Finished
+from lowering.neuron.persistent_cache.compilation import EntryOutcome
+from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
+from lowering.neuron.persistent_cache.finishing import FinishReport
 
-# Set by people's Slurm scripts to have the report as files in the working directory.
+# Users' Slurm scripts set it to get the report as files in the working directory.
 DUMP_VARIABLE = "NEURON_PARALLEL_COMPILE_DUMP_RESULTS"
 
 
-def status_line(entries: Sequence[Entry]) -> str:
-    """How far a cache is; what a killed process left is among what remains."""
+def status_line(entries: Sequence[NeuronCacheEntry]) -> str:
+    """Return AWS's status line of a cache; stale locks count as remaining items."""
     states = Counter(entry.state for entry in entries)
     locked, failed, done = states["locked"], states["failed"], states["done"]
     remaining = len(entries) - locked - failed - done
@@ -31,8 +31,8 @@ def status_line(entries: Sequence[Entry]) -> str:
     )
 
 
-def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """The last lines of a compilation."""
+def summary_lines(outcomes: Sequence[EntryOutcome]) -> list[str]:
+    """Return the last lines that AWS's tool prints after a compilation."""
     counts = Counter(outcome.status for outcome in _attempted(outcomes))
     return [
         _line("NEURON_PARALLEL_COMPILE", text)
@@ -44,20 +44,20 @@ def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def as_json(finished: Finished) -> dict[str, Any]:
-    """The report of a compilation; a failure has its kind and message beside AWS's fields."""
+def as_json(finished: FinishReport) -> dict[str, Any]:
+    """Return the report of a compilation; failures have kind and message besides AWS's fields."""
     attempted = _attempted(finished.outcomes)
     summary = Counter(str(outcome.status == "compiled").lower() for outcome in attempted)
     return {
         "compilation_summary": dict(sorted(summary.items(), reverse=True)),
         "compilation_report": {str(outcome.program): _graph(outcome) for outcome in attempted},
-        "start_time": finished.began,
+        "start_time": finished.start_time,
         "compilation_time": round(finished.seconds, 3),
     }
 
 
 def dump(report: dict[str, Any], directory: Path) -> list[Path]:
-    """Write the two files that DUMP_VARIABLE asks AWS's tool for, with the same content."""
+    """Write the two files that AWS's tool writes if DUMP_VARIABLE is set, with equal content."""
     day = time.strftime("%Y%m%d%H%M%S", time.localtime(report["start_time"]))
     name = f"neuron_parallel_compile_results_{day}.json"
     paths = [directory / name, directory / f"total_{name}"]
@@ -66,18 +66,18 @@ def dump(report: dict[str, Any], directory: Path) -> list[Path]:
     return paths
 
 
-def _attempted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _attempted(outcomes: Sequence[EntryOutcome]) -> list[EntryOutcome]:
     return [outcome for outcome in outcomes if outcome.status != "locked"]
 
 
-def _graph(outcome: Outcome) -> dict[str, Any]:
+def _graph(outcome: EntryOutcome) -> dict[str, Any]:
     about: dict[str, Any] = {
         "status": outcome.status == "compiled",
         "retry": max(0, outcome.attempts - 1),
         "compile_time": round(outcome.seconds, 3),
     }
     if outcome.failure is not None:
-        about |= {"failure": outcome.failure.kind, "error": outcome.failure.said}
+        about |= {"failure": outcome.failure.kind, "error": outcome.failure.message}
     return about
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     from graphtrain.config import load_config
     from graphtrain.config.resolve import mesh_shape
     from graphtrain.graphs.build import build_graph
-    from lowering.tracing.constrain import placed, sharding
+    from lowering.tracing.constrain import sharding, use_placement
     from lowering.trees import flatten, unflatten
     from lowering.xla import backend as xla
     from sharding_rules.rules import Rules
@@ -45,7 +45,7 @@ def main() -> None:
     tokens = rows.reshape(1, SEQUENCES, LENGTH + 1).astype(np.int32)
     weights = np.ones((1, SEQUENCES, LENGTH), np.float32)
     batch = {"tokens": tokens[..., :-1], "targets": tokens[..., 1:], "weights": weights}
-    with placed(mesh, rules):
+    with use_placement(mesh, rules):
         state = jitted(build_graph(program, "init"))(np.uint32(0))["state"]
         marks.mark("trace and load init")  # which computes meanwhile
         train = jitted(build_graph(program, "train"), donate_argnums=0)

@@ -16,8 +16,8 @@ heads = 2
 mlp = 8
 vocab = 8
 [program.batch]
-sequences = 2
-length = 4
+global_batch_size = 2
+seq_len = 4
 [run]
 directory = "x"
 steps = 1

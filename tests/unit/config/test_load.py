@@ -17,8 +17,8 @@ mlp = 256
 vocab = 256
 
 [program.batch]
-sequences = 4
-length = 128
+global_batch_size = 4
+seq_len = 128
 
 [run]
 directory = "runs/small"
@@ -69,7 +69,7 @@ def test_a_byte_order_mark_is_no_part_of_the_file(file):
     [
         ("run.steps=20", lambda config: config.run.steps == 20),
         ("run.steps = 20 ", lambda config: config.run.steps == 20),
-        ("run.schedule.peak=1", lambda config: config.run.schedule.peak == 1.0),
+        ("run.learning_rate.peak=1", lambda config: config.run.learning_rate.peak == 1.0),
         ("run.tensorboard=false", lambda config: config.run.tensorboard is False),
         ("program.mesh.fsdp=rest", lambda config: config.program.mesh.fsdp == "rest"),
         ("program.mesh.fsdp=2", lambda config: config.program.mesh.fsdp == 2),
@@ -107,7 +107,7 @@ def test_misspelt_settings_are_reported_once(file):
     ("line", "name", "suggestion"),
     [
         ("steps = 3", "steps", "run.steps"),
-        ("batch.length = 3", "batch", "program.batch"),
+        ("batch.seq_len = 3", "batch", "program.batch"),
         ("data = 3", "data", "run.data"),
         ("run.model.layers = 3", "run.model", "program.model"),
         ("program.learning_rate_peak = 3\n", "program.learning_rate_peak", None),
@@ -134,14 +134,14 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
     found = changed(
         file,
         ("layers = 2", 'layers = "two"'),
-        ("vocab = 256", "tied_head = 1"),
+        ("vocab = 256", "tie_word_embeddings = 1"),
         ("steps = 10", "steps = 10.5\nlenght = 3"),
         ("sequences = 4", "sequences = 4\nmicrobatches = 3"),
     )
     assert found == [
-        "a.toml:16: unknown setting run.lenght; did you mean program.batch.length?",
+        "a.toml:16: unknown setting run.lenght; did you mean program.batch.seq_len?",
         'a.toml:2: program.model.layers = "two": should be a whole number, at least 1',
-        "a.toml:6: program.model.tied_head = 1: should be true or false",
+        "a.toml:6: program.model.tie_word_embeddings = 1: should be true or false",
         "a.toml:15: run.steps = 10.5: should be a whole number, at least 1",
         "a.toml:9: program.batch: sequences = 4 is not a multiple of microbatches = 3",
         "a.toml:1: program.model.vocab is missing",
@@ -156,7 +156,7 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
         ("mesh = 4", "a table"),
         ("target = 8", 'a string; write "8"'),
         ("target = 2024-01-01", 'a string; write "2024-01-01"'),
-        ('optimizer.decay = "none"', '"matrices" or "all"'),
+        ('optimizer.decay_mask = "none"', '"matrices" or "all"'),
         ("optimizer.beta1 = 2", "a number, at least 0, at most 1"),
         ("optimizer.epsilon = 0", "a number, above 0"),
         ("optimizer.epsilon = inf", "finite"),
@@ -182,15 +182,15 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
         (4, ["batch.microbatches=4"], "4 stages = 4 chunks require at least 4 layers"),
         (
             2,
-            ["batch.microbatches=2", "pipeline.layers=[2, 1]"],
-            "the sum of pipeline.layers is 3; it must be model.layers = 2",
+            ["batch.microbatches=2", "pipeline.layers_per_stage=[2, 1]"],
+            "the sum of pipeline.layers_per_stage is 3; it must be model.layers = 2",
         ),
         (
             2,
-            ["batch.microbatches=2", "batch.length=127", "pipeline.schedule=1f1b"],
-            "batch.length = 127 is not a multiple of mesh.stage = 2",
+            ["batch.microbatches=2", "batch.seq_len=127", "pipeline.schedule=1f1b"],
+            "batch.seq_len = 127 is not a multiple of mesh.stage = 2",
         ),
-        (1, ["pipeline.schedule=1f1b", "pipeline.rounds=2"], 'needs schedule = "circular"'),
+        (1, ["pipeline.schedule=1f1b", "pipeline.virtual_stages=2"], 'needs schedule = "circular"'),
     ],
 )
 def test_stages_that_model_or_batch_do_not_fit_are_refused(file, stages, settings, problem):
@@ -246,8 +246,8 @@ def test_what_is_missing(file):
             "unknown setting run.model.layers; did you mean program.model.layers?",
         ),
         (
-            "program.batch.length.x=1",
-            "unknown setting program.batch.length.x; did you mean program.batch.length?",
+            "program.batch.seq_len.x=1",
+            "unknown setting program.batch.seq_len.x; did you mean program.batch.seq_len?",
         ),
         ("run.seed.x=1", "unknown setting run.seed.x; did you mean run.seed?"),
         ("program.model.layers=two", "should be a whole number, at least 1"),
@@ -257,14 +257,14 @@ def test_what_is_missing(file):
             "program.batch.microbatches=3",
             "program.batch: sequences = 4 is not a multiple of microbatches = 3",
         ),
-        ("program.batch={length=4}", "program.batch.sequences is missing"),
+        ("program.batch={seq_len=4}", "program.batch.global_batch_size is missing"),
         (
             "run.data={trian=4}",
             "unknown setting run.data.trian; did you mean run.data.train?",
         ),
         (
-            "run.schedule={warmup=-1}",
-            "run.schedule.warmup = -1: should be a whole number, at least 0",
+            "run.learning_rate={warmup_steps=-1}",
+            "run.learning_rate.warmup_steps = -1: should be a whole number, at least 0",
         ),
         ("run.steps", "should be section.name=value, as in run.steps=10"),
         ("run..steps=1", "should be section.name=value, as in run.steps=10"),
@@ -279,12 +279,12 @@ def test_a_wrong_override_is_blamed_on_its_flag(file, override, problem):
 
 def test_the_file_is_blamed_for_what_it_got_wrong_itself(file):
     file.write_text(GOOD.replace("sequences = 4", "sequences = 4\nmicrobatches = 3"))
-    assert problems(file, "program.batch.length=8") == [
+    assert problems(file, "program.batch.seq_len=8") == [
         "a.toml:9: program.batch: sequences = 4 is not a multiple of microbatches = 3"
     ]
     file.write_text(GOOD.replace("[program.batch]", "[program]\nbatch = 3\n[run.bathc]"))
     assert "a.toml:9: program.batch = 3: should be a table" in problems(
-        file, "program.batch.length=8"
+        file, "program.batch.seq_len=8"
     )
 
 

@@ -10,7 +10,7 @@ from graphtrain.config.presets import preset_settings
 from graphtrain.config.schema import Model
 from graphtrain.errors import ConfigError
 from graphtrain.models.flops import parameter_count
-from graphtrain.weights.families import family_for, mathematics
+from graphtrain.weights.families import family_of_model, functional_settings
 
 PUBLISHED = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text())
 TEXT = """\
@@ -19,8 +19,8 @@ preset = "llama2-7b"
 layers = 2
 
 [program.batch]
-sequences = 4
-length = 128
+global_batch_size = 4
+seq_len = 128
 
 [run]
 directory = "runs/small"
@@ -49,9 +49,11 @@ def test_settings_have_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_family_of_hugging_face_can_say_every_preset(name):
-    family = family_for(model(name))
-    written = family.config(model(name))
-    assert mathematics(family.model(written)) == mathematics(model(name))
+    family = family_of_model(model(name))
+    written = family.config_from_model(model(name))
+    assert functional_settings(family.model_from_config(written)) == functional_settings(
+        model(name)
+    )
 
 
 def test_a_preset_stands_for_settings_that_the_file_may_change(tmp_path):

@@ -10,13 +10,13 @@ from graphtrain.config import (
     Batch,
     Config,
     Data,
+    LearningRate,
     Loss,
     Mesh,
     Model,
     Optimizer,
     Program,
     Run,
-    Schedule,
     load_config,
     render,
 )
@@ -43,11 +43,11 @@ def configs(draw):
         mlp=draw(count),
         vocab=draw(count),
         positions="learned",
-        max_length=2**63 - 1,
-        rope_base=draw(above_zero),
-        tied_head=draw(st.booleans()),
+        max_position_embeddings=2**63 - 1,
+        rope_theta=draw(above_zero),
+        tie_word_embeddings=draw(st.booleans()),
     )
-    batch = Batch(sequences=heads * groups, length=draw(count), microbatches=groups)
+    batch = Batch(global_batch_size=heads * groups, seq_len=draw(count), microbatches=groups)
     program = Program(
         target=draw(text),
         rules=tuple(draw(st.lists(text, max_size=3))),
@@ -63,7 +63,7 @@ def configs(draw):
         directory=draw(text.filter(bool)),
         steps=steps,
         data=Data(train=draw(text), validation=draw(st.none() | text)),
-        schedule=Schedule(peak=draw(above_zero), warmup=draw(st.integers(0, steps))),
+        learning_rate=LearningRate(peak=draw(above_zero), warmup_steps=draw(st.integers(0, steps))),
         evaluate_every=draw(st.none() | count),
     )
     return Config(program=program, run=run)
@@ -86,7 +86,7 @@ def small(**optimizer):
     return Config(
         program=Program(
             model=Model(layers=2, embed=64, heads=4, mlp=256, vocab=256),
-            batch=Batch(sequences=8, length=128),
+            batch=Batch(global_batch_size=8, seq_len=128),
             optimizer=Optimizer(**optimizer),
         ),
         run=Run(directory="runs/small", steps=100, data=Data(train="data/train")),

@@ -88,7 +88,7 @@ def learned(template, tokenizer, messages, learn="answers", **settings):
     """Tokens of a conversation, and the texts of its learned parts."""
     conversation = Conversation(tuple(messages), **settings)
     rendered = template.render(conversation, learn, "line 1")
-    (placed,) = tokenizer.encode_places([rendered.text])
+    (placed,) = tokenizer.encode_with_offsets([rendered.text])
     return placed, [
         tokenizer.decode(placed.tokens[begin:end]) for begin, end in placed.spans(rendered.spans)
     ]

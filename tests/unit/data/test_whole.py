@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.config.schema import Part
+from graphtrain.config.schema import BlendPart
 from graphtrain.data.batches.document_packing import best_fit
 from graphtrain.data.batches.loader import Loader, evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
@@ -74,7 +74,13 @@ def test_an_epoch_has_every_conversation_once_and_whole(data, apart):
     dataset = IndexedDataset(data / "chats/train")
     learned = LossSpans(dataset)
     expected = {dataset.document(i).tobytes(): i for i in range(len(dataset))}
-    loader = rows_of(data, "chats", apart=apart, packing=None if apart else "padded", sequences=1)
+    loader = rows_of(
+        data,
+        "chats",
+        isolate_documents=apart,
+        packing=None if apart else "pad",
+        global_batch_size=1,
+    )
     count = len(loader._packings[0])
     assert count < 40 if apart else count == 40
     for _ in range(2):
@@ -92,17 +98,20 @@ def test_an_epoch_has_every_conversation_once_and_whole(data, apart):
 
 
 def test_rows_are_joined_where_that_is_asked_for(data):
-    batch = next(rows_of(data, "chats", packing="fit"))
+    batch = next(rows_of(data, "chats", packing="best_fit"))
     assert set(batch) == {"tokens", "targets", "weights"}
     assert (batch["tokens"] > 0).mean() > 0.8
 
 
 @pytest.mark.parametrize("name", ["chats", "pairs"])
 def test_the_stream_is_the_same_on_any_number_of_ranks_and_after_a_restart(data, name):
-    whole = rows_of(data, name, apart=True)
+    whole = rows_of(data, name, isolate_documents=True)
     batches = [next(whole) for _ in range(14)]
     for ranks in (1, 2):
-        parts = [rows_of(data, name, apart=True, rank=rank, ranks=ranks) for rank in range(ranks)]
+        parts = [
+            rows_of(data, name, isolate_documents=True, rank=rank, ranks=ranks)
+            for rank in range(ranks)
+        ]
         for part in parts:
             part.restore({**whole.state(), "step": 7})
         for expected in batches[7:]:
@@ -132,22 +141,22 @@ def test_rows_of_a_pair_are_the_chosen_and_the_rejected_answer(data):
 
 
 def test_a_pair_is_never_parted(data):
-    with pytest.raises(DataError, match=r"make batch.sequences / batch.microbatches even"):
-        rows_of(data, "pairs", sequences=3)
+    with pytest.raises(DataError, match=r"make batch.global_batch_size / batch.microbatches even"):
+        rows_of(data, "pairs", global_batch_size=3)
     with pytest.raises(ValueError, match="ranks = 4 does not divide the 2 preference pairs"):
         rows_of(data, "pairs", ranks=4)
 
 
 def test_text_and_conversations_are_blended_and_pairs_are_not(data):
     def part(name):
-        return Part(dataset=str(data / name / "train"), weight=1.0)
+        return BlendPart(dataset=str(data / name / "train"), weight=1.0)
 
     settings = {"length": 256, "sequences": 2, "seed": 1, "apart": True}
     loader = Loader([part("chats"), part("texts")], **settings)
     batches = [next(loader) for _ in range(8)]
     texts = sum((batch["weights"].sum(axis=1) > 200).sum() for batch in batches)
     assert texts == 8  # half of the rows
-    assert loader.state()["packing"] == ["fit, longer: refuse", "cut"]
+    assert loader.state()["packing"] == ["best_fit, overlong: error", "concat"]
     with pytest.raises(DataError, match="a blend cannot mix preference pairs with other data"):
         Loader([part("chats"), part("pairs")], **settings)
 
@@ -155,31 +164,31 @@ def test_text_and_conversations_are_blended_and_pairs_are_not(data):
 def test_conversations_that_are_longer_are_refused_cut_or_left_out(data):
     settings = {"length": 90, "sequences": 1}
     with pytest.raises(
-        DataError, match=r'of 40 documents are longer than batch.length = 90 .*"cut"'
+        DataError, match=r'of 40 documents are longer than batch.seq_len = 90 .*"truncate"'
     ):
         rows_of(data, "chats", **settings)
     for longer, words in (
-        ("cut", r"\d+ are cut, 0 are left out"),
+        ("truncate", r"\d+ are cut, 0 are left out"),
         ("drop", r"0 are cut, \d+ are left out"),
     ):
         with pytest.warns(UserWarning, match=words):
-            loader = rows_of(data, "chats", longer=longer, **settings)
+            loader = rows_of(data, "chats", overlong=longer, **settings)
         sizes = np.diff(IndexedDataset(data / "chats/train").document_offsets)
-        assert len(loader._packings[0]) == (40 if longer == "cut" else (sizes <= 91).sum())
+        assert len(loader._packings[0]) == (40 if longer == "truncate" else (sizes <= 91).sum())
         assert all(next(loader)["weights"].any() for _ in range(40))
     with pytest.warns(UserWarning), pytest.raises(DataError, match="no document can be used"):
-        rows_of(data, "chats", length=30, sequences=1, longer="cut")
+        rows_of(data, "chats", seq_len=30, global_batch_size=1, overlong="truncate")
 
 
 def test_a_run_does_not_go_on_with_another_packing(data):
-    state = rows_of(data, "chats", apart=True).state()
+    state = rows_of(data, "chats", isolate_documents=True).state()
     with pytest.raises(DataError, match=r"packing was .*fit.* and is now .*padded"):
-        rows_of(data, "chats", apart=True, packing="padded").restore(state)
+        rows_of(data, "chats", isolate_documents=True, packing="pad").restore(state)
 
 
 def test_conversations_are_not_cut_like_text(data):
-    with pytest.raises(DataError, match='"cut" supports only text'):
-        rows_of(data, "chats", packing="cut")
+    with pytest.raises(DataError, match='"concat" supports only text'):
+        rows_of(data, "chats", packing="concat")
 
 
 @pytest.mark.parametrize("name", ["chats", "texts"])
@@ -195,7 +204,7 @@ def test_pairs_are_refused_by_a_loss_that_would_learn_both_answers(data):
 
 
 def test_text_may_stay_whole_too(data):
-    batch = next(rows_of(data, "texts", packing="fit", apart=True))
+    batch = next(rows_of(data, "texts", packing="best_fit", isolate_documents=True))
     assert batch["weights"].sum(axis=1).tolist() == [200] * 4
 
 

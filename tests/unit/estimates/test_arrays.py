@@ -3,7 +3,7 @@
 import pytest
 
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Mesh, Mixture, Model, Optimizer, Program
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model, Optimizer, Program
 from graphtrain.cost_model.weights import shard_weights
 from graphtrain.graphs.build import state_specs_of
 from graphtrain.models.decoder import parameter_specs
@@ -22,16 +22,16 @@ MODELS = {
         "norm": "layer",
         "activation": "gelu",
         "bias": "all",
-        "tied_head": True,
+        "tie_word_embeddings": True,
     },
     "alibi": {"bias": "qkv", "positions": "alibi", "activation": "geglu"},
-    "merged gate": {"merged_gate": True, "bias": "all"},
+    "merged gate": {"fused_gate_up": True, "bias": "all"},
     "gated with all biases": {"bias": "all", "norm": "layer"},
     "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
-    "gemma": {"query_key_norm": True, "post_norm": True, "head_dim": 16},
+    "gemma": {"qk_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
-    "mixtral": {"mixture": Mixture(experts=4)},
-    "qwen2 mixture": {"mixture": Mixture(experts=4, shared=24)},
+    "mixtral": {"mixture": MixtureOfExperts(experts=4)},
+    "qwen2 mixture": {"mixture": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }
 
 
@@ -43,10 +43,12 @@ def test_arrays_are_those_of_the_model(name):
     assert sum(spec.nbytes // 4 for spec in arrays.values()) == parameter_count(model)
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(moments="bfloat16", offload=True)])
+@pytest.mark.parametrize(
+    "optimizer", [Optimizer(), Optimizer(moment_dtype="bfloat16", offload_to_host=True)]
+)
 def test_so_are_weights_and_moments_of_a_state(optimizer):
     model = Model(**SIZES)
-    program = Program(model=model, batch=Batch(sequences=4, length=8), optimizer=optimizer)
+    program = Program(model=model, batch=Batch(global_batch_size=4, seq_len=8), optimizer=optimizer)
     traced = flatten({"state": state_specs_of(program)})
     others = {"state/step", "state/key", "state/optimizer/adam/count"}
     assert {path: spec for path, spec in traced.items() if path not in others} == state_arrays(
@@ -68,14 +70,14 @@ def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
         mesh=Mesh(**mesh),
         rules=rules,
         model=Model(**SIZES, kv_heads=2),
-        batch=Batch(sequences=32, length=16, **batch),
+        batch=Batch(global_batch_size=32, seq_len=16, **batch),
     )
     shape, table = mesh_shape(program), Rules.load(rules)
     plan = make_plan(flatten({"state": state_specs_of(program)}), table, shape)
     weights = shard_weights(program, table, shape)
     assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
     counters = sum(
-        plan.bytes_of(path)
+        plan.shard_bytes(path)
         for path, layout in plan.layouts.items()
         if layout.spec.role == "optimizer" and "adam/mu/" not in path and "adam/nu/" not in path
     )

@@ -20,10 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from graphtrain.config.schema import Model
 from graphtrain.models.decoder import forward, parameter_specs
-from graphtrain.weights.convert import from_hugging_face, read_config, to_hugging_face_folder
-from graphtrain.weights.families import FAMILIES, family_for, family_of, mathematics
+from graphtrain.weights.convert import export_hugging_face, import_hugging_face, read_config
+from graphtrain.weights.families import (
+    FAMILIES,
+    family_of_config,
+    family_of_model,
+    functional_settings,
+)
 from graphtrain.weights.families.family import to_decoder
-from graphtrain.weights.sources import Converted
+from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 
 LAYERS, EMBED, HEADS, KV_HEADS, MLP, VOCAB, LENGTH = 3, 48, 6, 2, 80, 96, 24
@@ -152,8 +157,8 @@ def assert_same_weights(got: torch.nn.Module, want: torch.nn.Module) -> None:
 def test_there_and_back(case, tmp_path):
     reference = randomised(CASES[case].build())
     save(reference, CASES[case], tmp_path / "source")
-    from_hugging_face(tmp_path / "source", tmp_path / "ours", quiet)
-    converted = Converted(tmp_path / "ours")
+    import_hugging_face(tmp_path / "source", tmp_path / "ours", quiet)
+    converted = ConvertedFolder(tmp_path / "ours")
     model = replace(converted.model, dtype="float32")
 
     want, gradients = reference_gradients(reference.double(), read_config(tmp_path / "source"))
@@ -163,7 +168,7 @@ def test_there_and_back(case, tmp_path):
     for path, array in flatten(got_gradients).items():
         assert_close(array, gradients[path], path)
 
-    to_hugging_face_folder(tmp_path / "ours", tmp_path / "back", quiet)
+    export_hugging_face(tmp_path / "ours", tmp_path / "back", quiet)
     assert_same_files(tmp_path / "source", tmp_path / "back")
     again = CASES[case].build() if CASES[case].module or CASES[case].config else load(tmp_path)
     if CASES[case].module or CASES[case].config:
@@ -178,10 +183,12 @@ def test_there_and_back(case, tmp_path):
 def test_a_family_says_its_settings_both_ways(case, tmp_path):
     save(CASES[case].build(), CASES[case], tmp_path)
     config = read_config(tmp_path)
-    family = family_of(config)
-    model = family.model(config)
-    assert mathematics(family.model(family.config(model))) == mathematics(model)
-    assert family_for(model).expresses(model)
+    family = family_of_config(config)
+    model = family.model_from_config(config)
+    assert functional_settings(
+        family.model_from_config(family.config_from_model(model))
+    ) == functional_settings(model)
+    assert family_of_model(model).supports(model)
 
 
 def test_every_family_has_a_case(tmp_path):
@@ -230,7 +237,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def stacked(converted: Converted) -> Any:
+def stacked(converted: ConvertedFolder) -> Any:
     """The decoder's parameters, with layers in front."""
     arrays = {}
     for path in flatten(parameter_specs(converted.model)):
@@ -253,11 +260,11 @@ def reference_gradients(
     """Logits, and gradients under the decoder's names: they move as the weights do."""
     want = logits_of(reference)
     torch.nn.functional.cross_entropy(want.flatten(0, 1), torch.tensor(TARGETS).ravel()).backward()
-    family = family_of(config)
-    model = family.model(config)
+    family = family_of_config(config)
+    model = family.model_from_config(config)
     by_name = checkpoint_names(reference)
     found: dict[str, list[np.ndarray]] = {}
-    for piece in family.pieces(model):
+    for piece in family.weights(model):
         arrays = to_decoder(piece, [by_name[name] for name in piece.names], model)
         for path, array in zip(piece.row.paths, arrays, strict=True):
             found.setdefault(path, []).append(array)

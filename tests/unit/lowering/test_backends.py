@@ -8,8 +8,8 @@ from lowering.xla import backend as xla
 
 # What the package asks of the backend of a target, whichever it is.
 ASKED = [
-    "compile", "described_devices", "devices", "fill", "forbid_tracing", "load", "lower",
-    "make_mesh", "memory_in_use", "peak_memory", "plan_graph", "put", "storable",
+    "checkpoint_arrays", "compile", "compile_devices", "devices", "forbid_tracing", "from_shards",
+    "load", "lower", "make_mesh", "memory_in_use", "peak_memory", "plan_graph", "to_devices",
 ]  # fmt: skip
 
 

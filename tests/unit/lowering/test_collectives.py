@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowering.hlo.collectives import Collective, Reading, read
+from lowering.hlo.collectives import Collective, ProgramFacts, read
 from sharding_rules.mesh import MeshShape
 
 MESH = MeshShape({"data": 2, "tensor": 4})
@@ -275,9 +275,9 @@ def test_a_reading_survives_its_record():
         "all-gather",
     )
     bare = Collective("all-reduce", ("data", "tensor"), 8, 1, 4)
-    reading = Reading((full, bare), 12.0, 1, {"kernel": 2})
+    reading = ProgramFacts((full, bare), 12.0, 1, {"kernel": 2})
     record = json.loads(json.dumps(reading.to_record()))
-    assert Reading.from_record(record) == reading
+    assert ProgramFacts.from_record(record) == reading
     assert "source" not in record["collectives"][1]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowering.hlo.replica_groups import axes_of, groups_of
+from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 
@@ -45,7 +45,7 @@ def test_listed_groups(case):
     mesh, used = case
     groups = expected(mesh, used)
     text = ",".join(f"{{{join(sorted(group))}}}" for group in groups)
-    found = groups_of(f" channel_id=1, replica_groups={{{text}}}, to_apply=%add", 64)
+    found = parse_groups(f" channel_id=1, replica_groups={{{text}}}, to_apply=%add", 64)
     assert as_sets(found) == groups
 
 
@@ -57,7 +57,7 @@ def test_groups_of_a_transposed_iota(case):
     width = math.prod(mesh[name] for name in used)
     shape = f"[{math.prod(mesh.values()) // width},{width}]"
     text = f"replica_groups={shape}<=[{join(mesh.values())}]T({join(order)})"
-    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+    assert as_sets(parse_groups(text, 64)) == expected(mesh, used)
 
 
 @given(meshes())
@@ -66,7 +66,7 @@ def test_groups_of_mesh_axes(case):
     axes = ",".join(f"'axis_{i}'={size}" for i, size in enumerate(mesh.values()))
     spanned = ",".join(f"'axis_{list(mesh).index(name)}'" for name in used)
     text = f"replica_groups=mesh[{axes}] {{{spanned}}}, use_global_device_ids=true"
-    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+    assert as_sets(parse_groups(text, 64)) == expected(mesh, used)
 
 
 @given(meshes(), st.randoms())
@@ -79,7 +79,7 @@ def test_groups_of_mesh_axes_in_another_order(case, random):
     ids = f"device_ids=([{join(mesh.values())}]T({join(order)}))"
     spanned = ",".join(f"'{name}'" for name in used)
     text = f"replica_groups=mesh[{axes}], {ids} {{{spanned}}}"
-    assert as_sets(groups_of(text, 64)) == expected(mesh, used)
+    assert as_sets(parse_groups(text, 64)) == expected(mesh, used)
 
 
 @given(st.permutations([2, 3, 4]), st.sets(st.integers(0, 2)))
@@ -89,7 +89,7 @@ def test_groups_of_parts_of_a_mesh_axis(cut, parts):
     before = [math.prod(cut[:i]) for i in range(3)]
     spanned = ",".join(f"'whole':({before[i]}){cut[i]}" for i in sorted(parts))
     text = f"replica_groups=mesh['whole'=24] {{{spanned}}}"
-    assert as_sets(groups_of(text, 24)) == expected(mesh, used)
+    assert as_sets(parse_groups(text, 24)) == expected(mesh, used)
 
 
 @given(meshes())
@@ -97,7 +97,7 @@ def test_axes_of_groups(case):
     mesh, used = case
     groups = tuple(tuple(sorted(group)) for group in expected(mesh, used))
     long = tuple(name for name in used if mesh[name] > 1)
-    assert axes_of(groups, MeshShape(mesh)) == long
+    assert mesh_axes_of_groups(groups, MeshShape(mesh)) == long
 
 
 @given(meshes(), st.integers(1, 3))
@@ -110,16 +110,16 @@ def test_axes_of_a_ring(case, shift):
     ]
     text = f"source_target_pairs={{{','.join(f'{{{a},{b}}}' for a, b in pairs)}}}"
     moves = bool(used) and shift % mesh[used[0]] != 0
-    found = axes_of(groups_of(text, 64), MeshShape(mesh))
+    found = mesh_axes_of_groups(parse_groups(text, 64), MeshShape(mesh))
     assert found == (tuple(used[:1]) if moves else ())
 
 
 def test_groups_over_a_part_of_an_axis_differ_along_it():
-    groups = groups_of("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 8)
-    assert axes_of(groups, MeshShape({"tensor": 8})) == ("tensor",)
+    groups = parse_groups("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 8)
+    assert mesh_axes_of_groups(groups, MeshShape({"tensor": 8})) == ("tensor",)
     assert len(groups[0]) == 2
 
 
 @pytest.mark.parametrize("text", ["replica_groups={}", "to_apply=%add"])
 def test_no_groups_are_one_of_all_devices(text):
-    assert groups_of(text, 4) == ((0, 1, 2, 3),)
+    assert parse_groups(text, 4) == ((0, 1, 2, 3),)

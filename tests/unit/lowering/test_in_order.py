@@ -10,7 +10,12 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lowering.xla.cpu_collective_order import _inner, _messages, _written, keep_order
+from lowering.xla.cpu_collective_order import (
+    _collective_output,
+    _inner,
+    _messages,
+    serialize_collective_order,
+)
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("x",))
 HERE = {"backend": jax.devices()[0].client, "execution_devices": jax.devices()[:4]}
@@ -62,7 +67,7 @@ def test_a_loop_that_communicates_is_linked_to_the_collectives_beside_it():
     inputs = random.normal(size=(64, 32)), random.normal(size=(5, 32, 32)), random.normal(size=128)
     fresh, placed = compiled(around_a_loop, *(each.astype("float32") for each in inputs))
     payload, given, returned = serialize(fresh)
-    ordered = keep_order(payload)
+    ordered = serialize_collective_order(payload)
 
     before, after = program(payload).thunks, program(ordered).thunks
     assert len(after.thunks) > len(before.thunks)
@@ -70,9 +75,9 @@ def test_a_loop_that_communicates_is_linked_to_the_collectives_beside_it():
         len(users.indices) for users in before.users
     ]
     for users in after.users:
-        assert all(_written(after.thunks[index]) is not None for index in users.indices)
+        assert all(_collective_output(after.thunks[index]) is not None for index in users.indices)
     communicating = [
-        index for index, thunk in enumerate(after.thunks) if _written(thunk) is not None
+        index for index, thunk in enumerate(after.thunks) if _collective_output(thunk) is not None
     ]
     around = [
         (first, second)
@@ -83,8 +88,8 @@ def test_a_loop_that_communicates_is_linked_to_the_collectives_beside_it():
     for first, second in around:
         links = [after.thunks[index].copy for index in range(first + 1, second)]
         assert any(
-            link.source.slice == _written(after.thunks[first]).slice
-            and link.destination.slice == _written(after.thunks[second]).slice
+            link.source.slice == _collective_output(after.thunks[first]).slice
+            and link.destination.slice == _collective_output(after.thunks[second]).slice
             and list(link.source.shape.dimensions) == [0]
             for link in links
         )
@@ -100,6 +105,6 @@ def test_a_program_without_such_loops_loads_as_it_was():
     inputs = np.ones((64, 8), "float32"), np.ones((1, 8, 32), "float32"), np.ones(128, "float32")
     fresh, placed = compiled(alone, *inputs)
     payload, given, returned = serialize(fresh)
-    ordered = keep_order(payload)
+    ordered = serialize_collective_order(payload)
     assert program(ordered) == program(payload)
     check_equal(fresh, deserialize_and_load(ordered, given, returned, **HERE), placed)

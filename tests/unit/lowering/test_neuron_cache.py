@@ -23,9 +23,9 @@ from lowering.neuron.persistent_cache import (
     locks,
     report,
 )
-from lowering.neuron.persistent_cache.compilation import Outcome
-from lowering.neuron.persistent_cache.failures import Failure, classify
-from lowering.neuron.persistent_cache.finishing import Finished
+from lowering.neuron.persistent_cache.compilation import EntryOutcome
+from lowering.neuron.persistent_cache.failures import CompileFailure, classify
+from lowering.neuron.persistent_cache.finishing import FinishReport
 
 COMPILER = "neuronxcc-2.21.33363.0+82129205"
 NAME = "MODULE_10065576681553525797+e30acd3a"
@@ -49,7 +49,7 @@ def entry(tmp_path):
 
 
 def state(directory: Path, stale_after: float = 6 * HOURS) -> tuple[str, str]:
-    found = entries.read(directory, locks.Judge(stale_after))
+    found = entries.read(directory, locks.LockChecker(stale_after))
     return found.state, found.reason
 
 
@@ -80,33 +80,33 @@ PUBLISHED_AS_TEXT = [
 @pytest.mark.parametrize(("chosen", "size", "key"), PUBLISHED)
 def test_published_keys_of_flags_are_reproduced(chosen, size, key):
     assert len(json.dumps(chosen)) == size
-    assert flags.key_of_list(chosen) == key
-    assert flags.fit(f"MODULE_1+{key}", chosen)
+    assert flags.json_flags_key(chosen) == key
+    assert flags.match_key(f"MODULE_1+{key}", chosen)
 
 
 @pytest.mark.parametrize(("chosen", "key"), PUBLISHED_AS_TEXT)
 def test_keys_of_older_tools_are_reproduced(chosen, key):
-    assert flags.key_of_text(chosen) == key
-    assert flags.fit(f"MODULE_1+{key}", chosen)
-    assert not flags.fit(f"MODULE_1+{key}", [*chosen, "--fast"])
+    assert flags.text_flags_key(chosen) == key
+    assert flags.match_key(f"MODULE_1+{key}", chosen)
+    assert not flags.match_key(f"MODULE_1+{key}", [*chosen, "--fast"])
 
 
 def test_flags_are_read_from_files_of_both_ages(entry):
     new = entry({"compile_flags.json": '["--target", "trn2", "-O1"]'}, "MODULE_1+a")
     old = entry({"compile_flags.txt": "--model-type=transformer -O1"}, "MODULE_2+b")
-    assert flags.machine(flags.read(new)) == "trn2"
+    assert flags.target_flag(flags.read(new)) == "trn2"
     assert flags.read(old) == ["--model-type=transformer", "-O1"]
-    assert flags.machine(flags.read(old)) is None
+    assert flags.target_flag(flags.read(old)) is None
 
 
 @pytest.mark.parametrize("content", ['{"flags": 1}', '["--tar', "[1]"])
 def test_flags_that_are_no_list_are_refused(entry, content):
-    with pytest.raises(LoweringError, match=r"compile_flags\.json is no list of flags"):
+    with pytest.raises(LoweringError, match=r"compile_flags\.json is not a JSON list of flags"):
         flags.read(entry({"compile_flags.json": content}))
 
 
 def test_a_line_of_flags_with_half_a_quotation_is_refused(entry):
-    with pytest.raises(LoweringError, match=r"compile_flags\.txt is no line of flags: No closing"):
+    with pytest.raises(LoweringError, match=r"flags\.txt is not a line of flags: No closing"):
         flags.read(entry({"compile_flags.txt": "--model-type='transformer"}))
 
 
@@ -147,7 +147,7 @@ def test_programs_of_all_ages_are_found_and_unpacked(entry, tmp_path):
     ):
         assert state(directory) == ("not compiled", "")
         program = entries.read(directory, None).program
-        copy = completion.unpacked(program, tmp_path)
+        copy = completion.decompress_program(program, tmp_path)
         assert (copy.name, copy.read_bytes()) == (name, b"hlo")
 
 
@@ -170,7 +170,7 @@ def test_an_old_lock_is_live_while_a_compiler_here_has_the_entry(entry):
     try:
         assert compiler.stdout is not None
         compiler.stdout.readline()  # its command line is there only once it has begun
-        assert state(directory, stale_after=0) == ("locked", "a neuronx-cc that runs here")
+        assert state(directory, stale_after=0) == ("locked", "a neuronx-cc on this machine")
     finally:
         compiler.communicate()
     assert state(directory, stale_after=0)[0] == "stale lock"
@@ -179,17 +179,17 @@ def test_an_old_lock_is_live_while_a_compiler_here_has_the_entry(entry):
 def test_a_lock_of_ours_is_live_as_long_as_its_maker(entry, tmp_path):
     directory = entry(ALL)
     path = directory / "model.hlo_module.pb.lock"
-    held = locks.take(path, tmp_path, locks.Judge(HOURS))
-    assert isinstance(held, locks.Held)
+    held = locks.acquire(path, tmp_path, locks.LockChecker(HOURS))
+    assert isinstance(held, locks.HeldLock)
     os.utime(path, (0, 0))
     assert state(directory, stale_after=0)[0] == "locked"
     held.touch()
     assert path.stat().st_mtime > time.time() - 60
-    assert isinstance(locks.take(path, tmp_path, locks.Judge(0)), locks.Lock)
+    assert isinstance(locks.acquire(path, tmp_path, locks.LockChecker(0)), locks.Lock)
     os.close(held.descriptor)  # as the kernel does when its maker dies
     assert state(directory)[0] == "stale lock"
-    again = locks.take(path, tmp_path, locks.Judge(HOURS))
-    assert isinstance(again, locks.Held)
+    again = locks.acquire(path, tmp_path, locks.LockChecker(HOURS))
+    assert isinstance(again, locks.HeldLock)
     again.release()
     assert state(directory) == ("not compiled", "")
 
@@ -205,13 +205,13 @@ def test_a_lock_of_ours_on_another_host_is_live_while_it_is_touched(entry):
 
 def test_a_lock_that_was_taken_over_by_force_is_not_given_back(entry, tmp_path):
     path = entry(ALL) / "model.hlo_module.pb.lock"
-    judge = locks.Judge(HOURS)
-    first = locks.take(path, tmp_path, judge)
-    assert isinstance(first, locks.Held)
-    assert locks.clear([locks.Lock(path, False, "")], tmp_path, judge, force=False) == []
-    assert len(locks.clear([locks.Lock(path, True, "")], tmp_path, judge, force=True)) == 1
-    second = locks.take(path, tmp_path, judge)
-    assert isinstance(second, locks.Held)
+    judge = locks.LockChecker(HOURS)
+    first = locks.acquire(path, tmp_path, judge)
+    assert isinstance(first, locks.HeldLock)
+    assert locks.remove_stale([locks.Lock(path, False, "")], tmp_path, judge, force=False) == []
+    assert len(locks.remove_stale([locks.Lock(path, True, "")], tmp_path, judge, force=True)) == 1
+    second = locks.acquire(path, tmp_path, judge)
+    assert isinstance(second, locks.HeldLock)
     first.release()
     assert path.exists()
     second.release()
@@ -255,12 +255,12 @@ def test_only_refusals_are_left_to_aws_tools_as_failures(entry, tmp_path, kind):
     directory = entry(DONE | {"model.log": "an older one"})
     log = tmp_path / "log.txt"
     log.write_text("what it said")
-    completion.fail(directory, log, Failure(kind, "why"))
+    completion.fail(directory, log, CompileFailure(kind, "why"))
     assert state(directory) == ("not compiled", f"{kind}: why")
     assert sorted(path.name for path in directory.iterdir()) == [
         "compile_flags.json", "graphtrain.log", "model.hlo_module.pb",
     ]  # fmt: skip
-    completion.fail(directory, log, Failure("refused", "why"))
+    completion.fail(directory, log, CompileFailure("refused", "why"))
     assert state(directory)[0] == "failed"
     assert not (directory / "graphtrain.log").exists()
     assert (directory / "model.log").read_text() == "what it said"
@@ -300,11 +300,13 @@ def test_a_full_disk_changes_nothing_in_an_entry(entry, tmp_path, monkeypatch):
 
 def test_the_report_has_the_fields_of_aws_tool():
     outcomes = (
-        Outcome(Path("/c/a/model.hlo_module.pb"), "compiled", 1, 2.0),
-        Outcome(Path("/c/b/model.hlo_module.pb"), "failed", 2, 3.0, Failure("killed", "why")),
-        Outcome(Path("/c/d/model.hlo_module.pb"), "locked", 0, 0.0),
+        EntryOutcome(Path("/c/a/model.hlo_module.pb"), "compiled", 1, 2.0),
+        EntryOutcome(
+            Path("/c/b/model.hlo_module.pb"), "failed", 2, 3.0, CompileFailure("killed", "why")
+        ),
+        EntryOutcome(Path("/c/d/model.hlo_module.pb"), "locked", 0, 0.0),
     )
-    written = report.as_json(Finished(outcomes, 100.0, 5.0))
+    written = report.as_json(FinishReport(outcomes, 100.0, 5.0))
     assert written == {
         "compilation_summary": {"true": 1, "false": 1},
         "compilation_report": {
@@ -330,13 +332,13 @@ def test_the_analysis_counts_and_names_what_is_wrong(entry, tmp_path):
     entry(DONE)
     entry(ALL, "MODULE_2+00000000")
     entry(ALL | {"model.log": "[NCC_EVRF004] complex"}, "MODULE_3+e30acd3a")
-    found = analysis.summarise(entries.scan(tmp_path, locks.Judge(HOURS)))
+    found = analysis.summarise(entries.scan(tmp_path, locks.LockChecker(HOURS)))
     assert found["compilers"][COMPILER]["states"] == {"done": 1, "not compiled": 1, "failed": 1}
     assert found["flags"]["e30acd3a"] == {"entries": 2, "flags": ["--target=trn1"]}
     assert (found["failures"], found["codes"]) == ({"refused": 1}, {"NCC_EVRF004": 1})
     said = [each["problem"] for each in found["problems"] if "MODULE_2" in each["entry"]]
-    assert said[0] == "its flags do not give the key in its name"
-    assert "that should be an HloModuleProto are not one" in said[1]
+    assert said[0] == "its flags do not match the flags key in its name"
+    assert "bytes are not an HloModuleProto" in said[1]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: data[:12] + b"\xff" * 9])
@@ -344,20 +346,20 @@ def test_a_damaged_program_is_a_line_of_the_analysis(entry, tmp_path, damage):
     directory = entry({"compile_flags.json": "[]"}, "MODULE_2+d7517139")
     packed = damage(gzip.compress(bytes(range(256))))
     (directory / "model.hlo_module.pb.gz").write_bytes(packed)
-    found = analysis.summarise(entries.scan(tmp_path, locks.Judge(HOURS)))
+    found = analysis.summarise(entries.scan(tmp_path, locks.LockChecker(HOURS)))
     assert len(found["problems"]) == 1
 
 
 @pytest.mark.parametrize("flag", ["--cache_dir=/elsewhere", "--no_cache"])
 def test_an_extraction_does_not_end_up_in_another_cache(monkeypatch, tmp_path, flag):
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--model-type=transformer {flag}")
-    with pytest.raises(LoweringError, match=rf"NEURON_CC_FLAGS has {flag}.*take it out"):
-        plugin.environment(tmp_path)
+    with pytest.raises(LoweringError, match=rf"NEURON_CC_FLAGS contains {flag}.*remove it"):
+        plugin.extraction_environment(tmp_path)
 
 
 def test_an_extraction_is_told_the_cache_and_compiles_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("NEURON_CC_FLAGS", "--model-type=transformer")
-    told = plugin.environment(tmp_path)
+    told = plugin.extraction_environment(tmp_path)
     assert told["NEURON_EXTRACT_GRAPHS_ONLY"] == "1"
     assert told["NEURON_COMPILE_CACHE_URL"] == str(tmp_path)
     assert told["NEURON_CC_FLAGS"] == "--model-type=transformer"
@@ -365,9 +367,9 @@ def test_an_extraction_is_told_the_cache_and_compiles_nothing(monkeypatch, tmp_p
 
 def test_without_the_plugin_the_error_says_what_to_install():
     with pytest.raises(LoweringError, match="install jax-neuronx and libneuronxla"):
-        plugin.check(Target.parse("trn1:32"))
+        plugin.check_installed(Target.parse("trn1:32"))
 
 
 def test_every_kind_of_failure_is_read_back():
     for kind in ("killed", "timed out", "not stored"):
-        assert failures.told(f"{kind}: a: b") == Failure(kind, "a: b")
+        assert failures.parse_failure(f"{kind}: a: b") == CompileFailure(kind, "a: b")

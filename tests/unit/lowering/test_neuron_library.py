@@ -63,14 +63,16 @@ def test_a_simulated_file_does_not_come_through_the_library(installed):
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setenv("GRAPHTRAIN_NEURON_COMPILER", "libneuronxla")
-    with pytest.raises(LoweringError, match="libneuronxla, which is not installed here; install"):
+    with pytest.raises(
+        LoweringError, match="libneuronxla, which is not installed on this machine; install"
+    ):
         compile()
 
 
 def test_the_placeholder_of_pypi_is_told_from_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "libneuronxla", ModuleType("libneuronxla"))
-    with pytest.raises(LoweringError, match="is the placeholder that PyPI has"):
-        library.compile(b"module", FLAGS, graph="train", target=TRN1)
+    with pytest.raises(LoweringError, match="is PyPI's placeholder package"):
+        library.compile_through_library(b"module", FLAGS, graph="train", target=TRN1)
 
 
 def test_a_compiler_that_is_none_is_refused(monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowering.xla.compiler_log import overhear
+from lowering.xla.compiler_log import capture_compiler_log
 
 
 def resharded(before, after):
@@ -16,7 +16,7 @@ def resharded(before, after):
         there = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, before))
         return jax.lax.with_sharding_constraint(jnp.sin(there), NamedSharding(mesh, after))
 
-    with overhear() as found:
+    with capture_compiler_log() as found:
         jax.jit(step).lower(jnp.ones((16, 16, 16))).compile()
     return found
 

@@ -13,7 +13,7 @@ import resource, sys, threading
 from lowering.machine import host
 
 if sys.argv[1] == "kept":
-    host.keep_pages()
+    host.retain_freed_memory()
 
 def fill():
     bytearray(64 << 20)
@@ -31,12 +31,12 @@ print(faults[2] - faults[1])
 AHEAD = """
 import resource, sys, threading
 from lowering.machine import host
-from lowering.machine.memory_pages import PagesAhead
+from lowering.machine.memory_pages import MemoryPrefault
 
 host.usable_cores = lambda: 2
 if sys.argv[1] == "kept":
-    host.keep_pages()
-ahead = PagesAhead(int(sys.argv[2]) << 20)
+    host.retain_freed_memory()
+ahead = MemoryPrefault(int(sys.argv[2]) << 20)
 while sys.argv[2] == "128" and threading.active_count() > 1:
     pass
 given = ahead.stop()
@@ -50,17 +50,17 @@ HUGE = """
 import sys
 from pathlib import Path
 from lowering.machine import host
-from lowering.machine.memory_pages import merge_pages
+from lowering.machine.memory_pages import use_huge_pages
 
 def huge():
     described = Path("/proc/self/smaps_rollup").read_text()
     return int(described.partition("AnonHugePages:")[2].split()[0])
 
 if sys.argv[1] == "kept":
-    host.keep_pages()
+    host.retain_freed_memory()
 filled = bytes(range(251)) * (128 << 12)
 before = huge()
-thread = merge_pages()
+thread = use_huge_pages()
 if thread is not None:
     thread.join()
 print((huge() - before) >> 10, len(filled) >> 20, filled == bytes(range(251)) * (128 << 12))

@@ -65,8 +65,8 @@ def test_small_and_odd_machines_that_exist_are_not_refused(name):
 
 
 def test_a_cpu_is_told_from_another_by_its_instruction_set():
-    assert Target.parse("cpu:2").ingredients()["processor"] == host.processor()
-    assert "processor" not in Target.parse("h100:2").ingredients()
+    assert Target.parse("cpu:2").key_parts()["processor"] == host.processor()
+    assert "processor" not in Target.parse("h100:2").key_parts()
 
 
 def test_every_machine_says_where_its_numbers_are_from():

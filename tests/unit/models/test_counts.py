@@ -18,17 +18,17 @@ GPT2: dict[str, Any] = {
     "norm": "layer",
     "activation": "gelu_tanh",
     "bias": "all",
-    "tied_head": True,
+    "tie_word_embeddings": True,
 }
 VARIANTS: list[dict[str, Any]] = [
     {},
     GPT2,
     {"kv_heads": 2, "head_dim": 8, "bias": "qkv"},
     {"norm": "layer", "activation": "geglu", "bias": "all", "positions": "alibi"},
-    {"norm": "layer", "activation": "gelu", "tied_head": True},
+    {"norm": "layer", "activation": "gelu", "tie_word_embeddings": True},
     {"bias": "all"},
     {"bias": "attention", "embedding_norm": True},
-    {"query_key_norm": True, "post_norm": True, "scale_offset": True, "head_dim": 8},
+    {"qk_norm": True, "post_norm": True, "rms_norm_offset": True, "head_dim": 8},
 ]
 
 

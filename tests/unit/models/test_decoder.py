@@ -21,18 +21,18 @@ LLAMA = Model(
     kv_heads=2,
     mlp=64,
     vocab=64,
-    initial_deviation=0.2,
+    init_std=0.2,
     dtype="float32",
 )
 GPT2 = replace(
     LLAMA,
     kv_heads=4,
     positions="learned",
-    max_length=16,
+    max_position_embeddings=16,
     norm="layer",
     activation="gelu_tanh",
     bias="all",
-    tied_head=True,
+    tie_word_embeddings=True,
 )
 TOKENS = np.random.default_rng(1).integers(0, 64, (2, 16), np.int32)
 
@@ -92,7 +92,7 @@ def test_new_parameters_are_as_the_specs_say(model, dtype):
 
 
 def test_initial_weights_have_the_deviation_asked_for_and_repeat_for_a_key():
-    model = replace(GPT2, layers=8, embed=64, head_dim=16, mlp=256, initial_deviation=0.02)
+    model = replace(GPT2, layers=8, embed=64, head_dim=16, mlp=256, init_std=0.02)
     parameters, again, other = (create(model, jax.random.key(seed)) for seed in (3, 3, 4))
     layers = parameters["layers"]
     for array, deviation in [
@@ -163,7 +163,7 @@ def test_a_token_past_the_vocabulary_shows():
 
 
 def test_longer_sequences_than_positions_are_refused():
-    words = r"sequences of 17 tokens are longer than model\.max_length = 16"
+    words = r"sequences of 17 tokens are longer than model\.max_position_embeddings = 16"
     with pytest.raises(ValueError, match=words):
         logits(GPT2, random_parameters(GPT2), jnp.zeros((1, 17), jnp.int32))
 

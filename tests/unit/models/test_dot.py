@@ -9,7 +9,7 @@ import pytest
 
 from graphtrain.models.matmul import dot, dot_many
 from lowering.machine.target import Target
-from lowering.tracing.current_target import tracing_for
+from lowering.tracing.current_target import trace_for_target
 
 EQUATIONS = {
     "bse,em->bsm": ((4, 64, 16), (16, 24)),
@@ -78,7 +78,7 @@ def test_an_accelerator_is_asked_for_bfloat16_but_not_for_weights_gradients(mach
     def loss(x, several):
         return sum(jnp.sum(y * cotangent) for y in dot_many("bse,em->bsm", x, several))
 
-    with tracing_for(Target(machine, (8,))):
+    with trace_for_target(Target(machine, (8,))):
         program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, several))
         got = jax.grad(loss, argnums=(0, 1))(x, several)
     of_products = Counter(re.findall(r":(\w+)\[[\d,]+\] = dot_general", program))

@@ -73,8 +73,14 @@ def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
         ("cpu:8", {}, 1024, {}, "cpu:8 has no flash attention kernel"),
         ("h100:8", {"dtype": "float32"}, 1024, {}, "dtype is float32"),
         ("h100:8", {"window": 100}, 1024, {}, "h100:8 does not support a sliding window"),
-        ("h100:8", {"score_cap": 30.0}, 1024, {}, "h100:8 does not support a soft cap"),
-        ("v5e:2x4", {"window": 100, "full_every": 2}, 1024, {}, "full_every"),
+        ("h100:8", {"attn_logit_softcap": 30.0}, 1024, {}, "h100:8 does not support a soft cap"),
+        (
+            "v5e:2x4",
+            {"window": 100, "global_attention_every": 2},
+            1024,
+            {},
+            "global_attention_every",
+        ),
         ("v5e:2x4", {"positions": "alibi"}, 1024, {}, "ALiBi"),
         ("v5e:2x4", {"head_dim": 80}, 1024, {}, "a multiple of 64 up to 256, and it is 80"),
         ("h100:8", {"head_dim": 256}, 1024, {}, "a multiple of 16 up to 128, and it is 256"),
@@ -99,4 +105,4 @@ def test_a_plain_decoder_has_a_kernel_unless_it_asks_for_scores(target):
     there = Target.parse(target)
     assert uses_flash_kernel("auto", ASKED, there)
     assert uses_flash_kernel("flash", ASKED, there)
-    assert not uses_flash_kernel("scores", ASKED, there)
+    assert not uses_flash_kernel("dense", ASKED, there)

@@ -16,7 +16,7 @@ MODEL = Model(
     mlp=32,
     vocab=32,
     dropout=0.1,
-    initial_deviation=0.3,
+    init_std=0.3,
     dtype="float32",
 )
 

@@ -31,7 +31,7 @@ def merge(layers):
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_a_merged_gate_changes_neither_scores_nor_gradients(activation):
     apart = replace(MODEL, activation=activation)
-    together = replace(apart, merged_gate=True)
+    together = replace(apart, fused_gate_up=True)
     random = np.random.default_rng(0)
     parameters = jax.tree.map(
         lambda spec: random.normal(0, 0.3, spec.shape).astype("float32"), parameter_specs(apart)
@@ -50,7 +50,7 @@ def test_a_merged_gate_changes_neither_scores_nor_gradients(activation):
 
 
 def test_a_merged_gate_is_one_parameter_of_the_same_size():
-    model = replace(MODEL, merged_gate=True)
+    model = replace(MODEL, fused_gate_up=True)
     specs = parameter_specs(model)
     gate_up = specs["layers"]["mlp"]["gate_up"]
     assert (gate_up.shape, gate_up.axes) == ((2, 16, 2, 24), ("layers", "embed", None, "mlp"))
@@ -60,5 +60,5 @@ def test_a_merged_gate_is_one_parameter_of_the_same_size():
 
 
 def test_without_a_gate_there_is_nothing_to_merge():
-    with pytest.raises(ValueError, match="merged_gate = false"):
-        replace(MODEL, activation="gelu", merged_gate=True)
+    with pytest.raises(ValueError, match="fused_gate_up = false"):
+        replace(MODEL, activation="gelu", fused_gate_up=True)

@@ -14,8 +14,8 @@ from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.loss import cross_entropy
 from lowering.machine.target import Target
-from lowering.tracing.cpu_hints import KEEP_BARRIERS, cast, computed_once
-from lowering.tracing.current_target import tracing_for
+from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS, cast_round_to_even, materialize
+from lowering.tracing.current_target import trace_for_target
 
 LENGTH = 19  # no multiple of a block
 
@@ -69,7 +69,7 @@ def test_activations_in_float32_are_activations(products):
     gradient = normal(3, 2, 3, 8, dtype="bfloat16")
 
     def run(target):
-        with tracing_for(Target.parse(target)):
+        with trace_for_target(Target.parse(target)):
             return with_gradients(lambda *x: apply_activation(jax.nn.silu, list(x)), wide, gradient)
 
     for want, got in zip(run("v5e:1x1"), run("cpu:1"), strict=True):
@@ -85,7 +85,7 @@ def test_cross_entropy_looks_its_targets_up():
             loss, squares = cross_entropy(logits, targets, weights)
             return loss + 0.1 * squares
 
-        with tracing_for(Target.parse(target)):
+        with trace_for_target(Target.parse(target)):
             return with_gradients(value, [logits], jnp.float32(2.0))
 
     for want, got in zip(run("v5e:1x1"), run("cpu:1"), strict=True):
@@ -102,9 +102,9 @@ def test_gradients_longer_than_the_limit_are_shortened_to_it(size):
 
 
 def test_a_compiler_for_cpus_heeds_barriers():
-    with tracing_for(Target.parse("cpu:1")):
-        program = jax.jit(lambda x: computed_once(jnp.cos(x)) * 2).lower(jnp.ones(8))
-    assert "opt-barrier" in program.compile(compiler_options=KEEP_BARRIERS).as_text()
+    with trace_for_target(Target.parse("cpu:1")):
+        program = jax.jit(lambda x: materialize(jnp.cos(x)) * 2).lower(jnp.ones(8))
+    assert "opt-barrier" in program.compile(compiler_options=KEEP_OPTIMIZATION_BARRIERS).as_text()
 
 
 def test_casts_round_as_xla_rounds_by_itself():
@@ -112,11 +112,11 @@ def test_casts_round_as_xla_rounds_by_itself():
     drawn = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint32)
     bits = np.concatenate([np.uint32(few), drawn]).view(np.float32)
     x = jnp.asarray(bits[~np.isnan(bits)])
-    with tracing_for(Target.parse("cpu:1")):
-        got, back = jax.vjp(lambda x: cast(x, "bfloat16"), x)
+    with trace_for_target(Target.parse("cpu:1")):
+        got, back = jax.vjp(lambda x: cast_round_to_even(x, "bfloat16"), x)
         (of_x,) = back(jnp.ones_like(got))
-        (of_y,) = jax.vjp(lambda y: cast(y, "float32"), got)[1](x)
-        not_numbers = cast(jnp.float32([np.nan, -np.nan]), "bfloat16")
+        (of_y,) = jax.vjp(lambda y: cast_round_to_even(y, "float32"), got)[1](x)
+        not_numbers = cast_round_to_even(jnp.float32([np.nan, -np.nan]), "bfloat16")
     np.testing.assert_array_equal(got.view(np.uint16), x.astype("bfloat16").view(np.uint16))
     np.testing.assert_array_equal(of_y.view(np.uint16), got.view(np.uint16))
     assert of_x.dtype == jnp.float32 and (of_x == 1).all()

@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain.config import load_config
 from graphtrain.config.schema import Program
-from graphtrain.planning.remedies import Vary
+from graphtrain.planning.remedies import WithOverrides
 
 CONFIG = """
 [program]
@@ -24,7 +24,7 @@ data = { train = "data" }
 
 
 @pytest.fixture
-def vary(tmp_path: Path) -> Vary:
+def vary(tmp_path: Path) -> WithOverrides:
     """The program of the file above with settings changed."""
     path = tmp_path / "config.toml"
     path.write_text(CONFIG)

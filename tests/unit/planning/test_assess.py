@@ -6,7 +6,7 @@ STAGES = [
     "program.mesh={stage=2, fsdp=2}",
     "program.batch.microbatches=4",
     "program.model.layers=5",
-    "program.pipeline={rounds=2, layers=[2, 1, 1, 1]}",
+    "program.pipeline={virtual_stages=2, layers_per_stage=[2, 1, 1, 1]}",
 ]
 
 
@@ -14,13 +14,19 @@ def test_stages_of_unequal_size_hold_their_filler(vary):
     program = vary(STAGES)
     memory, plan = estimate(program).memory, plan_program(program)
     assert memory.parameters == plan.bytes_per_device("parameter")
-    full = estimate(vary([*STAGES[:2], "program.model.layers=8", "program.pipeline.rounds=2"]))
+    full = estimate(
+        vary([*STAGES[:2], "program.model.layers=8", "program.pipeline.virtual_stages=2"])
+    )
     assert memory.parameters == full.memory.parameters
 
 
 def test_filler_is_no_useful_work(vary):
     uneven, even = (
-        estimate(vary([*STAGES[:2], f"program.model.layers={layers}", "program.pipeline.rounds=2"]))
+        estimate(
+            vary(
+                [*STAGES[:2], f"program.model.layers={layers}", "program.pipeline.virtual_stages=2"]
+            )
+        )
         for layers in (5, 8)
     )
     assert uneven.time.compute == even.time.compute
@@ -31,4 +37,4 @@ def test_parts_add_up_to_the_peak(vary):
     memory = estimate(vary([])).memory
     parts = ("parameters", "optimizer", "gradients", "activations", "temporaries")
     assert abs(memory.peak - sum(getattr(memory, name) for name in parts)) <= len(parts)
-    assert memory.fits and not dataclasses.replace(memory, refused=True).fits
+    assert memory.fits and not dataclasses.replace(memory, compiler_out_of_memory=True).fits

@@ -10,9 +10,9 @@ def test_no_pipeline_and_no_half_of_a_pair_is_a_candidate():
     program = Program(
         target="h100:4",
         model=MODEL,
-        batch=Batch(sequences=8, length=32),
-        loss=Loss(kind="preference"),
-        adapter=Adapter(rank=4, alpha=8.0, base="nf4"),
+        batch=Batch(global_batch_size=8, seq_len=32),
+        loss=Loss(kind="dpo"),
+        adapter=Adapter(rank=4, alpha=8.0, base_dtype="nf4"),
     )
     found = list(candidates(program))
     assert {one.mesh.axes["stage"] for one in found} == {1}

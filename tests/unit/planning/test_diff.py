@@ -32,7 +32,7 @@ def test_moments_that_follow_their_parameters_are_left_out(vary):
 
 
 def test_moments_that_change_alone_are_told(vary):
-    changed = estimate(vary(["program.optimizer.moments=bfloat16"]))
+    changed = estimate(vary(["program.optimizer.moment_dtype=bfloat16"]))
     changes = {one.what: one for one in differences(estimate(vary([])), changed)}
     assert changes["state/optimizer/adam/mu/head"].after == "bfloat16 512(fsdp)x4096"
     assert "state/optimizer/adam/nu/head" not in changes

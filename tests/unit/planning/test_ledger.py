@@ -4,14 +4,14 @@ import pytest
 
 from graphtrain.planning.ledger import (
     Costs,
-    Entry,
+    LedgerEntry,
     append,
     error_bars,
     predict_compile_seconds,
     read,
 )
 
-ENTRY = Entry(
+ENTRY = LedgerEntry(
     target="v5p:2x2x2",
     request="0" * 40,
     when="2026-01-01T00:00:00Z",
@@ -22,7 +22,7 @@ ENTRY = Entry(
 )
 
 
-def measured(seconds: float) -> Entry:
+def measured(seconds: float) -> LedgerEntry:
     return dataclasses.replace(ENTRY, measured=Costs(step_seconds=seconds))
 
 

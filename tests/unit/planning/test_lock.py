@@ -4,16 +4,16 @@ import pytest
 
 from graphtrain.errors import PlanError
 from graphtrain.planning.assess import estimate
-from graphtrain.planning.lock import changes, lock_text
+from graphtrain.planning.lock import lock_diff, lock_text
 
 
 def test_a_lock_of_the_same_plan_holds(vary):
-    assert changes(lock_text(estimate(vary([]))), estimate(vary([]))) == []
+    assert lock_diff(lock_text(estimate(vary([]))), estimate(vary([]))) == []
 
 
 def test_a_lock_names_the_arrays_memory_and_collectives_that_changed(vary):
     locked = lock_text(estimate(vary([])))
-    told = changes(locked, estimate(vary(["program.mesh={tensor=4}"])))
+    told = lock_diff(locked, estimate(vary(["program.mesh={tensor=4}"])))
     assert "-mesh  fsdp=4" in told and "+mesh  tensor=4" in told
     assert any(line.startswith("+state/parameters/layers/mlp/up  float32  4x512x") for line in told)
     assert any(line.startswith("-fsdp  all-gather") for line in told)
@@ -24,20 +24,20 @@ def test_a_new_toolchain_that_changes_nothing_is_fine(vary):
     locked = lock_text(estimate(vary([]))).replace(
         "# made with jax ", "# made with jax 0.0.1, old "
     )
-    assert changes(locked, estimate(vary([]))) == []
+    assert lock_diff(locked, estimate(vary([]))) == []
 
 
 def test_a_new_toolchain_is_named_beside_what_it_may_have_changed(vary):
     locked = lock_text(estimate(vary([]))).replace(
         "# made with jax ", "# made with jax 0.0.1, old "
     )
-    told = changes(locked, estimate(vary(["program.batch.sequences=32"])))
+    told = lock_diff(locked, estimate(vary(["program.batch.global_batch_size=32"])))
     assert any(line.startswith("-# made with jax 0.0.1") for line in told)
 
 
 def test_blanks_and_blank_lines_do_not_count(vary):
     locked = lock_text(estimate(vary([]))).replace("  ", " ").replace("\n\n", "\n")
-    assert changes(locked, estimate(vary([]))) == []
+    assert lock_diff(locked, estimate(vary([]))) == []
 
 
 def test_an_estimate_is_never_compared_with_a_compiler(vary):
@@ -45,7 +45,7 @@ def test_an_estimate_is_never_compared_with_a_compiler(vary):
     memory = dataclasses.replace(assessment.memory, source="compiler")
     locked = lock_text(dataclasses.replace(assessment, memory=memory))
     with pytest.raises(PlanError, match="from the compiler and this plan is from the estimate"):
-        changes(locked, assessment)
+        lock_diff(locked, assessment)
 
 
 def test_where_a_collective_comes_from_is_not_locked(vary):
@@ -53,4 +53,6 @@ def test_where_a_collective_comes_from_is_not_locked(vary):
     moved = tuple(
         dataclasses.replace(one, source="elsewhere.py:1") for one in assessment.collectives
     )
-    assert changes(lock_text(assessment), dataclasses.replace(assessment, collectives=moved)) == []
+    assert (
+        lock_diff(lock_text(assessment), dataclasses.replace(assessment, collectives=moved)) == []
+    )

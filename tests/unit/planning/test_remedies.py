@@ -4,7 +4,7 @@ from graphtrain.cache import Cache
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.remedies import find_remedies
 
-LARGE = ["program.batch.sequences=2048", "program.batch.length=2048"]
+LARGE = ["program.batch.global_batch_size=2048", "program.batch.seq_len=2048"]
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cache import Cache
-from graphtrain.config.schema import Mixture
+from graphtrain.config.schema import MixtureOfExperts
 from graphtrain.errors import PlanError
 from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.candidates import candidates
 from graphtrain.planning.search import FAMILIES, search
-from graphtrain.planning.verify import verified
+from graphtrain.planning.verify import compile_best
 
 
 def test_strategies_that_fit_are_ranked_by_time(vary):
@@ -34,13 +34,21 @@ def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
 
 
 def test_a_head_that_stages_cannot_split_leaves_the_other_schedules(vary):
-    settings = ["program.target=h100:24", "program.batch.sequences=24", "program.model.layers=6"]
+    settings = [
+        "program.target=h100:24",
+        "program.batch.global_batch_size=24",
+        "program.model.layers=6",
+    ]
     threes = [one for one in candidates(vary(settings)) if one.mesh.axes["stage"] == 3]
     assert {one.program.pipeline.schedule for one in threes} == {"circular"}
 
 
 def test_long_sequences_may_be_split(vary):
-    long = ["program.batch.length=8192", "program.batch.sequences=4", "program.target=h100:8"]
+    long = [
+        "program.batch.seq_len=8192",
+        "program.batch.global_batch_size=4",
+        "program.target=h100:8",
+    ]
     assert {one.choice("context") for one in candidates(vary(long))} == {"1", "2", "4", "8"}
 
 
@@ -48,16 +56,16 @@ def test_every_family_but_the_best_has_its_reason(vary):
     found = search(vary(["program.target=h100:16"]))
     best = found.ranked[0]
     for family in FAMILIES:
-        assert f"{family} {best.choice(family)}" not in found.lost
-    assert found.lost["tensor 16"] == "does not divide kv_heads = 8"
-    assert found.lost["stage 4"].endswith(" s")
-    assert "fewer than 8,192 tokens" in found.lost["context"]
+        assert f"{family} {best.choice(family)}" not in found.rejected
+    assert found.rejected["tensor 16"] == "does not divide kv_heads = 8"
+    assert found.rejected["stage 4"].endswith(" s")
+    assert "fewer than 8,192 tokens" in found.rejected["context"]
 
 
 def test_where_nothing_fits_the_reasons_name_what_is_too_large(vary):
     found = search(vary(["program.model.vocab=100_000_000_000"]))
     assert found.ranked == ()
-    assert "nothing fits: the smallest needs" in found.lost["tensor 1"]
+    assert "nothing fits: the smallest needs" in found.rejected["tensor 1"]
 
 
 def test_own_rules_and_ulysses_stay(vary, tmp_path):
@@ -71,11 +79,11 @@ def test_own_rules_and_ulysses_stay(vary, tmp_path):
 def test_a_batch_that_no_mesh_divides_is_an_error(vary):
     odd = [
         "program.target=h100:2048",
-        "program.batch.sequences=7",
+        "program.batch.global_batch_size=7",
         "program.model.heads=7",
         "program.model.embed=700",
     ]
-    with pytest.raises(PlanError, match=r"no strategy divides batch.sequences = 7"):
+    with pytest.raises(PlanError, match=r"no strategy divides batch.global_batch_size = 7"):
         search(vary(odd))
 
 
@@ -85,7 +93,7 @@ def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
 
 def test_a_mixture_is_refused(vary):
     program = vary([])
-    mixed = replace(program, model=replace(program.model, mixture=Mixture(experts=4)))
+    mixed = replace(program, model=replace(program.model, moe=MixtureOfExperts(experts=4)))
     with pytest.raises(PlanError, match="dense models"):
         search(mixed)
 
@@ -119,7 +127,7 @@ def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tm
     asked, peaks = compiled
     ranked = search(vary([])).ranked
     peaks[0] = 10**15
-    rows = verified(ranked, Cache(tmp_path), 2)
+    rows = compile_best(ranked, Cache(tmp_path), 2)
     assert [len(batch) for batch in asked] == [2, 1]
     assert [one.memory.fits for one in rows] == [True, True, False]
     assert rows[-1].program == ranked[0].program
@@ -128,7 +136,7 @@ def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tm
 
 def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
     found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]))
-    rows = [*verified(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
+    rows = [*compile_best(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
     first, second = ranking.as_json(found, rows)["strategies"][:2]
     assert (first["source"], second["source"]) == ("compiler", "estimate")
     assert first["remat"] == found.ranked[0].program.model.remat and first["fits"]

@@ -3,7 +3,13 @@
 import pytest
 
 from sharding_rules.errors import ShardingError
-from sharding_rules.pipeline import bubble, check_microbatches, divide_layers, ticks, timeline
+from sharding_rules.pipeline import (
+    bubble_fraction,
+    check_microbatches,
+    divide_layers,
+    tick_count,
+    timeline,
+)
 
 SHAPES = [("gpipe", 4, 1, 8), ("circular", 4, 2, 8), ("circular", 2, 3, 4), ("1f1b", 4, 1, 8)]
 
@@ -25,7 +31,7 @@ def test_what_does_not_divide_leaves_less_to_outer_chunks(layers, stages, rounds
 def test_rows_hold_layers_in_order_with_zeros_where_a_chunk_is_short():
     stages = divide_layers(4, 2, 1, given=(3, 1))
     assert stages.rows == (0, 1, 2, 3, None, None)
-    assert stages.waste == pytest.approx(2 / 6)
+    assert stages.padding_fraction == pytest.approx(2 / 6)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,11 @@ def test_rows_hold_layers_in_order_with_zeros_where_a_chunk_is_short():
     [
         ((3, 4), r"4 stages = 4 chunks require at least 4 layers, but model.layers = 3"),
         ((3, 2, 2), r"2 stages x 2 rounds = 4 chunks"),
-        ((4, 2, 1, (4,)), r"pipeline.layers has 1 numbers, but 2 stages require 2"),
-        ((4, 2, 1, (2, 3)), r"the sum of pipeline.layers is 5; it must be model.layers = 4"),
+        ((4, 2, 1, (4,)), r"pipeline.layers_per_stage has 1 numbers, but 2 stages require 2"),
+        (
+            (4, 2, 1, (2, 3)),
+            r"the sum of pipeline.layers_per_stage is 5; it must be model.layers = 4",
+        ),
     ],
 )
 def test_layers_that_stages_cannot_take_are_refused(arguments, words):
@@ -56,16 +65,16 @@ def test_bubble_is_the_part_of_a_timeline_without_work(shape):
     work = timeline(*shape)
     slots = {(one.stage, one.tick, one.kind if schedule == "1f1b" else "") for one in work}
     assert len(slots) == len(work)  # no stage does two things at once
-    assert max(one.tick for one in work) + 1 == ticks(*shape)
-    room = stages * ticks(*shape) * (2 if schedule == "1f1b" else 1)
-    assert bubble(*shape) == pytest.approx(1 - len(work) / room)
+    assert max(one.tick for one in work) + 1 == tick_count(*shape)
+    room = stages * tick_count(*shape) * (2 if schedule == "1f1b" else 1)
+    assert bubble_fraction(*shape) == pytest.approx(1 - len(work) / room)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_chunk_passes_every_microbatch_on_once_and_back_once(shape):
     _, stages, rounds, microbatches = shape
     work = timeline(*shape)
-    done = {(one.kind, one.stage, one.microbatch, one.round) for one in work}
+    done = {(one.kind, one.stage, one.microbatch, one.virtual_stage) for one in work}
     assert len(done) == len(work) == 2 * stages * rounds * microbatches
 
 
@@ -73,7 +82,8 @@ def test_every_chunk_passes_every_microbatch_on_once_and_back_once(shape):
 def test_work_follows_what_it_needs_by_one_tick_or_more(shape):
     _, stages, _, _ = shape
     at = {
-        (one.kind, one.round * stages + one.stage, one.microbatch): one for one in timeline(*shape)
+        (one.kind, one.virtual_stage * stages + one.stage, one.microbatch): one
+        for one in timeline(*shape)
     }
     for (kind, chunk, microbatch), work in at.items():
         before = chunk - 1 if kind == "forward" else chunk + 1
@@ -90,6 +100,6 @@ def test_one_forward_one_backward_keeps_less_than_two_microbatches_a_stage():
     ended = {(one.stage, one.microbatch): one.tick for one in work if one.kind == "backward"}
     kept = [
         sum(begun[0, m] <= tick <= ended[0, m] for m in range(32))
-        for tick in range(ticks("1f1b", 4, 1, 32))
+        for tick in range(tick_count("1f1b", 4, 1, 32))
     ]
     assert max(kept) == 2 * 4 - 1

@@ -63,4 +63,4 @@ def test_shards_tile_the_array(factors, sizes):
     plan = make_plan({"x": spec}, RULES, mesh)
     shard = plan.shard_shape("x")
     assert math.prod(shard) * mesh.devices == math.prod(spec.shape)
-    assert plan.bytes_of("x") == math.prod(shard) * 4
+    assert plan.shard_bytes("x") == math.prod(shard) * 4

@@ -43,10 +43,10 @@ def test_an_unknown_table_is_refused(tmp_path):
 
 def test_zero_splits_state_further_than_weights():
     rules = Rules.load(["zero2", "fsdp"])
-    assert rules.of("parameter")["embed"] == ("fsdp",)
-    assert rules.of("gradient")["embed"] == ("data", "fsdp")
-    assert rules.of("optimizer")["embed"] == ("data", "fsdp")
-    assert Rules.load(["zero1"]).of("gradient").get("embed", ()) == ()
+    assert rules.table_for("parameter")["embed"] == ("fsdp",)
+    assert rules.table_for("gradient")["embed"] == ("data", "fsdp")
+    assert rules.table_for("optimizer")["embed"] == ("data", "fsdp")
+    assert Rules.load(["zero1"]).table_for("gradient").get("embed", ()) == ()
 
 
 MINE = """
@@ -98,7 +98,7 @@ def test_an_override_that_is_no_table_is_an_error(tmp_path):
 
 
 def test_axes_split_by_hand_are_left_to_the_hand(overridden):
-    rest = overridden.without(["fsdp"])
+    rest = overridden.without_mesh_axes(["fsdp"])
     assert rest.parameters["embed"] == ()
     assert rest.of("parameter", "parameters/layers/mlp/up")["mlp"] == ("tensor",)
     assert rest.activations["batch"] == ()

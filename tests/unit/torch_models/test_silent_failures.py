@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from graphtrain.config.schema import Imported
+from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.apart import check_apart
-from graphtrain.torch_frontend.attention import attend
+from graphtrain.torch_frontend.apart import check_documents_isolated
+from graphtrain.torch_frontend.attention import dense_attention
 from graphtrain.torch_frontend.blocks import Stack
-from graphtrain.torch_frontend.bridge import Environment, Tensor
-from graphtrain.torch_frontend.interface import Causal, _in_pytorch
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
+from graphtrain.torch_frontend.interface import CausalMask, _torch_attention
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import check_parity, once
-from graphtrain.torch_frontend.source import ingredients
+from graphtrain.torch_frontend.parity import check_parity, run_check_once
+from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.strict import StrictEnvironment
 from graphtrain.torch_frontend.versions import check_versions
 from lowering.trees import flatten
@@ -26,8 +26,8 @@ from lowering.trees import flatten
 MODULES = Path(__file__).with_name("modules.py")
 
 
-def model(name: str, front_end: str = "auto", remat: str = "dots", **overrides) -> Imported:
-    return Imported(
+def model(name: str, front_end: str = "auto", remat: str = "dots", **overrides) -> TorchModel:
+    return TorchModel(
         torch=f"{MODULES}:{name}",
         vocab=16,
         dtype="float32",
@@ -53,9 +53,9 @@ def test_a_gradient_that_is_no_number_is_not_close():
 
 
 def test_positions_that_meet_elsewhere_than_in_attention_do_not_pass_for_apart():
-    assert check_apart(model("Attending")) <= 1e-4
+    assert check_documents_isolated(model("Attending")) <= 1e-4
     with pytest.raises(ImportedModelError, match="mixes positions outside of attention"):
-        check_apart(model("Attending", neighbours=True))
+        check_documents_isolated(model("Attending", neighbours=True))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
     (tmp_path / "half.py").write_text("import torch\nimport no_such_part\n")
     for _ in range(2):  # half of it is not kept
         with pytest.raises(ImportedModelError, match=r"at .*half\.py:2: No module named"):
-            open_model(Imported(torch=f"{tmp_path}/half.py:build", vocab=16))
+            open_model(TorchModel(torch=f"{tmp_path}/half.py:build", vocab=16))
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,15 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
 def test_a_config_that_transformers_refuses_is_told_in_a_line(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ImportedModelError, match=words) as caught:
-        open_model(Imported(hf=str(tmp_path), vocab=16))
+        open_model(TorchModel(hf=str(tmp_path), vocab=16))
     assert "\n" not in str(caught.value)
 
 
 def test_a_record_that_is_damaged_or_of_another_version_is_made_anew(tmp_path):
     def found(number: int) -> dict:
-        return once(model("Blocks"), tmp_path, "", lambda: {"a": number, "b": 0}, {"a", "b"})
+        return run_check_once(
+            model("Blocks"), tmp_path, "", lambda: {"a": number, "b": 0}, {"a", "b"}
+        )
 
     assert found(1) == found(2) == {"a": 1, "b": 0}
     (record,) = tmp_path.glob("parity/*.json")
@@ -212,18 +214,18 @@ def test_the_key_knows_files_of_one_name_apart(tmp_path, monkeypatch):
     for name in ("own/__init__.py", "parts/__init__.py"):
         (tmp_path / name).write_text("")
     (tmp_path / "built.py").write_text("import own\nimport parts\n")
-    built, digests = Imported(torch="built.py:build", vocab=16), []
+    built, digests = TorchModel(torch="built.py:build", vocab=16), []
     for name in ("own/__init__.py", "parts/__init__.py"):
-        digests.append(ingredients(built)["torch"])
+        digests.append(key_ingredients(built)["torch"])
         (tmp_path / name).write_text("WIDTH = 8\n")
-    digests.append(ingredients(built)["torch"])
+    digests.append(key_ingredients(built)["torch"])
     assert digests[0] != digests[1] != digests[2] != digests[0]
 
 
 def test_after_a_comparison_a_model_drops_as_before():
     check_parity(model("DroppedByModule"), (2, 6))
     opened = open_model(model("DroppedByModule"))
-    assert opened.made.module.drop.p == 0.5
+    assert opened.meta.module.drop.p == 0.5
 
 
 @pytest.mark.parametrize(("front_end", "remat"), [("trace", "dots"), ("strict", "full")])
@@ -256,7 +258,7 @@ def test_queries_that_see_nothing_get_zeros_and_no_gradient():
     query, key, value = random.normal(size=(3, 1, 2, 4, 8)).astype(np.float32)
     seen = np.array([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], bool)
     for mask in (seen, np.where(seen, 0, -np.inf).astype(np.float32)):
-        out, back = jax.vjp(lambda *x, m=mask: attend(*x, m), query, key, value)
+        out, back = jax.vjp(lambda *x, m=mask: dense_attention(*x, m), query, key, value)
         assert not np.any(out[:, :, 0])
         assert all(np.isfinite(gradient).all() for gradient in back(np.ones_like(out)))
 
@@ -271,14 +273,14 @@ def test_the_strict_attention_of_transformers_is_the_traced_one(dtype):
     for given, mask in (
         (torch.tensor(seen), seen),
         (torch.tensor(np.where(seen, 0, -np.inf).astype(np.float32)).to(dtype), seen),
-        (Causal(2), near),
+        (CausalMask(2), near),
         (None, np.tri(6, 6, 0, bool)),
     ):
         arrays = [torch.tensor(x).to(dtype).requires_grad_() for x in (query, key, value)]
-        got = _in_pytorch(*arrays, given, causal=True, dropout=0.0, scale=0.3, cap=2.0)
+        got = _torch_attention(*arrays, given, causal=True, dropout=0.0, scale=0.3, cap=2.0)
         got.sum().backward()
         assert all(bool(torch.isfinite(x.grad).all()) for x in arrays)
-        want = attend(query, key, value, mask, scale=0.3, cap=2.0)
+        want = dense_attention(query, key, value, mask, scale=0.3, softcap=2.0)
         close = 1e-5 if dtype == torch.float32 else 3e-2
         np.testing.assert_allclose(got.detach().float().numpy(), want, atol=close)
 
@@ -296,11 +298,11 @@ def test_attention_is_pytorchs_with_groups_masks_and_scales():
             scale=scale,
             enable_gqa=True,
         )
-        got = attend(query, key, value, mask, causal=causal, scale=scale)
+        got = dense_attention(query, key, value, mask, causal=causal, scale=scale)
         np.testing.assert_allclose(got, want.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("environment", [Environment(), StrictEnvironment("bfloat16", 16)])
+@pytest.mark.parametrize("environment", [TraceEnvironment(), StrictEnvironment("bfloat16", 16)])
 def test_a_number_without_dimensions_does_not_make_wider_ones_of_all(environment):
     """As embed_scale of Gemma, which had all its blocks in float32."""
     x, wide = jax.numpy.ones((2, 3), "bfloat16"), jax.numpy.float32(1.5)
@@ -314,7 +316,7 @@ def test_a_number_without_dimensions_does_not_make_wider_ones_of_all(environment
 
 def test_blocks_that_are_alike_are_one_scan():
     opened = open_model(model("Blocks"))
-    assert [type(one) for one in opened.lists] == [Stack]
+    assert [type(one) for one in opened.block_lists] == [Stack]
     specs = opened.specs()
     assert specs["blocks/up/weight"].shape == (4, 8, 8)
     assert specs["blocks/up/weight"].axes == ("layers", "heads", "embed")
@@ -330,7 +332,7 @@ def test_blocks_that_are_alike_are_one_scan():
 )
 def test_blocks_that_are_not_are_traced_one_by_one_and_say_why(use, reason):
     opened = open_model(model("Blocks", use=use))
-    (found,) = opened.lists
+    (found,) = opened.block_lists
     assert found.reason == reason
     assert check_parity(opened.settings, (2, 6)).gradient <= 1e-4
 

@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain.cli.extract_report import ranges
 from graphtrain.errors import ExtractionError
-from graphtrain.torch_xla.graphs import read
+from graphtrain.torch_xla.graphs import read_extraction
 
 
 def extraction(path: Path, **about: object) -> Path:
@@ -31,19 +31,19 @@ def extraction(path: Path, **about: object) -> Path:
 )
 def test_axes_of_a_script_get_our_names_in_their_order(tmp_path: Path, theirs: dict, ours: dict):
     mesh = {"axes": theirs, "devices": list(range(8))}
-    found = read(extraction(tmp_path, meshes=[mesh]))
+    found = read_extraction(extraction(tmp_path, meshes=[mesh]))
     assert list(found.meshes[0].axes.items()) == list(ours.items())
 
 
 def test_devices_out_of_order_are_refused(tmp_path: Path):
     mesh = {"axes": {"x": 2}, "devices": [1, 0]}
     with pytest.raises(ExtractionError, match=r"devices in the order \[1, 0\]"):
-        read(extraction(tmp_path, devices=2, meshes=[mesh]))
+        read_extraction(extraction(tmp_path, devices=2, meshes=[mesh]))
 
 
 def test_another_format_is_refused(tmp_path: Path):
     with pytest.raises(ExtractionError, match="another version"):
-        read(extraction(tmp_path, format=2))
+        read_extraction(extraction(tmp_path, format=2))
 
 
 def test_steps_are_told_as_ranges():

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import from_hugging_face, to_hugging_face_folder
-from graphtrain.weights.sources import Converted
+from graphtrain.weights.convert import export_hugging_face, import_hugging_face
+from graphtrain.weights.sources import ConvertedFolder
 
 SIZES = {
     "hidden_size": 32,
@@ -45,8 +45,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def there_and_back(source: Path) -> dict[str, torch.Tensor]:
-    from_hugging_face(source, source.with_name("ours"), quiet)
-    to_hugging_face_folder(source.with_name("ours"), source.with_name("back"), quiet)
+    import_hugging_face(source, source.with_name("ours"), quiet)
+    export_hugging_face(source.with_name("ours"), source.with_name("back"), quiet)
     found = {}
     for path in sorted(source.with_name("back").glob("*.safetensors")):
         found |= load_file(path)
@@ -99,7 +99,7 @@ def test_a_bin_file_runs_no_code(source, tmp_path):
     (source / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Evil()}, source / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="cannot be loaded with weights_only=True"):
-        from_hugging_face(source, tmp_path / "ours", quiet)
+        import_hugging_face(source, tmp_path / "ours", quiet)
     assert not (tmp_path / "ran").exists()
 
 
@@ -132,8 +132,8 @@ def test_files_beside_the_weights_travel_along(source):
 
 
 def test_layers_are_stored_apart_and_in_the_decoders_order(source):
-    from_hugging_face(source, source.with_name("ours"), quiet)
-    converted = Converted(source.with_name("ours"))
+    import_hugging_face(source, source.with_name("ours"), quiet)
+    converted = ConvertedFolder(source.with_name("ours"))
     want = load_file(source / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"]
     got = converted.read(["layers/attention/query"], 1)[0]
     np.testing.assert_array_equal(got, want.numpy().T.reshape(32, 4, 8))
@@ -143,7 +143,7 @@ def broken(source: Path, **config) -> str:
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with pytest.raises(WeightsError) as error:
-        from_hugging_face(source, source.with_name("ours"), quiet)
+        import_hugging_face(source, source.with_name("ours"), quiet)
     assert not source.with_name("ours").exists()
     assert [path for path in source.parent.iterdir() if path != source] == []
     return str(error.value)
@@ -200,16 +200,16 @@ def test_damaged_files_are_named(source):
 
 
 def test_what_is_there_is_not_overwritten(source):
-    from_hugging_face(source, source.with_name("ours"), quiet)
+    import_hugging_face(source, source.with_name("ours"), quiet)
     with pytest.raises(WeightsError, match="exists already"):
-        from_hugging_face(source, source.with_name("ours"), quiet)
+        import_hugging_face(source, source.with_name("ours"), quiet)
 
 
 def test_a_converted_folder_that_lost_a_file_is_refused(source):
-    from_hugging_face(source, source.with_name("ours"), quiet)
+    import_hugging_face(source, source.with_name("ours"), quiet)
     (source.with_name("ours") / "weights/model.safetensors").unlink()
     with pytest.raises(WeightsError, match="contains no weights"):
-        to_hugging_face_folder(source.with_name("ours"), source.with_name("back"), quiet)
+        export_hugging_face(source.with_name("ours"), source.with_name("back"), quiet)
 
 
 MEASURE = """

@@ -18,10 +18,10 @@ import transformers
 
 from graphtrain.errors import WeightsError
 from graphtrain.models.decoder import forward, parameter_specs
-from graphtrain.weights.convert import to_hugging_face_folder
-from graphtrain.weights.megatron.arguments import model_of
+from graphtrain.weights.convert import export_hugging_face
+from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.convert import from_megatron
-from graphtrain.weights.sources import Converted
+from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 
 CASES = ("qwen", "gpt2", "mixture")
@@ -59,7 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(directory: Path, tokens: np.ndarray) -> np.ndarray:
-    converted = Converted(directory)
+    converted = ConvertedFolder(directory)
     parameters = {}
     for path in flatten(parameter_specs(converted.model)):
         layers = range(converted.model.layers) if path.startswith("layers/") else [None]
@@ -117,7 +117,7 @@ def test_what_comes_from_megatron_goes_to_hugging_face(checkpoints, tmp_path):
     tokens = np.load(checkpoints / "tokens.npy")
     want = np.load(checkpoints / "gpt2/logits.npy")[..., :90]
     from_megatron(checkpoints / "gpt2/several/classic", tmp_path / "ours", quiet)
-    to_hugging_face_folder(tmp_path / "ours", tmp_path / "theirs", quiet)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", quiet)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     with torch.no_grad():
         got = model(torch.from_numpy(tokens)).logits.numpy()
@@ -170,7 +170,7 @@ def refused(source: Path, **options) -> str:
 
 def test_the_vocabulary_loses_its_padding(tmp_path):
     made = from_megatron(write(tmp_path / "source"), tmp_path / "cut", quiet)
-    assert Converted(tmp_path / "cut").model.vocab == 40
+    assert ConvertedFolder(tmp_path / "cut").model.vocab == 40
     more = from_megatron(tmp_path / "source", tmp_path / "more", quiet, vocab=44)
     assert more.parameters - made.parameters == 4 * 16 * 2
     assert "a vocabulary of 49 exceeds the 48 rows in the checkpoint" in refused(
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_arguments_asks_for_the_model(tmp_path):
     assert "the checkpoint lacks" in refused(source, model="gpt2")
     from_megatron(write(tmp_path / "known"), tmp_path / "told", quiet)
     from_megatron(source, tmp_path / "named", quiet, model=str(tmp_path / "told/model.toml"))
-    assert Converted(tmp_path / "named").model == Converted(tmp_path / "told").model
+    assert ConvertedFolder(tmp_path / "named").model == ConvertedFolder(tmp_path / "told").model
 
 
 def test_a_checkpoint_runs_no_code(tmp_path):
@@ -226,15 +226,17 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
     with pytest.raises(
         WeightsError, match=r"rotary_interleaved = True is not supported, only False is"
     ):
-        model_of(ARGUMENTS | {"rotary_interleaved": True}, 48)
+        model_from_arguments(ARGUMENTS | {"rotary_interleaved": True}, 48)
 
 
 def test_arguments_of_all_ages_say_the_same_model():
     old = {name: value for name, value in ARGUMENTS.items() if not name.startswith(("add", "pos"))}
     old |= {"disable_bias_linear": True, "use_rotary_position_embeddings": True}
     old |= {"position_embedding_type": "learned_absolute"}
-    assert model_of(old, 48) == model_of(ARGUMENTS, 48)
-    biased = model_of(ARGUMENTS | {"swiglu": False, "bias_gelu_fusion": False}, 48)
+    assert model_from_arguments(old, 48) == model_from_arguments(ARGUMENTS, 48)
+    biased = model_from_arguments(ARGUMENTS | {"swiglu": False, "bias_gelu_fusion": False}, 48)
     assert biased.activation == "gelu"
-    scaled = model_of(ARGUMENTS | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, 48)
+    scaled = model_from_arguments(
+        ARGUMENTS | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, 48
+    )
     assert scaled.rope_scaling is not None and scaled.rope_scaling.factor == 32.0

@@ -25,12 +25,12 @@ from graphtrain.models.lora.trainable import (
     trained_arrays,
 )
 from graphtrain.models.loss import cross_entropy
-from graphtrain.weights.convert import from_hugging_face, read_config
-from graphtrain.weights.factors import Table, from_peft
-from graphtrain.weights.families import family_of
-from graphtrain.weights.frozen import frozen_parameters
-from graphtrain.weights.peft import PeftAdapter, write_adapter
-from graphtrain.weights.sources import Converted
+from graphtrain.weights.convert import import_hugging_face, read_config
+from graphtrain.weights.factors import AdapterTable, from_peft
+from graphtrain.weights.families import family_of_config
+from graphtrain.weights.frozen import load_frozen_parameters
+from graphtrain.weights.peft import PeftAdapter, write_peft_folder
+from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 from sharding_rules.rules import Rules
 
@@ -71,7 +71,7 @@ def base(case: str, path: Path) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.data = float(parameter.ndim == 1) + 0.2 * torch.randn(parameter.shape)
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     return model
 
 
@@ -88,9 +88,11 @@ def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> t
 
 
 def program_of(path: Path, **settings) -> Program:
-    model = replace(Converted(path / "ours").model, dtype="float32", remat="none")
+    model = replace(ConvertedFolder(path / "ours").model, dtype="float32", remat="none")
     adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
-    return Program(mesh=Mesh(), model=model, batch=Batch(sequences=2, length=12), adapter=adapter)
+    return Program(
+        mesh=Mesh(), model=model, batch=Batch(global_batch_size=2, seq_len=12), adapter=adapter
+    )
 
 
 def frozen_of(path: Path, program: Program):
@@ -104,13 +106,13 @@ def frozen_of(path: Path, program: Program):
             }
         )
 
-    return frozen_parameters(Converted(path / "ours"), program, described, fill)
+    return load_frozen_parameters(ConvertedFolder(path / "ours"), program, described, fill)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_peft(case, tmp_path):
     tuned = with_adapter(base(case, tmp_path), case, tmp_path).double()
-    program = program_of(tmp_path, targets=TARGETS[case])
+    program = program_of(tmp_path, target_modules=TARGETS[case])
     side = tmp_path / "ours/hugging_face"
     adapter = PeftAdapter(tmp_path / "adapter", program, side)
     frozen = frozen_of(tmp_path, program)
@@ -136,10 +138,10 @@ def quickly(function):
 
 def assert_gradients(program, side, got, tuned):
     """Where PEFT packs several weights into one, its first factor has the sum of our gradients."""
-    family = family_of(read_config(side))
+    family = family_of_config(read_config(side))
     theirs = {name: one.grad for name, one in tuned.named_parameters() if "lora_" in name}
     compared = 0
-    for piece in family.pieces(program.model):
+    for piece in family.weights(program.model):
         paths = [path for path in piece.row.paths if f"{path}/{LORA_A}" in got]
         if not paths:
             continue
@@ -157,13 +159,15 @@ def assert_gradients(program, side, got, tuned):
 
 
 @pytest.mark.parametrize(
-    ("case", "root_rank"), [("llama", False), ("gpt2", True), ("bloom", False)]
+    ("case", "use_rslora"), [("llama", False), ("gpt2", True), ("bloom", False)]
 )
-def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp_path):
+def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tmp_path):
     base(case, tmp_path)
-    tied = Converted(tmp_path / "ours").model.tied_head
+    tied = ConvertedFolder(tmp_path / "ours").model.tie_word_embeddings
     whole = ("embedding/tokens",) if tied else ("head", "final_norm/*")
-    program = program_of(tmp_path, root_rank=root_rank, targets=TARGETS[case], whole=whole)
+    program = program_of(
+        tmp_path, use_rslora=use_rslora, target_modules=TARGETS[case], modules_to_save=whole
+    )
     random = np.random.default_rng(1)
     ours = {
         path: random.normal(0, 0.2, spec.shape).astype(np.float32)
@@ -175,7 +179,9 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, root_rank, tmp
     def read(paths, layer):
         return [ours[path] if layer is None else ours[path][layer] for path in paths]
 
-    write_adapter(Table.of(side, program.model, program.adapter), read, tmp_path / "written")
+    write_peft_folder(
+        AdapterTable.from_folder(side, program.model, program.adapter), read, tmp_path / "written"
+    )
     again = PeftAdapter(tmp_path / "written", program, side)
     assert set(again.arrays) == set(ours)
     for path, array in ours.items():
@@ -207,7 +213,7 @@ def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):
 
 def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(tmp_path):
     with_adapter(base("llama", tmp_path), "llama", tmp_path, modules_to_save=["lm_head"])
-    program = program_of(tmp_path, targets=TARGETS["llama"], whole=("head",))
+    program = program_of(tmp_path, target_modules=TARGETS["llama"], modules_to_save=("head",))
     adapter, side = tmp_path / "adapter", tmp_path / "ours/hugging_face"
     PeftAdapter(adapter, program, side)
     weights = adapter / "adapter_model.safetensors"
@@ -229,7 +235,7 @@ def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(tmp_path):
 
 def test_what_graphtrain_has_not_is_refused_by_name(tmp_path):
     with_adapter(base("llama", tmp_path), "llama", tmp_path, use_dora=True)
-    program = program_of(tmp_path, targets=TARGETS["llama"])
+    program = program_of(tmp_path, target_modules=TARGETS["llama"])
     with pytest.raises(WeightsError, match="use_dora = True"):
         PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
 

@@ -11,18 +11,27 @@ import transformers
 
 from graphtrain.config import render
 from graphtrain.config.resolve import stages_of
-from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Pipeline, Program, Run
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Config,
+    Data,
+    Mesh,
+    PipelineSettings,
+    Program,
+    Run,
+)
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.build import parameter_specs_of
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.run.generate import _weights
-from graphtrain.run.initial_weights import Beginning
-from graphtrain.weights.base import check_adapter
-from graphtrain.weights.convert import from_hugging_face
-from graphtrain.weights.sources import Converted, open_source
-from graphtrain.weights.start import open_initial, start_parameters
+from graphtrain.run.initial_weights import InitialWeights
+from graphtrain.weights.base import verify_adapter_settings
+from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.sources import ConvertedFolder, open_weights
+from graphtrain.weights.start import load_initial_parameters, open_initial_weights
 from lowering.trees import flatten, unflatten
 
 
@@ -34,7 +43,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 65}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
     model.save_pretrained(path / "source")
-    from_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     return path / "ours"
 
 
@@ -42,11 +51,11 @@ def config(directory: Path, **model) -> Config:
     program = Program(
         target="cpu:2",
         mesh=Mesh(stage=2),
-        model=replace(Converted(directory).model, **model),
-        batch=Batch(sequences=4, length=8, microbatches=4),
-        pipeline=Pipeline(rounds=2),
+        model=replace(ConvertedFolder(directory).model, **model),
+        batch=Batch(global_batch_size=4, seq_len=8, microbatches=4),
+        pipeline=PipelineSettings(virtual_stages=2),
     )
-    run = Run(directory="run", steps=1, data=Data(train="data"), initial=str(directory))
+    run = Run(directory="run", steps=1, data=Data(train="data"), init_from=str(directory))
     return Config(program=program, run=run)
 
 
@@ -66,9 +75,11 @@ def in_halves(described, read):
 def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(converted):
     """5 layers in 2 rounds of 2 stages, so that some rows are no layer's."""
     made = config(converted, vocab=72)
-    weights = open_initial(made)
+    weights = open_initial_weights(made)
     assert weights is not None
-    got = start_parameters(weights, made.program, parameter_specs_of(made.program), in_halves)
+    got = load_initial_parameters(
+        weights, made.program, parameter_specs_of(made.program), in_halves
+    )
     whole = {}
     for path, spec in flatten(parameter_specs(weights.model)).items():
         layers = range(5) if path.startswith("layers/") else [None]
@@ -83,26 +94,26 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
 
 
 def test_another_model_is_refused_with_what_differs(converted):
-    with pytest.raises(WeightsError, match=r"rope_base = 5\.0 \(instead of 10000\.0\)"):
-        open_initial(config(converted, rope_base=5.0))
+    with pytest.raises(WeightsError, match=r"rope_theta = 5\.0 \(instead of 10000\.0\)"):
+        open_initial_weights(config(converted, rope_theta=5.0))
     with pytest.raises(WeightsError, match=r"vocabulary of 65, but program\.model\.vocab = 64"):
-        open_initial(config(converted, vocab=64))
-    assert open_initial(config(converted, remat="full", dropout=0.1)) is not None
+        open_initial_weights(config(converted, vocab=64))
+    assert open_initial_weights(config(converted, remat="full", dropout=0.1)) is not None
 
 
 def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
     with pytest.raises(
         WeightsError, match=r"is neither a converted folder .* convert weights of other formats"
     ):
-        open_source(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(converted, tmp_path):
     (tmp_path / "file").touch()
-    beginning = Beginning.open(config(converted), resumes=False)
+    beginning = InitialWeights.open(config(converted), resuming=False)
     assert beginning is not None
     with pytest.raises(TrainingError, match=r"file/run cannot be written .* free space"):
-        beginning.keep(tmp_path / "file/run")
+        beginning.save_run_files(tmp_path / "file/run")
 
 
 def adapted(directory: Path, **settings) -> Config:
@@ -116,7 +127,7 @@ def adapted(directory: Path, **settings) -> Config:
 
 
 def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(converted):
-    begun = adapted(converted, whole=("layers/mlp/down",))
+    begun = adapted(converted, modules_to_save=("layers/mlp/down",))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     described = unflatten(
         {
@@ -125,7 +136,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
         }
     )
     found = flatten(_weights(begun, begun.program, described, None))
-    (up, down) = Converted(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
+    (up, down) = ConvertedFolder(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
     np.testing.assert_array_equal(found["layers/mlp/up"][1], fake_quantize(up, "nf4"))
     np.testing.assert_array_equal(found["layers/mlp/down"][1], down)  # trained whole
 
@@ -133,7 +144,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
 @pytest.mark.parametrize("changed", [{"alpha": 8.0}, {"rank": 4}, {"base": "int8"}])
 def test_a_run_does_not_go_on_with_another_adapter(converted, tmp_path, changed):
     (tmp_path / "config.toml").write_text(render(adapted(converted)))
-    check_adapter(adapted(converted, dropout=0.1), tmp_path)
+    verify_adapter_settings(adapted(converted, dropout=0.1), tmp_path)
     (name,) = changed
     with pytest.raises(WeightsError, match=rf"\[program\.adapter\]: {name} = .*\(instead of"):
-        check_adapter(adapted(converted, **changed), tmp_path)
+        verify_adapter_settings(adapted(converted, **changed), tmp_path)

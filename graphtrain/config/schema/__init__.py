@@ -1,0 +1,53 @@
+"""The settings, one module for each table of a configuration file.
+
+The comment beside a field is its description in `graphtrain config show`, in the JSON schema and
+in the reference. A check lives in the narrowest class that sees all settings it compares.
+"""
+
+from graphtrain.config.schema.adapter import Adapter
+from graphtrain.config.schema.batch import Batch
+from graphtrain.config.schema.config import Config
+from graphtrain.config.schema.loss import Loss
+from graphtrain.config.schema.mesh import Mesh, PipelineSettings
+from graphtrain.config.schema.model import (
+    Activation,
+    AttentionImplementation,
+    MixtureOfExperts,
+    Model,
+    Remat,
+    RopeScaling,
+)
+from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.program import (
+    Program,
+    check_pipeline,
+    check_preference,
+)
+from graphtrain.config.schema.run import BlendPart, Data, LearningRate, Packing, Run
+from graphtrain.config.schema.torch_model import TorchModel, is_imported
+
+__all__ = [
+    "Activation",
+    "Adapter",
+    "AttentionImplementation",
+    "Batch",
+    "BlendPart",
+    "Config",
+    "Data",
+    "LearningRate",
+    "Loss",
+    "Mesh",
+    "MixtureOfExperts",
+    "Model",
+    "Optimizer",
+    "Packing",
+    "PipelineSettings",
+    "Program",
+    "Remat",
+    "RopeScaling",
+    "Run",
+    "TorchModel",
+    "check_pipeline",
+    "check_preference",
+    "is_imported",
+]

@@ -1,0 +1,45 @@
+"""[program.mesh] and [program.pipeline]: devices along each mesh axis, and pipeline schedules."""
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.schema.types import STRICT, Positive
+
+MeshSize = Positive | Literal["rest"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mesh:
+    """Devices along each mesh axis; one may be "rest": all devices that the others leave."""
+
+    data: MeshSize = 1  # data parallelism: replicas of the model
+    fsdp: MeshSize = 1  # fully sharded data parallelism (ZeRO-3)
+    stage: MeshSize = 1  # pipeline parallelism: stages of layers
+    expert: MeshSize = 1  # expert parallelism of a mixture of experts
+    context: MeshSize = 1  # context parallelism: positions of long sequences
+    tensor: MeshSize = 1  # tensor and sequence parallelism
+
+    def __post_init__(self) -> None:
+        rest = [name for name, size in vars(self).items() if size == "rest"]
+        if len(rest) > 1:
+            raise ValueError(f'only one mesh axis can be "rest", not {" and ".join(rest)}')
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PipelineSettings:
+    """The pipeline schedule over the mesh axis `stage`.
+
+    The backward pass recomputes a stage from its input, unless model.remat = "none"; 1f1b always
+    recomputes.
+
+    Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
+    """
+
+    schedule: Literal["gpipe", "circular", "1f1b"] = "circular"  # order of the microbatches
+    virtual_stages: Positive = 1  # stages on each device; more than 1 needs circular
+    layers_per_stage: tuple[Positive, ...] | None = None  # by virtual stage; unset: even
+
+    def __post_init__(self) -> None:
+        if self.virtual_stages > 1 and self.schedule != "circular":
+            raise ValueError(f'virtual_stages = {self.virtual_stages} needs schedule = "circular"')

@@ -1,0 +1,162 @@
+"""[program.model]: the native decoder-only transformer."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.schema.types import (
+    STRICT,
+    DropoutRate,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    set_derived_defaults,
+)
+
+# Activation checkpointing: what the backward pass recomputes. none: nothing. attention: attention
+# scores and softmax. dots: everything but products with weights. full: everything. offload: as
+# dots, with those products offloaded to host memory.
+Remat = Literal["none", "attention", "dots", "full", "offload"]
+
+# dense: matrix products, with all attention scores in memory. flash: a kernel of the target that
+# never stores the scores. auto: flash if the target has a kernel for the model, else dense.
+AttentionImplementation = Literal["auto", "flash", "dense"]
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MixtureOfExperts:
+    """A mixture of experts in place of every MLP; a router sends each token to a few experts.
+
+    Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538
+    """
+
+    experts: Annotated[int, Field(ge=2)]  # number of experts in a layer
+    experts_per_token: Positive = 2  # experts that process each token (top-k)
+    normalize_topk: bool = True  # scale the gate weights of a token's experts to sum to 1
+    shared_expert_mlp: Positive | None = None  # hidden width of a gated expert for every token
+    capacity_factor: PositiveFloat | None = None  # tokens per expert over the mean; unset: dropless
+    balance_loss: NotNegativeFloat = 0.01  # weight of Switch's loss (arxiv.org/abs/2101.03961)
+    router_z_loss: NotNegativeFloat = 0.001  # weight of log(Z)^2, ST-MoE (arxiv.org/abs/2202.08906)
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than "
+                f"experts = {self.experts}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RopeScaling:
+    """Scaling of the rotary angles of a model that was extended to longer sequences.
+
+    Source: linear: Chen et al. 2023, https://arxiv.org/abs/2306.15595; llama3: the function
+    apply_scaling of https://github.com/meta-llama/llama-models, models/llama3/model.py
+    """
+
+    kind: Literal["linear", "llama3"]  # linear scales all angles; llama3 those of long wavelengths
+    factor: PositiveFloat  # divisor of the angles
+    low_freq_factor: PositiveFloat | None = None  # llama3: fewer turns than this are scaled fully
+    high_freq_factor: PositiveFloat | None = None  # llama3: more turns than this are not scaled
+    original_max_position_embeddings: Positive | None = None  # llama3: tokens before the extension
+
+    def __post_init__(self) -> None:
+        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
+        if self.kind == "llama3" and None in own:
+            raise ValueError(
+                'kind = "llama3" needs low_freq_factor, high_freq_factor and '
+                "original_max_position_embeddings"
+            )
+        if self.kind == "linear" and own != (None, None, None):
+            raise ValueError('kind = "linear" takes only factor; remove the other settings')
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low and high and low >= high:
+            raise ValueError(f"low_freq_factor = {low} is not below high_freq_factor = {high}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Model:
+    """A decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
+
+    layers: Positive  # number of transformer blocks
+    embed: Positive  # width of the residual stream (hidden size)
+    heads: Positive  # number of query heads
+    kv_heads: Positive | None = None  # number of key and value heads; unset: as many as heads
+    head_dim: Positive | None = None  # width of a head; unset: embed / heads
+    mlp: Positive  # hidden width of the MLP (intermediate size)
+    vocab: Positive  # rows of the embedding; at least the tokenizer's vocabulary size
+    positions: Literal["rope", "learned", "alibi"] = "rope"  # position encoding
+    rope_theta: PositiveFloat = 10_000.0  # base of the rotary angles
+    rope_scaling: RopeScaling | None = None  # scaling of the rotary angles; unset: none
+    sliding_window: Positive | None = None  # tokens a query attends to; unset: all before it
+    global_attention_every: Positive | None = None  # every n-th layer has no window; unset: none
+    sliding_window_rope_theta: PositiveFloat | None = None  # rope_theta of layers with a window
+    max_position_embeddings: Positive | None = None  # rows of the learned position table
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
+    norm_epsilon: PositiveFloat = 1e-5  # added to the variance
+    rms_norm_offset: bool = False  # norms multiply by 1 + scale, and scale starts at 0 (Gemma)
+    embedding_norm: bool = False  # normalize the output of the embedding (Bloom)
+    qk_norm: bool = False  # normalize queries and keys over head_dim (Qwen3, Gemma 3)
+    post_norm: bool = False  # normalize the outputs of attention and MLP as well (Gemma 2)
+    activation: Activation = "swiglu"  # of the MLP; the *glu ones have a gate
+    bias: Literal["none", "qkv", "attention", "all"] = "none"  # which products add a bias
+    query_pre_attn_scalar: PositiveFloat | None = None  # scores / its root; unset: head_dim
+    attn_logit_softcap: PositiveFloat | None = None  # attention scores: cap * tanh(score / cap)
+    final_logit_softcap: PositiveFloat | None = None  # logits: cap * tanh(logit / cap)
+    scaled_embedding: bool = False  # multiply the embedding by the square root of embed (Gemma)
+    tie_word_embeddings: bool = False  # the LM head is the transposed embedding
+    unit_norm_head: bool = False  # divide the LM head's weights of a token by their norm
+    fused_gate_up: bool = False  # gate and up projection are one array and one product
+    moe: MixtureOfExperts | None = None  # mixture of experts; unset: a dense model
+    dropout: DropoutRate = 0.0  # after embedding, attention and MLP
+    init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
+    remat: Remat = "dots"  # activation checkpointing: what to recompute; docs/sharding.md
+    attention: AttentionImplementation = "auto"  # flash never stores scores; docs/targets.md
+    unroll: Positive = 1  # layers in an iteration of the loop over layers; docs/BENCHMARKS.md
+
+    def __post_init__(self) -> None:
+        self._set_head_sizes()
+        self._check_activation()
+        self._check_positions()
+
+    def _set_head_sizes(self) -> None:
+        if self.head_dim is None and self.embed % self.heads:
+            raise ValueError(
+                f"embed = {self.embed} is not a multiple of heads = {self.heads}; "
+                "change one, or set head_dim"
+            )
+        set_derived_defaults(self, kv_heads=self.heads, head_dim=self.embed // self.heads)
+        assert self.kv_heads and self.head_dim
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim = {self.head_dim} is odd; rotary positions rotate pairs of dimensions"
+            )
+
+    def _check_activation(self) -> None:
+        if self.fused_gate_up and self.activation in ("gelu", "gelu_tanh"):
+            raise ValueError(
+                f'activation = "{self.activation}" has no gate to fuse; set fused_gate_up = false'
+            )
+        if self.moe is not None and self.fused_gate_up:
+            raise ValueError(
+                "fused_gate_up is only for dense models; set fused_gate_up = false for moe"
+            )
+
+    def _check_positions(self) -> None:
+        if self.positions == "learned" and self.max_position_embeddings is None:
+            raise ValueError('positions = "learned" needs max_position_embeddings')
+        if self.positions != "learned" and self.max_position_embeddings is not None:
+            raise ValueError('max_position_embeddings is only for positions = "learned"; remove it')
+        if self.positions != "rope" and self.rope_scaling is not None:
+            raise ValueError('rope_scaling is only for positions = "rope"; remove it')
+        for name in ("global_attention_every", "sliding_window_rope_theta"):
+            if self.sliding_window is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs sliding_window; set sliding_window too")

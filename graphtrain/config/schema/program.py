@@ -1,0 +1,172 @@
+"""[program]: everything that can change compiled code."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Discriminator, Tag
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.hf_config import layer_count
+from graphtrain.config.schema.adapter import Adapter
+from graphtrain.config.schema.batch import Batch
+from graphtrain.config.schema.loss import Loss
+from graphtrain.config.schema.mesh import Mesh, PipelineSettings
+from graphtrain.config.schema.model import Model
+from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.torch_model import TorchModel, is_imported
+from graphtrain.config.schema.types import STRICT
+from sharding_rules.errors import ShardingError
+from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
+
+
+def _model_kind(model: Any) -> str:
+    """Return which of the two classes a [program.model] is of."""
+    if isinstance(model, dict):
+        return "imported" if "torch" in model or "hf" in model else "native"
+    return "imported" if isinstance(model, TorchModel) else "native"
+
+
+if TYPE_CHECKING:  # functions of native models are typed with Model; see is_imported
+    AnyModel = Model
+else:
+    AnyModel = Annotated[
+        Annotated[Model, Tag("native")] | Annotated[TorchModel, Tag("imported")],
+        Discriminator(_model_kind),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Program:
+    """Everything that can change compiled code. The cache key digests all of it."""
+
+    target: str = "cpu:1"  # machine to compile for, for example cpu:8, h100:64 or v5p:4x4x4
+    # Presets or .toml files. A strategy whose mesh axis has size 1 has no effect.
+    rules: tuple[str, ...] = (
+        "data",
+        "fsdp",
+        "pipeline",
+        "expert",
+        "context",
+        "tensor",
+        "sequence",
+    )  # sharding strategies, by preset name or .toml file
+    mesh: Mesh = Mesh(data="rest")
+    model: AnyModel
+    batch: Batch
+    optimizer: Optimizer = Optimizer()
+    loss: Loss = Loss()
+    pipeline: PipelineSettings = PipelineSettings()
+    adapter: Adapter | None = None  # LoRA; unset: train every weight
+
+    def __post_init__(self) -> None:
+        if is_imported(self.model):
+            _check_imported(self)
+        else:
+            self._check_native()
+        if self.mesh.stage != "rest" and self.mesh.stage > 1:
+            check_pipeline(self, self.mesh.stage)
+
+    def _check_native(self) -> None:
+        if self.loss.kind == "dpo":
+            check_preference(self)
+        if self.model.moe is not None and self.batch.gradient_reduction == "per_step":
+            raise ValueError(
+                'batch.gradient_reduction = "per_step" computes each replica separately, and a '
+                "mixture of experts balances its experts over all replicas; use "
+                'gradient_reduction = "per_microbatch"'
+            )
+        chunk, seq_len = self.loss.chunk, self.batch.seq_len
+        if isinstance(chunk, int) and seq_len % chunk:
+            raise ValueError(f"batch.seq_len = {seq_len} is not a multiple of loss.chunk = {chunk}")
+        limit = self.model.max_position_embeddings
+        if limit is not None and seq_len > limit:
+            raise ValueError(
+                f"batch.seq_len = {seq_len} is more than model.max_position_embeddings = {limit}"
+            )
+
+
+def check_preference(program: Program) -> None:
+    """Refuse settings that DPO over preference pairs does not support.
+
+    Raises:
+        ValueError: names the setting and the change to make.
+    """
+    batch = program.batch
+    rows = batch.global_batch_size // batch.microbatches
+    if rows % 2:
+        raise ValueError(
+            f'loss.kind = "dpo" needs pairs of rows, and batch.global_batch_size = '
+            f"{batch.global_batch_size} with batch.microbatches = {batch.microbatches} makes "
+            f"{rows} rows per microbatch; change one so that it is even"
+        )
+    if batch.gradient_reduction == "per_step":
+        raise ValueError('loss.kind = "dpo" needs batch.gradient_reduction = "per_microbatch"')
+    if program.model.moe is not None and program.model.moe.capacity_factor is not None:
+        raise ValueError(
+            'loss.kind = "dpo" compares two models on the same tokens, and a mixture of experts '
+            "with a capacity factor drops different tokens in each; remove capacity_factor"
+        )
+
+
+def _check_imported(program: Program) -> None:
+    """Refuse settings that PyTorch models do not support."""
+    refused = {
+        'loss.kind = "dpo"': program.loss.kind == "dpo",
+        "loss.chunk": program.loss.has_chunks,
+        "adapter": program.adapter is not None,
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"{' and '.join(names)} cannot be used with model.torch or model.hf; remove it, or "
+            "use the native decoder (graphtrain convert hf-to-graphtrain)"
+        )
+
+
+def check_pipeline(program: Program, stages: int) -> Stages:
+    """Return the assignment of a program's layers to `stages` pipeline stages.
+
+    Raises:
+        ShardingError: a setting that pipelines do not support, or layers, microbatches or
+            positions that cannot be divided among the stages.
+    """
+    batch, pipeline = program.batch, program.pipeline
+    if not batch.cross_document_attention:
+        raise ShardingError(
+            "batch.cross_document_attention = false is not supported with a pipeline; set "
+            "mesh.stage = 1, or cross_document_attention = true"
+        )
+    if program.adapter is not None or program.loss.kind == "dpo":
+        what = "program.adapter" if program.adapter is not None else 'loss.kind = "dpo"'
+        raise ShardingError(f"{what} is not supported with a pipeline; set mesh.stage = 1")
+    if program.loss.has_chunks:
+        raise ShardingError(
+            "loss.chunk is not supported with a pipeline, whose stages share the LM head; remove "
+            "it, or set mesh.stage = 1"
+        )
+    check_microbatches(batch.microbatches, stages)
+    if pipeline.schedule == "1f1b" and batch.seq_len % stages:
+        raise ShardingError(
+            f"batch.seq_len = {batch.seq_len} is not a multiple of mesh.stage = {stages}, over "
+            'which 1f1b splits the LM head; change one, or set pipeline.schedule = "circular"'
+        )
+    return divide_layers(
+        _layers_of(program), stages, pipeline.virtual_stages, pipeline.layers_per_stage
+    )
+
+
+def _layers_of(program: Program) -> int:
+    """Return the number of layers of a model.
+
+    Raises:
+        ShardingError: the settings do not state it.
+    """
+    model = program.model
+    if not is_imported(model):
+        return model.layers
+    stated = model.hf and layer_count(model.hf, model.overrides)
+    layers = stated or sum(program.pipeline.layers_per_stage or ())
+    if not layers:
+        raise ShardingError(
+            "the number of layers of model.torch is unknown before the model is built; set "
+            "pipeline.layers_per_stage, for example [6, 6]"
+        )
+    return layers

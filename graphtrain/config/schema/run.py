@@ -1,0 +1,87 @@
+"""[run]: everything that does not change compiled code."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.schema.types import (
+    STRICT,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+)
+
+# concat: documents are concatenated and cut into sequences. best_fit: as many whole documents as
+# fit into each sequence. pad: one document in each sequence, padded.
+Packing = Literal["concat", "best_fit", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BlendPart:
+    """One dataset of a blend, with either a weight or epochs."""
+
+    dataset: str  # path of the dataset, without .bin and .idx
+    weight: PositiveFloat | None = None  # share of the sequences, relative to the other weights
+    epochs: PositiveFloat | None = None  # passes over the dataset, relative to the other epochs
+
+    def __post_init__(self) -> None:
+        if (self.weight is None) == (self.epochs is None):
+            raise ValueError(f"set either weight or epochs for {self.dataset}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Data:
+    """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
+
+    train: str | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # a dataset, or a blend
+    validation: str | None = None  # validation dataset; unset: no evaluation
+    packing: Packing | None = None  # unset: concat for text, best_fit or pad for conversations
+    overlong: Literal["error", "truncate", "drop"] = "error"  # documents longer than seq_len
+
+    def __post_init__(self) -> None:
+        if isinstance(self.train, str):
+            return
+        if len({part.weight is None for part in self.train}) > 1:
+            raise ValueError("the parts of a blend must all have a weight, or all have epochs")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LearningRate:
+    """Learning rate by step: a linear warm-up to peak, then the schedule down to minimum."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
+    peak: PositiveFloat = 3e-4  # learning rate at the end of the warm-up
+    minimum: NotNegativeFloat = 0.0  # learning rate of the last step
+    warmup_steps: NotNegative = 0  # steps of the linear warm-up
+
+    def __post_init__(self) -> None:
+        if self.minimum > self.peak:
+            raise ValueError(f"minimum = {self.minimum} is more than peak = {self.peak}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Run:
+    """Everything that does not change compiled code; changing it compiles nothing."""
+
+    directory: Annotated[str, Field(min_length=1)]  # for checkpoints, metrics and config.toml
+    steps: Positive  # training steps
+    data: Data
+    learning_rate: LearningRate = LearningRate()
+    init_from: str | None = None  # initial weights: a converted folder, or the directory of a run
+    init_adapter_from: str | None = None  # initial adapter: a PEFT folder; needs [program.adapter]
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order
+    report_every: Positive = 10  # steps between reports of metrics
+    save_every: Positive = 1000  # steps between checkpoints; the last step is always saved
+    keep_checkpoints: Positive = 3  # number of newest checkpoints to keep
+    evaluate_every: Positive | None = None  # steps between evaluations; unset: after the last step
+    evaluate_batches: Positive | None = None  # batches per evaluation; unset: the entire dataset
+    tensorboard: bool = True  # write TensorBoard event files too
+
+    def __post_init__(self) -> None:
+        if self.learning_rate.warmup_steps > self.steps:
+            raise ValueError(
+                f"learning_rate.warmup_steps = {self.learning_rate.warmup_steps} is more than "
+                f"steps = {self.steps}"
+            )

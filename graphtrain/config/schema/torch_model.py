@@ -1,0 +1,54 @@
+"""[program.model] with torch or hf: a PyTorch or Hugging Face model in place of the native one."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypeIs
+
+from graphtrain.config.hf_config import vocab_size
+from graphtrain.config.schema.model import AttentionImplementation, Model
+from graphtrain.config.schema.types import STRICT, Positive, set_derived_defaults
+from graphtrain.errors import ImportedModelError
+
+Plain = str | bool | int | float | list[str | bool | int | float]
+Overrides = dict[str, Plain | dict[str, Plain]]
+
+_EMPTY: Any = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TorchModel:
+    """A PyTorch or Hugging Face model, traced as it is."""
+
+    torch: str | None = None  # "module:factory" or "file.py:factory" that returns a torch.nn.Module
+    hf: str | None = None  # folder with a config.json of transformers, or such a file
+    overrides: Overrides = _EMPTY  # replace settings of config.json; with torch: factory arguments
+    vocab: Positive | None = None  # rows of the embedding; with hf, unset: as in config.json
+    axes: dict[str, tuple[str, ...]] = _EMPTY  # array axes by weight name: "*.wq.weight"; "": none
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
+    remat: Literal["none", "attention", "dots", "full"] = "dots"  # what the backward recomputes
+    attention: AttentionImplementation = "auto"  # as of the native model; docs/targets.md
+    # trace: JAX differentiates the forward pass, with blocks scanned. strict: PyTorch's own
+    # backward pass. auto: trace unless a known hazard or the parity check requires strict.
+    front_end: Literal["auto", "trace", "strict"] = "auto"  # docs/torch.md, Two front ends
+    parity: Overrides = _EMPTY  # more overrides for the small model of the parity check
+
+    def __post_init__(self) -> None:
+        if (self.torch is None) == (self.hf is None):
+            raise ValueError("set either torch or hf")
+        if self.vocab is None:
+            try:
+                set_derived_defaults(self, vocab=self.hf and vocab_size(self.hf, self.overrides))
+            except ImportedModelError as error:
+                raise ValueError(str(error)) from error
+        if self.vocab is None:
+            raise ValueError("vocab is unknown; set it to the number of rows of the embedding")
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # dictionaries are not hashable
+
+
+def is_imported(model: Model | TorchModel) -> TypeIs[TorchModel]:
+    """Return whether a model is a PyTorch or Hugging Face model."""
+    return isinstance(model, TorchModel)
