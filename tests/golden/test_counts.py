@@ -4,7 +4,6 @@ import jax
 import pytest
 from counts import CONFIGS, count, difference, of_stablehlo, render
 
-
 UPDATE = "python -m pytest tests/golden --update-golden"
 
 
@@ -19,7 +18,7 @@ def test_a_training_step_is_made_of_what_it_was_made_of(config, pytestconfig):
     assert config.file.exists(), f"no counts for jax {jax.__version__}; run: {UPDATE}"
     changed = difference(config, counted)
     assert not changed, (
-        f"{config.file.name} of jax {jax.__version__}:\n{changed}\nIf this is intended, run: {UPDATE}"
+        f"{config.file.name} of jax {jax.__version__}:\n{changed}\nIf intended, run: {UPDATE}"
     )
 
 

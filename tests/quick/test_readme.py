@@ -52,7 +52,9 @@ def test_its_commands_train_a_model_better_than_a_bigram_model(tmp_path):
 
 
 def test_quickstart_runs_its_commands():
-    recipe = [words(line)[1:] for line in dry_run("quickstart").splitlines() if "/graphtrain " in line]
+    recipe = [
+        words(line)[1:] for line in dry_run("quickstart").splitlines() if "/graphtrain " in line
+    ]
     assert recipe == [words(command)[1:] for command in starting_with("graphtrain")]
 
 

@@ -1,4 +1,4 @@
-"""One case of each strategy: loss and gradients equal those of one device; tests/graphs has more."""
+"""One case of each strategy gives the loss and gradients of one device; tests/graphs has more."""
 
 import pytest
 from programs import LLAMA, program
