@@ -94,7 +94,7 @@ def scanning_blocks(
         through: hooks that replace the scan over a stack.
 
     Raises:
-        NotAlike: while the module is called, if blocks of a stack differ.
+        BlocksDiffer: while the module is called, if blocks of a stack differ.
     """
     changed, through = [], through or ScanHooks()
     try:
