@@ -96,13 +96,13 @@ def dense_attention(
         query: (batch, heads, queries, head_dim); heads must be a multiple of kv_heads.
         key: (batch, kv_heads, keys, head_dim).
         value: (batch, kv_heads, keys, value_dim).
-        seen: mask, broadcastable to (batch, heads, queries, keys): bool, true where a query
+        mask: mask, broadcastable to (batch, heads, queries, keys): bool, true where a query
             attends to a key, or floats to add to the attention scores.
         dropout: probability of dropping an attention weight.
         causal: whether query i attends to key j only for j <= i, counted from 0 as in PyTorch.
         scale: of the products; None: 1 / sqrt(head_dim).
         dropout_key: for dropout; None disables it.
-        cap: soft cap of attention scores.
+        softcap: soft cap of attention scores.
 
     Raises:
         ValueError: kv_heads does not divide heads.
