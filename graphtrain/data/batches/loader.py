@@ -84,8 +84,8 @@ class Loader:
         units = _samples_per_batch(self._packings, global_batch_size)
         self._stream_identity: dict[str, Any] = {
             "seed": seed,
-            "sequences": global_batch_size,
-            "length": seq_len,
+            "global_batch_size": global_batch_size,
+            "seq_len": seq_len,
             "documents": sum(map(len, datasets)),
             "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }

@@ -14,7 +14,7 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
 DOCUMENTS = [[100 * i + j for j in range(3 + i % 5)] for i in range(40)]
-SHAPE = {"sequences": 8, "length": 6, "seed": 3}
+SHAPE = {"global_batch_size": 8, "seq_len": 6, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
     ("change", "message"),
     [
         ({"seed": 4}, "seed was 3 and is now 4"),
-        ({"sequences": 16}, "sequences was 8 and is now 16"),
-        ({"length": 5}, "length was 6 and is now 5"),
+        ({"global_batch_size": 16}, "global_batch_size was 8 and is now 16"),
+        ({"seq_len": 5}, "seq_len was 6 and is now 5"),
     ],
 )
 def test_a_position_of_another_stream_is_refused(prefix, change, message):
