@@ -219,7 +219,7 @@ def evaluation_batches(
 
 def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
     """Return the number of sequences, or of preference pairs, in a batch."""
-    rows = {packing.rows for packing in packings}
+    rows = {packing.rows_per_index for packing in packings}
     prefixes = ", ".join(packing.dataset.prefix for packing in packings)
     if len(rows) > 1:
         raise DataError(

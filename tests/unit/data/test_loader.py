@@ -140,7 +140,7 @@ def test_a_token_outside_the_vocabulary_stops_the_loader(prefix):
     loader.close()
 
 
-@given(tokens=st.integers(2, 60), global_batch_size=st.integers(1, 5), seq_len=st.integers(1, 9))
+@given(tokens=st.integers(2, 60), sequences=st.integers(1, 5), length=st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_evaluation_scores_every_token_but_the_first_once(make_dataset, tokens, sequences, length):
     prefix = make_dataset([list(range(tokens))], 100)
