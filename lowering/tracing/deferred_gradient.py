@@ -29,7 +29,7 @@ class DeferredGradient:
     def __init__(
         self,
         weights: jax.Array,
-        accumulated: jax.Array,  # this device's accumulated gradient, to be added before the reduction
+        accumulated: jax.Array,  # this device's gradient so far, added before the reduction
         gradient: jax.Array,  # zeros with the shape of the reduced gradient
         mesh_axis: str,
         dimension: int | None,  # scattered dimension, negative (-1: last); None: all-reduce
