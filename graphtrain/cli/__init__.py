@@ -99,7 +99,7 @@ def _exit(status: int) -> NoReturn:
     if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.machine.distributed"].leave()
+        sys.modules["lowering.machine.distributed"].wait_for_failed_ranks()
         os._exit(status)
     sys.exit(status)
 

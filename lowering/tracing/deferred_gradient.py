@@ -17,24 +17,24 @@ from lowering.trees import Tree
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weights", "sums", "slot"],
+    data_fields=["weights", "accumulated", "gradient"],
     meta_fields=["mesh_axis", "dimension"],
 )
 class DeferredGradient:
     """Weights that are replicated along a manual mesh axis, inside a shard_map over it.
 
-    The reduced gradient is the cotangent of `slot`, not of `weights`; a slot may be a shard.
+    The reduced gradient is the cotangent of `gradient`, not of `weights`; it may be a shard.
     """
 
     def __init__(
         self,
         weights: jax.Array,
-        sums: jax.Array,  # this device's accumulated gradient, to be added before the reduction
-        slot: jax.Array,  # zeros with the shape of the reduced gradient
+        accumulated: jax.Array,  # this device's gradient so far, added before the reduction
+        gradient: jax.Array,  # zeros with the shape of the reduced gradient
         mesh_axis: str,
         dimension: int | None,  # scattered dimension, negative (-1: last); None: all-reduce
     ):
-        self.weights, self.accumulated, self.gradient = weights, sums, slot
+        self.weights, self.accumulated, self.gradient = weights, accumulated, gradient
         self.mesh_axis, self.dimension = mesh_axis, dimension
 
 

@@ -82,16 +82,16 @@ from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
     hlo = normalize_module(partition_spmd(self).hlo, name="step", ranks=4).hlo
-    written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)
-    name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.key_of_list(written)}"
+    written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST_VERSION)
+    name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.json_flags_key(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])
     entry = root / "neuronxcc-0.0.0.0+simulator" / name
     entry.mkdir(parents=True)
     (entry / "model.hlo_module.pb").write_bytes(hlo)
     (entry / "compile_flags.json").write_text(json.dumps(written))
-plugin.check = lambda target: None
+plugin.check_installed = lambda target: None
 plugin.devices = lambda target: xla.devices(Target("cpu", (target.devices,)))
-plugin.give = lambda lowered: put(lowered.handle)
+plugin.extract_program = lambda lowered: put(lowered.handle)
 from graphtrain.cli import main
 sys.argv = ["graphtrain", *sys.argv[1:]]
 main()
