@@ -68,7 +68,7 @@ class DocumentPacking:
         self._documents, self._starts = documents, starts
 
     def __len__(self) -> int:
-        """Number of rows in one epoch; of preference pairs, the number of pairs."""
+        """Return the number of rows in one epoch; of preference pairs, the number of pairs."""
         return len(self._starts) - 1
 
     def documents(self, index: int) -> np.ndarray:
