@@ -35,6 +35,14 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
 
 
 @command.command()
+def reference() -> None:
+    """Print a Markdown page of all settings, with the values they accept and their defaults."""
+    from graphtrain.config.reference import reference as settings_page
+
+    click.echo(settings_page(), nl=False)
+
+
+@command.command()
 def schema() -> None:
     """Print the JSON schema of configuration files, for completion and checks in editors."""
     from graphtrain.config.settings import json_schema

@@ -192,7 +192,7 @@ _SETTING_OF = {
     for name in names.split()
 }
 # Full paths whose last word is also the name of a setting.
-_SETTING_AT = {
+_SETTING_AT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run", "schedule"): ("run", "learning_rate"),
     ("program", "schedule"): ("run", "learning_rate"),
 }

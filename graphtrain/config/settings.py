@@ -103,7 +103,8 @@ def words(node: Node) -> str:
         *most, last = map(json.dumps, node["enum"])
         return f"{', '.join(most)} or {last}" if most else last
     if node.get("type") == "array":
-        return f"an array of {words(node['items']).removeprefix('a ')}s"
+        kind, comma, limit = words(node["items"]).removeprefix("a ").partition(", ")
+        return f"an array of {kind}s" + (f", each {limit}" if comma else "")
     names = {
         "integer": "a whole number",
         "number": "a number",
@@ -135,19 +136,21 @@ def meanings() -> dict[tuple[str, str], str]:
 
 
 def _comments_beside_fields(source: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield class and field with the comment beside the field."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    for table in ast.parse(source).body:
-        for field in table.body if isinstance(table, ast.ClassDef) else ():
+    tables = [one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)]
+    for table in tables:
+        for field in table.body:
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)
-                and field.end_lineno in comments
+                and (comment := comments.get(field.end_lineno or 0))
             ):
-                yield (table.name, field.target.id), comments[field.end_lineno]
+                yield (table.name, field.target.id), comment
 
 
 def choices(node: Node) -> str:

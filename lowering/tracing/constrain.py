@@ -73,7 +73,7 @@ def manual_axes(mesh_axes: Iterable[str], inside: Placement | None = None) -> It
         inside: the enclosing placement, if it is not the current one.
     """
     placement = inside or _placement.get()
-    assert placement is not None, "by_hand outside placed"
+    assert placement is not None, "manual_axes outside use_placement"
     manual = (*placement.manual, *mesh_axes)
     inner = replace(
         placement,
@@ -111,8 +111,8 @@ def draw_shard(
     """Draw this device's shard of an array of random numbers, independent of the mesh.
 
     Args:
-        whole: Draws an unsharded array of a given shape. The compiler computes only the shard.
-        shape: Shape of the shard.
+        draw_unsharded: Draws an unsharded array of a given shape. The compiler computes only the
+        shard. shape: Shape of the shard.
         axes: Array axes of its dimensions.
     """
     found = _placement.get()

@@ -84,7 +84,6 @@ def test_a_name_of_another_tool_is_answered_with_the_setting(refuse, table):
 
 
 EARLIER = {
-    "old": "new",
     "program.batch.sequences": "program.batch.global_batch_size",
     "program.batch.length": "program.batch.seq_len",
     "program.batch.documents": "program.batch.cross_document_attention",
