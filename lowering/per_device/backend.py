@@ -16,7 +16,7 @@ from lowering.graph import Graph
 from lowering.hlo.proto import array_bytes, read_module
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.per_device.normalise import NormalizedModule, normalize_module
+from lowering.per_device.normalize import NormalizedModule, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla.backend import Device
 from lowering.xla.compiler_log import capture_compiler_log

@@ -24,7 +24,7 @@ from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
 from lowering.per_device import backend as one_device
-from lowering.per_device.normalise import entry_of, normalize_module
+from lowering.per_device.normalize import entry_of, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules

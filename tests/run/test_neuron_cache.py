@@ -15,7 +15,7 @@ import pytest
 from places import CONFIG, ROOT
 
 from lowering.neuron import neff
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 
 REAL, SIMULATED = "neuronxcc-2.27.5334.0+ab12", "neuronxcc-0.0.0.0+simulator"
 COMPILER = """#!/bin/sh
@@ -76,7 +76,7 @@ import hashlib, json, os, pathlib, sys
 import jax
 from lowering.xla import backend as xla
 from lowering.neuron import compiler, plugin
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 from lowering.neuron.persistent_cache import flags
 from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
