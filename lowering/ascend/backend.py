@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from lowering.artifact import Artifact
-from lowering.ascend import launch
-from lowering.ascend import installation
+from lowering.ascend import installation, launch
 from lowering.ascend.device import RankArray, RankProgram
 from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import MindirGraph, translate
@@ -176,7 +175,9 @@ def _device(target: Target) -> str:
 @functools.cache
 def _ranks(target: Target) -> Ranks:
     """Return the ranks of this process, started on first use by all processes of a run."""
-    missing = "" if installation.has_mindspore() else f"{target} needs MindSpore, which is not installed"
+    missing = (
+        "" if installation.has_mindspore() else f"{target} needs MindSpore, which is not installed"
+    )
     cluster = launch.agree_on_cluster(
         target.devices, missing and f"{missing}; run {installation.INSTALL_COMMAND}"
     )
