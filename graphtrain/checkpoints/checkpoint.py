@@ -17,9 +17,9 @@ from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, re
 from graphtrain.config.resolve import layer_rows, stages_of
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
-from lowering.machine import distributed
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
+from lowering.xla import distributed
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,13 @@ def _exit(status: int) -> NoReturn:
     if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.machine.distributed"].leave()
+        sys.modules["lowering.xla.distributed"].wait_for_failed_ranks()
         os._exit(status)
     sys.exit(status)
 
 
 def _is_multi_process() -> bool:
-    processes = sys.modules.get("lowering.machine.distributed")
+    processes = sys.modules.get("lowering.xla.distributed")
     return processes is not None and processes.count() > 1
 
 

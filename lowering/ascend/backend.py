@@ -19,13 +19,14 @@ from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo import collectives
 from lowering.lowered import Lowered
-from lowering.machine import distributed, host
+from lowering.machine import host
 from lowering.machine.target import Target
 from lowering.per_device import backend as per_device
 from lowering.per_device.backend import DeviceLowering
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla
+from lowering.xla import distributed
 from lowering.xla.backend import (
     Device,
     Executable,

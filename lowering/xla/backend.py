@@ -20,12 +20,13 @@ from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
-from lowering.machine import aot_devices, distributed, host
+from lowering.machine import aot_devices, host
 from lowering.machine.target import Target
 from lowering.tracing.constrain import MEMORY_KINDS, sharding, use_placement
 from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS
 from lowering.tracing.current_target import trace_for_target
 from lowering.trees import Tree, flatten, unflatten
+from lowering.xla import distributed
 from lowering.xla.compiler_log import capture_compiler_log
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
