@@ -39,7 +39,7 @@ class DeferredGradient:
 
 
 def attach_reductions(tree: Tree) -> Tree:
-    """Replace each DeferredGradient of a tree by its weights; their gradients are reduced in backward."""
+    """Replace each DeferredGradient of a tree by its weights; reduce the gradients in backward."""
     return jax.tree.map(
         lambda leaf: _complete(leaf) if isinstance(leaf, DeferredGradient) else leaf,
         tree,
