@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lowering.ascend import here
+from lowering.ascend import installation
 from lowering.machine import host
 from lowering.machine.toolchain import Toolchain
 
@@ -75,12 +75,12 @@ def _accelerator(name: str, module: str, extra: str) -> MachineFinding:
 
 
 def _ascend() -> MachineFinding:
-    if not here.has_mindspore():
-        state = f"to run, {here.INSTALL_COMMAND}"
+    if not installation.has_mindspore():
+        state = f"to run, {installation.INSTALL_COMMAND}"
     else:
         state = (
             "runs"
-            if here.has_cann()
+            if installation.has_cann()
             else "runs on a machine with CANN; ascend-cpu runs on this machine"
         )
     return MachineFinding("target ascend", f"compiles; {state}", True)

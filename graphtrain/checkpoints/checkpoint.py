@@ -3,7 +3,6 @@
 Orbax is imported when the first checkpoint is saved or restored, not at the start of a run.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ from typing import Any
 import numpy as np
 
 import lowering
+from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
 from graphtrain.config.resolve import layer_rows, stages_of
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.errors import TrainingError
-from lowering.machine import distributed
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
+from lowering.xla import distributed
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,8 @@ def layer_order_of(program: Program) -> LayerOrder:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a directory, oldest first.
-
-    Orbax writes to a temporary name and renames it, so a name that is a number is complete.
-    """
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    """Return the steps of the complete checkpoints in a directory, oldest first."""
+    return private_orbax.complete_steps(directory)
 
 
 class Checkpoints:
@@ -178,14 +173,10 @@ class Checkpoints:
 
     def _manager(self) -> Any:
         if self._opened is None:
-            import jax
             import orbax.checkpoint as ocp
 
             self._directory.mkdir(parents=True, exist_ok=True)
-            # By default each replica of an array writes a slice of it, and JAX would compile the
-            # slicing during the run.
-            arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-            registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+            registry = private_orbax.whole_shard_handlers()
             self._opened = ocp.CheckpointManager(
                 self._directory,
                 item_handlers={
@@ -194,14 +185,8 @@ class Checkpoints:
                 },
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=self._keep,
-                    create=False,  # Orbax does not support True together with active_processes
-                    # With active_processes, Orbax synchronizes through the coordination service;
-                    # otherwise through a collective, which JAX would compile.
-                    multiprocessing_options=ocp.options.MultiprocessingOptions(
-                        active_processes=set(range(distributed.count()))
-                        if distributed.count() > 1
-                        else None
-                    ),
+                    create=False,
+                    multiprocessing_options=private_orbax.synchronization(distributed.count()),
                 ),
             )
         return self._opened
@@ -224,7 +209,7 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     """
     where = directory / str(step)
     with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
-        found = json.loads((where / "about/metadata").read_text())
+        found = private_orbax.read_json_item(where, "about")
         rows = found.get("rows")
         return CheckpointInfo(
             found["loader"], found["arrays"], None if rows is None else tuple(rows)
@@ -241,32 +226,8 @@ def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:
     Raises:
         ValueError: there is no such array, or it is damaged.
     """
-    array = open_array(where, path)
+    array = private_orbax.open_array(where, path)
     return lambda index: np.asarray(array[index].read().result())
-
-
-def open_array(where: Path, path: str, *, write: bool = False, cache_bytes: int = 0) -> Any:
-    """Open an array of a checkpoint with TensorStore.
-
-    Args:
-        where: Directory of one checkpoint.
-        path: Path of the array in the state.
-        write: Also open the array for writing.
-        cache_bytes: Size in bytes of the cache of chunks that were read.
-
-    Source: https://orbax.readthedocs.io, "Checkpoint format": a zarr array for each leaf, under the
-    names of its path joined by dots, in a key-value store of OCDBT
-    """
-    import tensorstore
-
-    store = {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{where.absolute()}/state/"},
-        "path": path.replace("/", ".") + "/",
-    }
-    context = {"cache_pool": {"total_bytes_limit": cache_bytes}}
-    spec = {"driver": "zarr", "kvstore": store, "context": context}
-    return tensorstore.open(spec, open=True, read=True, write=write).result()
 
 
 def _load_reordered(
@@ -349,13 +310,10 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
 
 @contextmanager
 def checkpoint_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`".
-
-    For a full disk or a damaged file, TensorStore raises ValueError and Orbax OSError.
-    """
+    """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`"."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except private_orbax.STORAGE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(f"{path} cannot be {what} ({reason})") from error
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.checkpoint import (
     CheckpointInfo,
     checkpoint_errors,
-    open_array,
     read_checkpoint_info,
     saved_steps,
 )
@@ -165,7 +165,6 @@ def _copy_files(
 
 def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None:
     """Write an Orbax checkpoint of zeros, which needs almost no memory or disk space."""
-    import jax
     import orbax.checkpoint as ocp
 
     zeros: Tree = unflatten(
@@ -173,11 +172,6 @@ def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None
             path: np.broadcast_to(np.zeros((), _dtype(one["dtype"])), one["shape"])
             for path, one in strategy.arrays.items()
         }
-    )
-    handlers = ocp.type_handlers
-    registry = handlers.create_type_handler_registry(
-        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, handlers.ArrayHandler()),  # without a handler for jax.Array, Orbax warns
     )
     pieces = unflatten(
         {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in strategy.arrays}
@@ -188,7 +182,9 @@ def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None
         "rows": layer_rows(strategy.program),
     }
     handler = ocp.CompositeCheckpointHandler(
-        state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        state=ocp.PyTreeCheckpointHandler(
+            type_handler_registry=private_orbax.host_array_handlers()
+        ),
         about=ocp.JsonCheckpointHandler(),
     )
     with ocp.Checkpointer(handler) as opened:
@@ -203,8 +199,8 @@ def _copy(
 ) -> None:
     """Copy one array, one chunk of the destination at a time."""
     old, new = (
-        open_array(source, kept.path, cache_bytes=_CHUNK_CACHE_BYTES),
-        open_array(where, wanted.path, write=True),
+        private_orbax.open_array(source, kept.path, cache_bytes=_CHUNK_CACHE_BYTES),
+        private_orbax.open_array(where, wanted.path, write=True),
     )
 
     def read(index: Index) -> np.ndarray:

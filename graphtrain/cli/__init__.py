@@ -26,7 +26,8 @@ _COMMAND_HELP = {
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",
     "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
-    "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",
+    "neuron-cache": "Inspect, complete and clean a cache of AWS's Neuron tools.",
+    "neuron-finish": "Compile bundles into the cache, where neuronx-cc is installed.",
     "plan": "Show the memory, communication and time of each device.",
     "run": "Train from compiled programs, without tracing or compiling.",
 }
@@ -99,13 +100,13 @@ def _exit(status: int) -> NoReturn:
     if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.machine.distributed"].wait_for_failed_ranks()
+        sys.modules["lowering.xla.distributed"].wait_for_failed_ranks()
         os._exit(status)
     sys.exit(status)
 
 
 def _is_multi_process() -> bool:
-    processes = sys.modules.get("lowering.machine.distributed")
+    processes = sys.modules.get("lowering.xla.distributed")
     return processes is not None and processes.count() > 1
 
 

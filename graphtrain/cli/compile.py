@@ -189,7 +189,7 @@ def _print_missing_runtime(target: str, run: str) -> None:
     """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
     if not target.startswith("ascend"):  # avoids the import
         return
-    from lowering.ascend.here import missing_software
+    from lowering.ascend.installation import missing_software
     from lowering.machine.target import Target
 
     if lacking := missing_software(Target.parse(target)):

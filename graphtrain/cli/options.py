@@ -99,8 +99,9 @@ def join_run(target: str, coordinator: str | None, count: int | None, rank: int 
     Raises:
         LoweringError: the target requires another number of processes, or they do not connect.
     """
-    from lowering.machine import distributed, host
+    from lowering.machine import host
     from lowering.machine.target import Target
+    from lowering.xla import distributed
 
     member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
     machine = Target.parse(target)
@@ -132,7 +133,7 @@ def pull_requests(store: Any, requests: Iterable[Any]) -> None:
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0, which prints for all processes of a run."""
-    from lowering.machine import distributed
+    from lowering.xla import distributed
 
     return distributed.rank() == 0
 

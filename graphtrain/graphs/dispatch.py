@@ -12,7 +12,7 @@ import jax
 from graphtrain.config.schema import Model, is_imported
 from graphtrain.models import decode, decoder
 from graphtrain.models import pipeline_stages as native
-from lowering.pipeline.schedules import Pipeline
+from lowering.pipeline.schedule import Pipeline
 from lowering.trees import Tree, unflatten
 from sharding_rules.pipeline import Stages
 

@@ -9,7 +9,9 @@ from graphtrain.config.schema import Program, is_imported
 from graphtrain.graphs.dispatch import has_dropout, merge_gradients, pipeline, split_for_pipeline
 from graphtrain.models.loss import cross_entropy
 from graphtrain.models.pipeline_stages import split_batch
-from lowering.pipeline.schedules import PipelineLoss
+from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
+from lowering.pipeline.schedule import PipelineLoss
+from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
 from sharding_rules.pipeline import Stages
@@ -39,11 +41,11 @@ def pipelined_gradients(
     parts = pipeline(model, stages, score, keys, 1 / count, batch["tokens"])
     if program.pipeline.schedule == "1f1b":
         parameters = split_for_pipeline(model, state["parameters"])
-        value, gradients = parts.value_and_gradients(parameters, batch)
+        value, gradients = one_f_one_b_gradients(parts, parameters, batch)
         return merge_gradients(model, gradients, state["parameters"]), value.metrics
 
     def objective(parameters: Tree) -> PipelineLoss:
-        return parts.value(split_for_pipeline(model, parameters), batch)
+        return pipeline_loss(parts, split_for_pipeline(model, parameters), batch)
 
     (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
     return gradients, loss
@@ -63,4 +65,4 @@ def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tr
     devices = len(batch["tokens"]) if whole else found.shape.size(mesh_axes_of("batch"))
     microbatches = split_batch(batch, stages.stages, devices)
     parts = pipeline(program.model, stages, score, None, 1.0, microbatches["tokens"])
-    return parts.value(split_for_pipeline(program.model, parameters), microbatches).metrics
+    return pipeline_loss(parts, split_for_pipeline(program.model, parameters), microbatches).metrics

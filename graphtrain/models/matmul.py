@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from lowering.tracing import source_lines
 from lowering.tracing.current_target import traced_target
+
+source_lines.report_callers(__file__)
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from graphtrain.config.schema import Model
 from graphtrain.models.block import apply_stack, global_attention_layers, layer_keys, split_key
 from graphtrain.models.decoder import Parameters, merge
-from lowering.pipeline.schedules import Pipeline
+from lowering.pipeline.schedule import Pipeline
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.pipeline import Stages

@@ -7,6 +7,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from graphtrain.models.lora.layers import multiply, multiply_many
+from lowering.tracing import source_lines
+
+source_lines.report_callers(__file__)
 
 PROJECTION = "projection"
 

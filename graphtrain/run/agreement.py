@@ -13,7 +13,7 @@ from typing import TypeVar
 from graphtrain.cache.key import CacheKey
 from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.run.programs import LoadedPrograms
-from lowering.machine import distributed
+from lowering.xla import distributed
 from sharding_rules.errors import UserError
 
 T = TypeVar("T")

@@ -66,6 +66,7 @@ class LoadedPrograms:
         """
         if name not in self._loaded:
             artifact = self._artifacts.pop(name)
+            assert artifact is not None, f"{name} is loaded once"
             self._loaded[name] = lowering.backend(self._target).load(artifact, self._target)
         return self._loaded[name]
 

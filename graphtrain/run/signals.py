@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lowering.machine import distributed
+from lowering.xla import distributed
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -30,10 +30,11 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Journal, Record, read_journal, write_errors
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
-from lowering.machine import distributed, host
+from lowering.machine import host
 from lowering.machine.memory_pages import MemoryPrefault, use_huge_pages
 from lowering.machine.target import Target
 from lowering.trees import Tree
+from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]

@@ -23,7 +23,7 @@ from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scanning import Scan, ScanHooks, StopForward, constrain_residual
 from lowering.pipeline.ring import read_slot
-from lowering.pipeline.schedules import Pipeline
+from lowering.pipeline.schedule import Pipeline
 from lowering.tracing.constrain import draw_shard, placement
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec

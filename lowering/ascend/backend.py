@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from lowering.artifact import Artifact
-from lowering.ascend import here, launch
+from lowering.ascend import installation, launch
 from lowering.ascend.device import RankArray, RankProgram
 from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import MindirGraph, translate
@@ -19,13 +19,14 @@ from lowering.errors import LoweringError
 from lowering.graph import Graph
 from lowering.hlo import collectives
 from lowering.lowered import Lowered
-from lowering.machine import distributed, host
+from lowering.machine import host
 from lowering.machine.target import Target
 from lowering.per_device import backend as per_device
 from lowering.per_device.backend import DeviceLowering
 from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla
+from lowering.xla import distributed
 from lowering.xla.backend import (
     Device,
     Executable,
@@ -175,9 +176,11 @@ def _device(target: Target) -> str:
 @functools.cache
 def _ranks(target: Target) -> Ranks:
     """Return the ranks of this process, started on first use by all processes of a run."""
-    missing = "" if here.has_mindspore() else f"{target} needs MindSpore, which is not installed"
+    missing = (
+        "" if installation.has_mindspore() else f"{target} needs MindSpore, which is not installed"
+    )
     cluster = launch.agree_on_cluster(
-        target.devices, missing and f"{missing}; run {here.INSTALL_COMMAND}"
+        target.devices, missing and f"{missing}; run {installation.INSTALL_COMMAND}"
     )
     if target.runs_on_cpu:
         return Ranks(cluster, _device(target))

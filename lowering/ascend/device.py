@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from lowering.ascend.personal import fill_in_rank, rank_groups
+from lowering.ascend.per_rank import fill_in_rank, rank_groups
 from lowering.ascend.ranks import Ranks
 from lowering.errors import LoweringError
 from lowering.per_device.layout import RankLayout

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lowering.errors import LoweringError
-from lowering.machine import distributed
+from lowering.xla import distributed
 
 START_TIMEOUT = 180  # seconds for all ranks to start
 

@@ -27,7 +27,7 @@ from lowering.ascend.values import ArrayValue
 from lowering.errors import LoweringError
 from lowering.hlo.proto import TYPE_NAMES, Message, read_module
 from lowering.hlo.replica_groups import Groups
-from lowering.per_device.normalise import NormalizedModule, entry_of
+from lowering.per_device.normalize import NormalizedModule, entry_of
 
 
 @dataclass(frozen=True)

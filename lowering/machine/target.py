@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.machine import host
+from lowering.machine import backends, host
 
 CHIPS_PER_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
@@ -19,7 +19,7 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 class Target:
     """A machine and its devices: cpu:8, cpu:2x4 (2 processes x 4 devices), h100:64, v5p:4x4x4."""
 
-    machine: str  # cpu, or a table of topologies.toml
+    machine: str  # cpu, a table of topologies.toml, or a machine of an installed backend
     topology: tuple[int, ...]  # chips along each physical dimension
 
     @classmethod
@@ -30,10 +30,18 @@ class Target:
             LoweringError: unknown machine or impossible topology; the message says what is valid.
         """
         machine, colon, sizes = name.partition(":")
-        known = machines()
-        if machine not in known:
+        if machine != "cpu" and _specification(machine) is None:
+            known = machines()
             near = difflib.get_close_matches(machine, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known machines: {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"known machines: {', '.join(known)}; "
+            hint += (
+                ""
+                if near
+                else (
+                    f"a machine of another backend is known once its package is installed, with an "
+                    f"entry point {machine!r} in the group {backends.MACHINES}"
+                )
+            )
             raise LoweringError(f"unknown target machine {machine!r}; {hint}")
         parts = (sizes if colon else "1").split("x")
         if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
@@ -73,13 +81,19 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """Compiler platform: cpu, cuda, rocm, tpu, neuron or ascend."""
+        """Compiler platform, which selects the backend; built in: see backends.BUILT_IN."""
         return self.specification.get("platform", "cpu")
 
     @property
     def specification(self) -> dict[str, Any]:
-        """The machine's table in topologies.toml; empty for cpu, whose data is read at run time."""
-        return {} if self.machine == "cpu" else _topologies()[self.machine]
+        """The machine's table; empty for cpu, whose data is read at run time.
+
+        It is in topologies.toml, or in the installed package that offers the machine.
+        """
+        found = {} if self.machine == "cpu" else _specification(self.machine)
+        if found is None:  # not made by parse()
+            raise LoweringError(f"unknown target machine {self.machine!r}")
+        return found
 
     @property
     def is_gpu(self) -> bool:
@@ -143,7 +157,13 @@ class Target:
 
 def machines() -> list[str]:
     """Return the names of all machines that can be a target."""
-    return ["cpu", *_topologies()]
+    return ["cpu", *_topologies(), *backends.installed_machines()]
+
+
+def _specification(machine: str) -> dict[str, Any] | None:
+    """Return the table of a machine; None for an unknown machine."""
+    found = _topologies().get(machine)
+    return backends.installed_machine(machine) if found is None else found
 
 
 @functools.cache

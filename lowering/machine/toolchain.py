@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.errors import LoweringError
+from lowering.machine import backends
 
 # Packages between the model's source and the executable.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
@@ -49,7 +50,12 @@ class Toolchain:
         """Return the toolchain of this process for one platform, without importing its packages."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
         flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
-        return cls({name: v for name in names if (v := version(name))}, _environment(flags))
+        known: dict[str, str] = {}
+        if platform not in backends.BUILT_IN:
+            known, packages, variables = backends.toolchain_settings(platform)
+            names, flags = (*names, *packages), (*flags, *variables)
+        versions = known | {name: v for name in names if (v := version(name))}
+        return cls(versions, _environment(flags))
 
 
 def version(package: str) -> str | None:

@@ -10,7 +10,15 @@ from lowering.graph import Graph
 from lowering.hlo import collectives
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.neuron import bundle, compiler, neff, preflight, simulation
+from lowering.neuron import (
+    bundle,
+    compiler,
+    compiler_choice,
+    compiler_flags,
+    neff,
+    preflight,
+    simulation,
+)
 from lowering.neuron.device import CoreArray, NeffProgram
 from lowering.per_device import backend as per_device
 from lowering.per_device.backend import DeviceLowering
@@ -82,10 +90,10 @@ def _with_compiler_flags(
     program: DeviceLowering, target: Target, *, quickly: bool = False
 ) -> Lowered:
     found = compiler.find_compiler(target)
-    version = found.version if found else compiler.NEWEST_VERSION
+    version = found.version if found else compiler_flags.NEWEST_VERSION
     options = {
         "hlo": hashlib.sha256(program.normalised.hlo).hexdigest(),
-        "flags": compiler.flags(target, version, fast=quickly),
+        "flags": compiler_flags.flags(target, version, fast=quickly),
         "compiler": found.version if found else None,
     }
     return program.lowered(target, "neuron", options)
@@ -111,7 +119,9 @@ def compile(lowered: Lowered) -> Artifact:
     found = compiler.find_compiler(target)
     if found is None:
         raise bundle.compiler_missing_error(hlo, flags, record, target)
-    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=lowered.name, target=target)
+    payload, seconds = compiler_choice.compile_timed(
+        found, hlo, flags, graph=lowered.name, target=target
+    )
     return Artifact(
         payload, bundle.completed_record(record, payload, seconds, flags, found.version)
     )

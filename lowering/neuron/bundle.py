@@ -7,7 +7,7 @@ from typing import Any
 
 from lowering.errors import CompilerMissing, LoweringError
 from lowering.machine.target import Target
-from lowering.neuron import compiler, neff
+from lowering.neuron import compiler, compiler_choice, compiler_flags, neff
 
 BUNDLE_FILE, SCRIPT_FILE, VERSION_FILE = "bundle.json", "compile.sh", "compiler_version.txt"
 
@@ -45,7 +45,7 @@ def _script(graph: str, target: Target, flags: list[str]) -> str:
     """Return a shell script that compiles the bundle on a machine without graphtrain."""
     command = ["neuronx-cc", *compiler.arguments(compiler.HLO_FILE, compiler.NEFF_FILE, flags)]
     return f"""#!/bin/sh
-# Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler.NEWEST_VERSION}.
+# Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler_flags.NEWEST_VERSION}.
 # Then, on a machine with graphtrain: graphtrain neuron finish DIRECTORY
 # If neuronx-cc is missing: {_INSTALL}
 set -e
@@ -83,8 +83,8 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
     found = compiler.find_compiler(target)
     if found is None:
         raise compiler_missing_error(hlo, flags, record, target)
-    flags = compiler.flags(target, found.version, fast=runs_once)
-    payload, seconds = compiler.compile_timed(found, hlo, flags, graph=graph, target=target)
+    flags = compiler_flags.flags(target, found.version, fast=runs_once)
+    payload, seconds = compiler_choice.compile_timed(found, hlo, flags, graph=graph, target=target)
     return (
         payload,
         completed_record(record, payload, seconds, flags, found.version),

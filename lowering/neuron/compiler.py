@@ -1,4 +1,4 @@
-"""neuronx-cc: its flags by version, its command line, and the meaning of its failures."""
+"""neuronx-cc: its command line, and the meaning of its failures."""
 
 import functools
 import json
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,25 +19,11 @@ from lowering.neuron import neff
 
 HLO_FILE, NEFF_FILE, FLAGS_FILE = "model.hlo_module.pb", "model.neff", "compile_flags.json"
 
-# If no compiler is installed, bundles are written with the flags of this version: SDK 2.32.
-NEWEST_VERSION = "2.27.5334.0"
 _SIMULATOR = "lowering.neuron.simulator"
 OUT_OF_MEMORY_CODES = ("EOOM001", "EOOM002", "EVRF009", "EXSP001")
 _ERROR_CODE = re.compile(r"\[?NCC_([A-Z]{4}\d{3})\]?:? *(.*)")
 _SIGNALLED = re.compile(r"\[F(1\d\d)\] neuronx-cc")  # printed before exit status 70
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*(?:\+[0-9a-f]+)?(?:\+simulator)?")
-# Environment variable that selects how to compile for Neuron devices: neuronx-cc itself (the
-# default), or AWS's library, which calls it.
-COMPILER_VARIABLE, LIBNEURONXLA = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
-# Options of the wrapper that torch-neuronx and JAX call; the compiler itself rejects them.
-_WRAPPER_ONLY = (
-    "--cache_dir",
-    "--compile_workdir",
-    "--dump",
-    "--log_level",
-    "--no_cache",
-    "--retry_failed_compilation",
-)
 
 
 class CompilerFailed(LoweringError):
@@ -92,47 +77,9 @@ def version_in(text: str, where: str) -> str:
     return found[0]
 
 
-def flags(target: Target, version: str, *, fast: bool = False) -> list[str]:
-    """Return the flags for a compiler version, in a fixed order; NEURON_CC_FLAGS come last.
-
-    Every flag whose default has changed between versions, or will change, is set explicitly, so
-    that results do not depend on the version. `quickly` lowers the optimisation level, for programs
-    that run once.
-
-    Source: neuronx-cc's command line reference, SDK 2.32, and its release notes (2.27: automatic
-    casts off; next: 64-bit integers on, no downcast of integers).
-    """
-    about = target.specification["neuron"]
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    chosen = [
-        f"--target={about['target']}",
-        "--model-type=transformer",
-        "--auto-cast=none",
-        f"--optlevel={1 if fast else 2}",
-        "--enable-mixed-precision-accumulation",
-    ]
-    if about["target"] != "trn1":  # trn1 has no logical cores and rejects the flag
-        chosen.append(f"--logical-nc-config={about['cores']}")
-    if release >= (2, 27):
-        # Preflight has checked that indices fit 32 bits; the hardware has no 64-bit integers.
-        chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
-    if target.runs_on_cpu:
-        chosen.append(f"--simulated-ranks={target.devices}")
-    return chosen + without_wrapper_flags(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
-
-
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
     """Return the arguments that follow the compiler's name on its command line."""
     return ["compile", "--framework=XLA", program, "--output", output, *chosen]
-
-
-def compile_timed(
-    compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
-) -> tuple[bytes, float]:
-    """Compile as `run` does; return the NEFF and the compile time in seconds."""
-    began = time.perf_counter()
-    payload = run(compiler, hlo, chosen, graph=graph, target=target)
-    return payload, time.perf_counter() - began
 
 
 def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target) -> bytes:
@@ -143,10 +90,6 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         CompilerFailed: the compiler rejected the program; the message lists its error codes.
         CompilerInterrupted: a signal terminated the compiler.
     """
-    if _uses_library(target):
-        from lowering.neuron import library  # imports this module
-
-        return library.compile_through_library(hlo, chosen, graph=graph, target=target)
     with tempfile.TemporaryDirectory(prefix="graphtrain-neuron-") as name:
         directory = Path(name)
         (directory / HLO_FILE).write_bytes(hlo)
@@ -171,22 +114,6 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         payload = made.read_bytes()
     neff.check(payload, simulated=target.runs_on_cpu, what=f"the compiled {graph} step")
     return payload
-
-
-def _uses_library(target: Target) -> bool:
-    """Return whether the environment selects AWS's library.
-
-    Raises:
-        LoweringError: the environment variable has an unknown value.
-    """
-    asked = os.environ.get(COMPILER_VARIABLE, "neuronx-cc")
-    if asked not in ("neuronx-cc", LIBNEURONXLA):
-        raise LoweringError(
-            f"{COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {LIBNEURONXLA}; set it to one "
-            "of them, or "
-            "unset it for neuronx-cc"
-        )
-    return asked == LIBNEURONXLA and not target.runs_on_cpu
 
 
 def compile_error(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
@@ -225,11 +152,6 @@ def coded_errors(log: str) -> list[tuple[str, str]]:
     """Return the coded errors in a compiler's output, for example ("EVRF004", "complex types")."""
     found = map(_ERROR_CODE.search, log.splitlines())
     return [(each[1], each[2]) for each in found if each]
-
-
-def without_wrapper_flags(asked: list[str]) -> list[str]:
-    """Return the flags without those of AWS's wrapper, which the compiler would reject."""
-    return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
 
 
 def kill_with_parent_prefix() -> list[str]:

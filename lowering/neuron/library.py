@@ -9,8 +9,11 @@ from typing import Any
 
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from lowering.neuron import compiler, neff
+from lowering.neuron import neff
 from lowering.neuron.persistent_cache import flags as cache_flags
+
+# Environment variable that chooses the compiler: neuronx-cc (the default) or the library's name.
+COMPILER_VARIABLE, NAME = "GRAPHTRAIN_NEURON_COMPILER", "libneuronxla"
 
 
 def compile_through_library(hlo: bytes, flags: list[str], *, graph: str, target: Target) -> bytes:
@@ -34,7 +37,7 @@ def compile_through_library(hlo: bytes, flags: list[str], *, graph: str, target:
     except Exception as error:  # the library does not document its exceptions
         kind = type(error).__name__
         raise LoweringError(
-            f"{compiler.LIBNEURONXLA} did not compile {graph} for {target}: {kind}: {error}"
+            f"{NAME} did not compile {graph} for {target}: {kind}: {error}"
         ) from error
     neff.check(payload, simulated=False, what=f"the compiled {graph} step")
     return payload
@@ -43,17 +46,17 @@ def compile_through_library(hlo: bytes, flags: list[str], *, graph: str, target:
 def _library(target: Target) -> Any:
     """Import AWS's library; raise an error for the placeholder of that name on PyPI."""
     try:
-        library = importlib.import_module(compiler.LIBNEURONXLA)
+        library = importlib.import_module(NAME)
     except ModuleNotFoundError as error:
-        if error.name != compiler.LIBNEURONXLA:
+        if error.name != NAME:
             raise
         library = None
     if library is None or not hasattr(library, "neuron_xla_compile"):
         what = "is not installed" if library is None else "is PyPI's placeholder package"
         raise LoweringError(
-            f"{target}: {compiler.COMPILER_VARIABLE} selects {compiler.LIBNEURONXLA}, which "
+            f"{target}: {COMPILER_VARIABLE} selects {NAME}, which "
             f"{what} on this "
             "machine; install it from AWS's package index, see the AWS Neuron documentation, or "
-            f"unset {compiler.COMPILER_VARIABLE}"
+            f"unset {COMPILER_VARIABLE}"
         )
     return library

@@ -13,23 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowering.hlo.proto import Message, read_module, write_module
 from lowering.trees import Tree, flatten, unflatten
-
-# jax 0.11 has no public function that compiles HLO or runs the result.
-from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
-
-xla_client: Any = _client
+from lowering.xla import private
 
 Device = Any
 
 
 def compile_module(hlo: bytes, devices: Sequence[Device], options_of_xla: Mapping[str, Any]) -> Any:
     """Compile a normalised module for CPU devices, with one replica on each."""
-    stablehlo = xla_client._xla.mlir.hlo_to_stablehlo(_merge_split_broadcasts(hlo))
-    options = _options(len(devices))
-    options.env_option_overrides = [(name, str(each)) for name, each in options_of_xla.items()]
-    return devices[0].client.compile_and_load(
-        stablehlo, xla_client.DeviceList(tuple(devices)), options
-    )
+    module = private.stablehlo(_merge_split_broadcasts(hlo))
+    return private.compile_replicas(module, devices, options_of_xla)
 
 
 def _merge_split_broadcasts(hlo: bytes) -> bytes:
@@ -70,19 +62,7 @@ def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message
 
 def load_module(executable: bytes, devices: Sequence[Device]) -> Any:
     """Load the serialized result of `compile_module`."""
-    return devices[0].client.deserialize_executable(
-        executable, xla_client.DeviceList(tuple(devices)), _options(len(devices))
-    )
-
-
-def _options(ranks: int) -> Any:
-    options = xla_client.CompileOptions()
-    build = options.executable_build_options
-    options.num_replicas = build.num_replicas = ranks
-    options.num_partitions = build.num_partitions = 1
-    ids = np.arange(ranks).reshape(ranks, 1)
-    options.device_assignment = xla_client.DeviceAssignment.create(ids)
-    return options
+    return private.load_replicas(executable, devices)
 
 
 class SimulatedProgram:
@@ -109,7 +89,7 @@ class SimulatedProgram:
         ]
         if self._rank is not None:
             arrays.append(self._rank)
-        shards = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        shards = private.run_replicas(self._executable, arrays)
         return unflatten(
             {
                 path: jax.make_array_from_single_device_arrays(shape, sharding, list(parts))

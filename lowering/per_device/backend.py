@@ -16,18 +16,14 @@ from lowering.graph import Graph
 from lowering.hlo.proto import array_bytes, read_module
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.per_device.normalise import NormalizedModule, normalize_module
+from lowering.per_device.normalize import NormalizedModule, normalize_module
 from lowering.xla import backend as xla
+from lowering.xla import private
 from lowering.xla.backend import Device
 from lowering.xla.compiler_log import capture_compiler_log
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
-
-# jax 0.11 has no public function that reads an HLO module.
-from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
-
-xla_client: Any = _client
 
 
 def devices(target: Target) -> list[Device]:
@@ -47,7 +43,7 @@ class DeviceLowering:
         """Return the lowered program for a compiler; the facts are recorded under `platform`."""
         return replace(
             self.global_program,
-            text=hlo_text(self.normalised.hlo),
+            text=private.hlo_text(self.normalised.hlo),
             target=target,
             facts=self.global_program.facts | {platform: self.facts},
             options=options,
@@ -152,10 +148,3 @@ def memory(normalised: NormalizedModule, facts: dict[str, Any]) -> dict[str, int
         "host": 0,
         "peak": sum(inputs) + sum(outputs) - aliased + temporaries,
     }
-
-
-def hlo_text(hlo: bytes) -> str:
-    """Return a module as HLO text, including its constants."""
-    options = xla_client.hlo.HloPrintOptions()
-    options.print_large_constants = True
-    return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string(options)

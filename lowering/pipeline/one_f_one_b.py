@@ -1,4 +1,4 @@
-"""1F1B pipeline schedule on one device: each stage runs forward and backward at every tick.
+"""1F1B pipeline schedule: each stage runs forward and backward at every tick.
 
 Source: Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473
 """
@@ -6,20 +6,64 @@ Source: Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
+from lowering.pipeline.schedule import (
+    Pipeline,
+    PipelineLoss,
+    loop_parameters,
+    map_stages,
+    mesh_axes_size,
+    scalars_as_arrays,
+)
+from lowering.tracing.constrain import manual_axes
 from lowering.trees import Tree
-
-if TYPE_CHECKING:
-    from lowering.pipeline.schedules import Pipeline, PipelineLoss
 
 
 def one_f_one_b_gradients(
+    pipeline: Pipeline, parameters: Tree, microbatches: Tree
+) -> tuple[PipelineLoss, Tree]:
+    """Compute the objective, the metrics and the gradients with the 1F1B schedule.
+
+    At every tick each of the S stages runs one microbatch forward and another one backward. It
+    stores the inputs of 2 S - 1 microbatches, independent of their number.
+
+    `last` runs directly after the last stage; every stage computes 1/S of the positions, whose
+    number must be a multiple of S.
+    """
+    ring, copies = pipeline.axes()
+    manual = (ring.axis, *copies)
+    summed = {"stages": copies, "last": manual}
+
+    def device(parameters: Tree, queue: jax.Array, pieces: Tree) -> Any:
+        pieces = jax.tree.map(lambda piece: piece[..., 0], pieces)
+        with manual_axes(manual):
+            value, gradients, queue = _device_gradients(
+                pipeline, ring, mesh_axes_size(copies), parameters, queue, pieces
+            )
+        totals = {part: lax.psum(gradients[part], axes) for part, axes in summed.items()}
+        return scalars_as_arrays(value), totals, queue
+
+    resting, blocks = pipeline.parameter_specs(ring), PartitionSpec(ring.axis, copies)
+    specs = resting, blocks, PartitionSpec(None, copies, None, ring.axis)
+    both = map_stages(device, manual, specs, (PartitionSpec(manual), resting, blocks))
+    queue, embed_back = jax.vjp(
+        lambda weights: pipeline.embed(ring, weights, microbatches), parameters["first"]
+    )
+    # Piece s contains positions s, s + S, ..., which keeps a split over tensor or context.
+    pieces = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
+    values, gradients, of_queue = both(loop_parameters(parameters), queue, pieces)
+    (gradients["first"],) = embed_back(of_queue)
+    return jax.tree.map(jnp.sum, values), gradients
+
+
+def _device_gradients(
     pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
 ) -> tuple[PipelineLoss, Tree, jax.Array]:
     """Return this device's terms of the value and the gradients, and the gradient of its queue.

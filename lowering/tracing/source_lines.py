@@ -1,4 +1,8 @@
-"""Source line of the model that created an operation, from a Python stack."""
+"""Source line of the model that created an operation, from a Python stack.
+
+Lines of libraries and of `lowering` are not reported. A module with many callers, for example a
+matrix product, declares itself with `report_callers(__file__)`: its callers are reported instead.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("graphtrain/", "lowering/", "sharding_rules/")
+_LOWERING = "lowering/"
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
-# Code with many callers: the calling line is reported instead.
-_SHARED_HELPERS = (
-    "lowering/",
-    "graphtrain/models/lora/layers.py",
-    "graphtrain/models/matmul.py",
-    "graphtrain/models/projection.py",
-)
+_packages = [_LOWERING]  # reported even if they are installed as libraries
+_helpers: set[str] = set()  # files that report their callers
+
+
+def report_package(name: str) -> None:
+    """Report lines of a top-level package beside `lowering`, also where both are installed."""
+    _packages.append(f"{name}/")
+    _own.cache_clear()
+
+
+def report_callers(file: str) -> None:
+    """Report the lines that call a file instead of its own; pass `__file__` at its import."""
+    _helpers.add(_shown(file))
 
 
 def model_line(stack: Iterable[tuple[str, int]]) -> str:
@@ -29,7 +39,7 @@ def model_line(stack: Iterable[tuple[str, int]]) -> str:
         An empty string if all frames are in libraries.
     """
     own = [(path, line) for file, line in stack if (path := _own(file))]
-    telling = [(path, line) for path, line in own if not path.startswith(_SHARED_HELPERS)]
+    telling = [(path, line) for path, line in own if not _is_helper(path)]
     return next((f"{path}:{line}" for path, line in telling or own), "")
 
 
@@ -45,14 +55,20 @@ def current_line() -> str:
     return model_line(stack())
 
 
+def _is_helper(path: str) -> bool:
+    return path.startswith(_LOWERING) or path in _helpers
+
+
 @functools.cache
 def _own(file: str) -> str | None:
-    """Return the path of a file of graphtrain or of the user; None for a library.
+    """Return the path of a file of our packages or of the user; None for a library."""
+    path = _shown(file)
+    if path.startswith(tuple(_packages)):
+        return path
+    return None if any(part in file for part in _LIBRARIES) or file[:1] == "<" else path
 
-    Files of graphtrain are relative to the root of the source tree.
-    """
+
+def _shown(file: str) -> str:
+    """Return the path of a file, relative to the root of the source tree where it is inside."""
     path = Path(file)
-    relative = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else file
-    if relative.startswith(_PACKAGES):
-        return relative
-    return None if any(part in file for part in _LIBRARIES) or file[:1] == "<" else relative
+    return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else file

@@ -20,12 +20,13 @@ from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
-from lowering.machine import aot_devices, distributed, host
+from lowering.machine import aot_devices, host
 from lowering.machine.target import Target
 from lowering.tracing.constrain import MEMORY_KINDS, sharding, use_placement
 from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS
 from lowering.tracing.current_target import trace_for_target
 from lowering.trees import Tree, flatten, unflatten
+from lowering.xla import distributed, private
 from lowering.xla.compiler_log import capture_compiler_log
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
@@ -282,7 +283,7 @@ def _compile(lowered: Lowered) -> Any:
     try:
         return lowered.handle.compile(compiler_options=lowered.options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not private.is_out_of_memory(error):
             raise
         raise OutOfMemory(lowered.name, lowered.target, str(error)) from None
 
@@ -311,7 +312,7 @@ class Executable:
         try:
             return self._compiled(*inputs)
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not private.is_out_of_memory(error):
                 raise
             raise OutOfMemory(self.record["graph"], self.record["target"], str(error)) from None
 
@@ -380,10 +381,7 @@ def fingerprint(placed_on: list[Device]) -> str:
         return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices"
     if any(device.process_index for device in placed_on):  # XLA's digest differs between processes
         return f"{len(placed_on)} devices, {host.processor()['features']}"
-    # The digest that JAX's own cache uses; there is no public API (jax 0.11).
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-    return f"{xla_client.get_topology_for_devices(placed_on).fingerprint():016x}"
+    return private.cpu_fingerprint(placed_on)
 
 
 def forbid_tracing() -> AbstractContextManager[Any]:
@@ -391,9 +389,7 @@ def forbid_tracing() -> AbstractContextManager[Any]:
 
     Otherwise a single eager operation would compile in the middle of a run, on every host.
     """
-    from jax._src import config  # there is no public API for this guard (jax 0.11)
-
-    return config.no_tracing(True)
+    return private.forbid_tracing()
 
 
 def to_devices(tree: Tree, described: Tree) -> Tree:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Warning of the SPMD partitioner when it falls back to replicating an array (jax 0.10 and 0.11).
-_REPLICATED = re.compile(
-    r"Involuntary full rematerialization\. .*? from sharding (?P<before>\{.*?\}(?: \w+\})?) "
-    r"to (?P<after>\{.*?\}) efficiently for HLO operation %\S+ = (?P<shape>[^\s{]+)"
-    r".*?op_name=\"(?P<scope>[^\"]*)\""
-)
+from lowering.xla import private
 
 
 @contextmanager
@@ -42,5 +36,5 @@ def capture_compiler_log() -> Iterator[list[dict[str, str]]]:
 
 def replicated_arrays(log: str) -> list[dict[str, str]]:
     """Return shape, scope and both shardings of each array replicated by the partitioner, once."""
-    told = [match.groupdict() for match in _REPLICATED.finditer(log)]
+    told = list(private.replicated_arrays(log))
     return [one for index, one in enumerate(told) if one not in told[:index]]

@@ -13,12 +13,11 @@ xla/runtime/execution_graph.cc
 """
 
 import functools
-import pickle
-import pickletools
 from itertools import pairwise
 from typing import Any
 
 from lowering.hlo.protobuf import classes
+from lowering.xla import private
 
 # Fields of XLA's serialized program that are read or changed. All others are preserved.
 _FIELDS = {
@@ -53,43 +52,17 @@ def _messages() -> dict[str, Any]:
 
 
 def serialize_collective_order(payload: bytes) -> bytes:
-    """Return a CPU executable serialized by JAX, with the order of its collectives fixed.
-
-    JAX pickles the executable, next to its shardings, as the bytes that follow the string "exec".
-    Pickle frames are removed because their lengths would change; they are optional.
-    """
-    steps = list(pickletools.genops(payload))
-    ends = [position for _, _, position in steps[1:]] + [len(payload)]
-    parts, text = [], ""
-    for (step, argument, begin), end in zip(steps, ends, strict=True):
-        part = b"" if step.name == "FRAME" else payload[begin:end]
-        if isinstance(argument, str):
-            text = argument
-        elif isinstance(argument, bytes) and text == "exec":
-            ordered = serialize_executable_order(argument)
-            part = pickle.BINBYTES8 + len(ordered).to_bytes(8, "little") + ordered
-            text = ""
-        parts.append(part)
-    return b"".join(parts)
+    """Return a CPU executable serialized by JAX, with the order of its collectives fixed."""
+    return private.change_pickled_executable(payload, serialize_executable_order)
 
 
 def serialize_executable_order(stored: bytes) -> bytes:
-    """Fix the order of collectives in an executable in IFRT's format.
-
-    The format is the length of a header as a varint, the header, and XLA's program.
-    """
-    length, begin = 0, 0
-    while True:
-        byte = stored[begin]
-        length |= (byte & 0x7F) << (7 * begin)
-        begin += 1
-        if byte < 0x80:
-            break
-    begin += length
-    program = _messages()["Stored"].FromString(stored[begin:])
+    """Fix the order of collectives in an executable in IFRT's format."""
+    header, stored_program = private.split_executable(stored)
+    program = _messages()["Stored"].FromString(stored_program)
     if not _order(program.program.thunks):
         return stored
-    return stored[:begin] + program.SerializeToString(deterministic=True)
+    return header + program.SerializeToString(deterministic=True)
 
 
 def _order(sequence: Any) -> bool:

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jax.sharding import NamedSharding, PartitionSpec
 
 import lowering
 from lowering.errors import LoweringError
@@ -24,18 +20,10 @@ from lowering.hlo.module import HloModule, Input
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
+from lowering.xla import private
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import ArrayLayout, Plan
-
-# There is no public API to read HLO or its shardings, or to merge modules (jax 0.11).
-from jax._src.interpreters.mlir import merge_mlir_modules  # isort: skip
-from jax._src.lib import _jax  # isort: skip # pyright: ignore
-from jax._src.lib import xla_client as _client  # isort: skip # pyright: ignore
-from jax._src.sharding_impls import parse_flatten_op_sharding  # isort: skip
-
-xla_client: Any = _client
-jaxlib: Any = _jax
 
 
 @dataclass(frozen=True)
@@ -69,6 +57,12 @@ def lower(imported: ImportedHlo, target: Target) -> Lowered:
     backend = lowering.backend(target)
     if backend is xla:
         return _lower_xla(imported, target)
+    if not hasattr(backend, "from_global_program"):
+        raise LoweringError(
+            f"the backend of {target} does not compile programs that another program traced; "
+            "choose another target"
+        )
+    backend = cast(lowering.GlobalProgramBackend, backend)
     return backend.from_global_program(_lower_xla(imported, Target("cpu", (devices,))), target)
 
 
@@ -114,19 +108,14 @@ def _layout(array: Input, mesh: MeshShape) -> ArrayLayout:
     rank = len(array.spec.shape)
     if not array.sharding:
         return ArrayLayout(array.spec, ((),) * rank)
-    proto = xla_client.OpSharding()
-    proto.ParseFromString(array.sharding)
-    devices = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     try:
-        found = parse_flatten_op_sharding(proto, devices)[0]
-    except (ValueError, KeyError, NotImplementedError, AssertionError, StopIteration):
-        split = xla_client.HloSharding.from_proto(proto)
+        found = private.sharding_axes(array.sharding, mesh.axes)
+    except ValueError as sharding:
         raise _ShardingMismatch(
-            f"an input of shape {array.spec.shape} has sharding {split}, which does not follow the "
-            f"axes of the mesh {mesh}"
+            f"an input of shape {array.spec.shape} has sharding {sharding}, which does not follow "
+            f"the axes of the mesh {mesh}"
         ) from None
-    names = [(part,) if isinstance(part, str) else tuple(part or ()) for part in found]
-    return ArrayLayout(array.spec, (*names, *((),) * (rank - len(names))))
+    return ArrayLayout(array.spec, (*found, *((),) * (rank - len(found))))
 
 
 def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
@@ -137,26 +126,11 @@ def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
 
 def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., dict[str, Any]]:
     """Return a function of arrays that JAX traces into a call of the module."""
-    computation = xla_client.XlaComputation(module.binary)
-    stablehlo = jaxlib.mlir.xla_computation_to_mlir_module(computation)
-    call = Primitive("imported")
-    call.multiple_results = True
     avals = [ShapedArray(each.shape, jax.numpy.dtype(each.dtype)) for each in outputs.values()]
-    call.def_abstract_eval(lambda *inputs: avals)
-
-    def lowered(context: Any, *inputs: Any) -> Any:
-        whole = context.module_context
-        called = ir.Module.parse(stablehlo, whole.context)
-        main: Any = ir.SymbolTable(called.operation)["main"]
-        types = main.type.results  # read before merging invalidates it
-        name = merge_mlir_modules(whole.module, "imported", called, dst_symtab=whole.symbol_table)
-        symbol = ir.FlatSymbolRefAttr.get(name)
-        return func.CallOp(types, symbol, list(inputs)).results
-
-    mlir.register_lowering(call, lowered)
+    call = private.stablehlo_function(module.binary, avals)
 
     def step(*inputs: jax.Array) -> dict[str, jax.Array]:
-        return dict(zip(outputs, call.bind(*inputs), strict=True))
+        return dict(zip(outputs, call(*inputs), strict=True))
 
     return step
 

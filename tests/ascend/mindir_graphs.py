@@ -7,7 +7,7 @@ import jax
 
 from lowering.ascend.schema import FLOAT, INT64, NONE, TENSORS
 from lowering.ascend.translate import MindirGraph, translate
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 from lowering.xla.spmd_module import partition_spmd
 
 

@@ -17,12 +17,12 @@ from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
 from graphtrain.graphs.build import build_graph
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
-from lowering.ascend.personal import fill_in_rank, rank_groups
+from lowering.ascend.per_rank import fill_in_rank, rank_groups
 from lowering.ascend.schema import TENSOR_TYPES
 from lowering.ascend.translate import translate
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 from lowering.trees import flatten
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules

@@ -23,9 +23,9 @@ from lowering.hlo.replica_groups import parse_groups
 from lowering.hlo.text import parse
 from lowering.machine.target import Target
 from lowering.neuron import backend, compiler, neff, preflight, simulation, simulator
-from lowering.per_device import backend as one_device
-from lowering.per_device.normalise import entry_of, normalize_module
+from lowering.per_device.normalize import entry_of, normalize_module
 from lowering.xla import backend as xla
+from lowering.xla import private
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 
@@ -65,7 +65,7 @@ def instructions(module):
 def test_every_collective_names_the_ranks_that_xla_prints(raw, module):
     printed = [
         parse_groups(each.rest, 8)
-        for one in parse(one_device.hlo_text(raw)).computations.values()
+        for one in parse(private.hlo_text(raw)).computations.values()
         for each in one.instructions.values()
         if "replica_groups=" in each.rest
     ]
@@ -139,6 +139,7 @@ _PRINT_DIGEST = """
 import hashlib, sys
 sys.path[:0] = sys.argv[1:]
 from lowering.xla import backend as xla
+from lowering.xla import private
 from lowering.machine.target import Target
 xla.devices(Target.parse("cpu:8"))
 from programs import CUBE, program

@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from unoptimized import OPTIONS
 
-from lowering.pipeline.schedules import Pipeline, PipelineLoss
+from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
+from lowering.pipeline.schedule import Pipeline, PipelineLoss
+from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import manual_axes, placement, use_placement
 from lowering.xla.backend import make_mesh
 from sharding_rules.mesh import MeshShape
@@ -84,13 +86,13 @@ def compiled(run):
     return jax.jit(run, compiler_options=OPTIONS)
 
 
-def in_stages(pipeline, method, sizes=MappingProxyType({"data": 2, "stage": STAGES})):
-    """A method of a pipeline on 8 devices, not yet compiled."""
+def in_stages(pipeline, schedule, sizes=MappingProxyType({"data": 2, "stage": STAGES})):
+    """A schedule of a pipeline on 8 devices, not yet compiled."""
     mesh = make_mesh(MeshShape(sizes), jax.devices())
 
     def run(*arguments):
         with use_placement(mesh, RULES):
-            return getattr(pipeline, method)(*arguments)
+            return schedule(pipeline, *arguments)
 
     return run
 
@@ -112,7 +114,7 @@ def loops(jaxpr):
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, joint):
     pipeline = Pipeline(first, layers, last, virtual_stages=rounds, mixes_sequences=joint)
-    run = jax.value_and_grad(in_stages(pipeline, "value"), has_aux=True)
+    run = jax.value_and_grad(in_stages(pipeline, pipeline_loss), has_aux=True)
     assert_close(compiled(run)(*given(rounds)), reference(rounds))
 
 
@@ -120,7 +122,7 @@ def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, 
 def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
     pipeline = Pipeline(first, layers, last, mixes_sequences=joint)
     value, gradients = reference(1)
-    got = compiled(in_stages(pipeline, "value_and_gradients"))(*given(1))
+    got = compiled(in_stages(pipeline, one_f_one_b_gradients))(*given(1))
     assert_close(got, (PipelineLoss(*value), gradients))
 
 
@@ -128,9 +130,9 @@ def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
 def test_loops_have_the_ticks_of_the_timeline(schedule, rounds):
     pipeline = Pipeline(first, layers, last, virtual_stages=rounds)
     if schedule == "1f1b":
-        run = in_stages(pipeline, "value_and_gradients")
+        run = in_stages(pipeline, one_f_one_b_gradients)
     else:
-        run = jax.grad(in_stages(pipeline, "value"), has_aux=True)
+        run = jax.grad(in_stages(pipeline, pipeline_loss), has_aux=True)
     found = list(loops(jax.make_jaxpr(run)(*given(rounds)).jaxpr))
     assert sum(found) == tick_count(schedule, STAGES, rounds, MICROBATCHES)
 
@@ -160,14 +162,17 @@ def rolled_layers(rows, x, number, chunk):
     return layers(rows, rolled(x), number, chunk)
 
 
-@pytest.mark.parametrize("method", ["value", "value_and_gradients"])
-def test_a_stage_may_map_another_axis_by_hand(method):
+@pytest.mark.parametrize("schedule", [pipeline_loss, one_f_one_b_gradients])
+def test_a_stage_may_map_another_axis_by_hand(schedule):
     sizes = {"stage": STAGES, "context": 2}
     value, gradients = reference(1, rolled_layers)
-    run = in_stages(Pipeline(first, rolled_layers, last), method, sizes)
-    if method == "value":
+    run = in_stages(Pipeline(first, rolled_layers, last), schedule, sizes)
+    if schedule is pipeline_loss:
         run = jax.value_and_grad(run, has_aux=True)
     got = compiled(run)(*given(1))
     assert_close(
-        got, (PipelineLoss(*value), gradients) if method != "value" else (value, gradients)
+        got,
+        (PipelineLoss(*value), gradients)
+        if schedule is one_f_one_b_gradients
+        else (value, gradients),
     )

@@ -18,7 +18,7 @@ from lowering.machine.target import Target
 from lowering.neuron import backend
 from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.rules import Rules
 

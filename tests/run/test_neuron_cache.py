@@ -15,7 +15,7 @@ import pytest
 from places import CONFIG, ROOT
 
 from lowering.neuron import neff
-from lowering.per_device.normalise import normalize_module
+from lowering.per_device.normalize import normalize_module
 
 REAL, SIMULATED = "neuronxcc-2.27.5334.0+ab12", "neuronxcc-0.0.0.0+simulator"
 COMPILER = """#!/bin/sh
@@ -75,14 +75,14 @@ JAX_WITH_PLUGIN = """
 import hashlib, json, os, pathlib, sys
 import jax
 from lowering.xla import backend as xla
-from lowering.neuron import compiler, plugin
-from lowering.per_device.normalise import normalize_module
+from lowering.neuron import compiler_flags, plugin
+from lowering.per_device.normalize import normalize_module
 from lowering.neuron.persistent_cache import flags
 from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
     hlo = normalize_module(partition_spmd(self).hlo, name="step", ranks=4).hlo
-    written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST_VERSION)
+    written = compiler_flags.flags(Target.parse("neuron-sim:4"), compiler_flags.NEWEST_VERSION)
     name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.json_flags_key(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])
     entry = root / "neuronxcc-0.0.0.0+simulator" / name

@@ -18,8 +18,11 @@ from graphtrain.models.lora.quantize import NF4, QuantizationKind
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES, lora_paths
 from graphtrain.models.matmul import dot, dot_many
 from graphtrain.models.shapes import parameter_arrays
+from lowering.tracing import source_lines
 from lowering.tracing.constrain import constrain, draw_shard, shards_of
 from lowering.trees import Tree, flatten, unflatten
+
+source_lines.report_callers(__file__)
 
 _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}
 

@@ -24,8 +24,8 @@ from lowering.neuron.compiler import (
     arguments,
     environment,
     kill_with_parent_prefix,
-    without_wrapper_flags,
 )
+from lowering.neuron.compiler_flags import without_wrapper_flags
 from lowering.neuron.persistent_cache import completion, entries, flags, locks
 from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
 from lowering.neuron.persistent_cache.failures import CompileFailure, classify

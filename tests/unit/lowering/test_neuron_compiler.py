@@ -8,7 +8,8 @@ import pytest
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.machine.target import Target
 from lowering.neuron import compiler, neff
-from lowering.neuron.compiler import CompilerFailed, CompilerInterrupted, compile_error, flags
+from lowering.neuron.compiler import CompilerFailed, CompilerInterrupted, compile_error
+from lowering.neuron.compiler_flags import NEWEST_VERSION, flags
 
 TRN1, TRN2, SIMULATED = (Target.parse(name) for name in ("trn1:32", "trn2:64", "neuron-sim:4"))
 
@@ -25,21 +26,21 @@ def test_flags_that_a_version_does_not_know_are_left_out():
 
 
 def test_cores_that_make_one_are_said_where_the_machine_has_them():
-    assert "--logical-nc-config=2" in flags(TRN2, compiler.NEWEST_VERSION)
-    assert "--logical-nc-config=1" in flags(Target.parse("trn2-lnc1:128"), compiler.NEWEST_VERSION)
-    assert not any("logical" in flag for flag in flags(TRN1, compiler.NEWEST_VERSION))
+    assert "--logical-nc-config=2" in flags(TRN2, NEWEST_VERSION)
+    assert "--logical-nc-config=1" in flags(Target.parse("trn2-lnc1:128"), NEWEST_VERSION)
+    assert not any("logical" in flag for flag in flags(TRN1, NEWEST_VERSION))
 
 
 def test_a_users_flags_come_last_without_those_of_the_wrapper(monkeypatch):
     asked = "--cache_dir=/shared --retry_failed_compilation --enable-saturate-infinity"
     monkeypatch.setenv("NEURON_CC_FLAGS", asked)
-    assert flags(TRN1, compiler.NEWEST_VERSION)[-1] == "--enable-saturate-infinity"
-    assert not any("cache_dir" in flag for flag in flags(TRN1, compiler.NEWEST_VERSION))
+    assert flags(TRN1, NEWEST_VERSION)[-1] == "--enable-saturate-infinity"
+    assert not any("cache_dir" in flag for flag in flags(TRN1, NEWEST_VERSION))
 
 
 def test_a_graph_that_runs_once_is_compiled_quickly():
-    assert "--optlevel=1" in flags(TRN1, compiler.NEWEST_VERSION, fast=True)
-    assert "--optlevel=2" in flags(TRN1, compiler.NEWEST_VERSION)
+    assert "--optlevel=1" in flags(TRN1, NEWEST_VERSION, fast=True)
+    assert "--optlevel=2" in flags(TRN1, NEWEST_VERSION)
 
 
 @pytest.mark.parametrize("code", ["EOOM001", "EOOM002", "EVRF009", "EXSP001"])

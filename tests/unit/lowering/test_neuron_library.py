@@ -8,7 +8,7 @@ import pytest
 
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from lowering.neuron import compiler, library, neff
+from lowering.neuron import compiler, compiler_choice, library, neff
 
 TRN1 = Target.parse("trn1:32")
 FLAGS = ["--target=trn1", "--model-type=transformer"]
@@ -40,7 +40,10 @@ def installed(monkeypatch):
 
 
 def compile(target=TRN1):
-    return compiler.run(COMPILER, b"module", FLAGS, graph="train", target=target)
+    payload, _ = compiler_choice.compile_timed(
+        COMPILER, b"module", FLAGS, graph="train", target=target
+    )
+    return payload
 
 
 def test_the_library_is_given_the_module_under_a_key_that_is_the_same_everywhere(installed):

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from lowering.errors import LoweringError
-from lowering.machine.distributed import Membership, membership
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
+from lowering.xla.distributed import Membership, membership
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 SLICE = {"TPU_WORKER_HOSTNAMES": "t0.svc, t1.svc", "TPU_WORKER_ID": "1"}

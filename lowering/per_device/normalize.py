@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from lowering.errors import LoweringError
 from lowering.hlo.proto import TYPES, Message, read_module, unknown_fields_of, write_module
+from lowering.per_device.explicit_groups import write_explicit_groups
 from lowering.per_device.precision import remove_noop_reduce_precision
 from lowering.per_device.rank import rank_as_input
-from lowering.per_device.replica_groups import write_explicit_groups
 from lowering.tracing.region_marks import marks
 from lowering.tracing.source_lines import model_line
 

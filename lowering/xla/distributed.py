@@ -17,6 +17,7 @@ from typing import Any
 
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
+from lowering.xla import private
 
 _EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach an exchange
 _HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process is considered dead
@@ -190,28 +191,15 @@ def fake_peer_processes(target: Target) -> None:
     XLA learns of the devices of other processes only from their clients. Threads of this process
     therefore create further clients, which register their devices and never compute.
     """
-    from jax._src import distributed
-    from jax._src.lib import _jax, xla_client  # pyright: ignore[reportPrivateImportUsage]
-
     processes, devices = target.topology
-    if distributed.global_state.client is not None:
+    if private.distributed_state().client is not None:
         return
     address = f"127.0.0.1:{_free_port()}"
 
     def announce(other: int) -> None:
-        client = _jax.get_distributed_runtime_client(
-            address, other, init_timeout=_HEARTBEAT_TIMEOUT
-        )
-        client.connect()
+        client = private.connect_distributed_client(address, other, _HEARTBEAT_TIMEOUT)
         _fake_clients.append(client)
-        _fake_clients.append(
-            xla_client.make_cpu_client(
-                distributed_client=client,
-                node_id=other,
-                num_nodes=processes,
-                num_devices=devices,
-            )
-        )
+        _fake_clients.append(private.start_cpu_client(client, other, processes, devices))
 
     others = [
         threading.Thread(target=announce, args=(other,), daemon=True)
@@ -219,10 +207,9 @@ def fake_peer_processes(target: Target) -> None:
     ]
     for thread in others:
         thread.start()
-    state: Any = distributed.global_state
-    state.service = _jax.get_distributed_runtime_service(address, processes)
-    state.client = _jax.get_distributed_runtime_client(address, 0, init_timeout=_HEARTBEAT_TIMEOUT)
-    state.client.connect()
+    state = private.distributed_state()
+    state.service = private.start_distributed_service(address, processes)
+    state.client = private.connect_distributed_client(address, 0, _HEARTBEAT_TIMEOUT)
     state.process_id, state.num_processes = 0, processes
 
 
@@ -238,8 +225,6 @@ def _free_port() -> int:
 
 
 def _state() -> Any:
-    if "jax" not in sys.modules:  # join() imports jax, so this is a single process
+    if "jax" not in sys.modules:  # initialize() imports jax, so this is a single process
         return _SINGLE_PROCESS
-    from jax._src import distributed  # the key-value store has no public API (jax 0.11)
-
-    return distributed.global_state
+    return private.distributed_state()

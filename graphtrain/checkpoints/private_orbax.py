@@ -1,0 +1,96 @@
+"""Private interfaces of Orbax and TensorStore: all that this project uses, one function for each.
+
+They are names, files and behaviour that the documentation does not promise. All were tried with
+orbax-checkpoint 0.12.8 and tensorstore 0.1.86. tests/unit/test_private_orbax.py calls each one and
+says what to do when it breaks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# What Orbax and TensorStore raise for a full disk or a damaged file; neither has a class for it.
+STORAGE_ERRORS = (OSError, ValueError, KeyError)
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a directory, oldest first.
+
+    Orbax writes to a temporary name and renames it, so a name that is a number is complete. Asking
+    its CheckpointManager would import Orbax at the start of a run.
+    """
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def read_json_item(where: Path, item: str) -> Any:
+    """Return a JSON item of one checkpoint without importing Orbax."""
+    return json.loads((where / item / "metadata").read_text())
+
+
+def open_array(where: Path, path: str, *, write: bool = False, cache_bytes: int = 0) -> Any:
+    """Open an array of the item "state" of a checkpoint, to read or write any part of it.
+
+    Args:
+        where: Directory of one checkpoint.
+        path: Path of the array in the state.
+        write: Also open the array for writing.
+        cache_bytes: Size in bytes of the cache of chunks that were read.
+
+    Source: https://orbax.readthedocs.io, "Checkpoint format": a zarr array for each leaf, under the
+    names of its path joined by dots, in a key-value store of OCDBT
+    """
+    import tensorstore
+
+    store = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{where.absolute()}/state/"},
+        "path": path.replace("/", ".") + "/",
+    }
+    context = {"cache_pool": {"total_bytes_limit": cache_bytes}}
+    spec = {"driver": "zarr", "kvstore": store, "context": context}
+    return tensorstore.open(spec, open=True, read=True, write=write).result()
+
+
+def whole_shard_handlers() -> Any:
+    """Return handlers of arrays that write each shard from one replica, and so compile nothing.
+
+    By default each replica of an array writes a slice of it, and JAX would compile the slicing
+    during the run.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+
+
+def host_array_handlers() -> Any:
+    """Return handlers of NumPy arrays that write them without a copy, so that zeros take no memory.
+
+    Without a handler for jax.Array, Orbax warns.
+    """
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, handlers.ArrayHandler()),
+    )
+
+
+def synchronization(processes: int) -> Any:
+    """Return options with which Orbax synchronizes processes without compiling a collective.
+
+    With active_processes, it uses the coordination service. It does not support them together with
+    CheckpointManagerOptions(create=True).
+    """
+    import orbax.checkpoint as ocp
+
+    active = set(range(processes)) if processes > 1 else None
+    return ocp.options.MultiprocessingOptions(active_processes=active)

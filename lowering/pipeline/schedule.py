@@ -1,0 +1,133 @@
+"""Pipeline parallelism: microbatches through stages on different devices, in one program.
+
+The module is independent of the model: the caller passes a function before the stages (embedding),
+a stage, and a function after them (LM head and loss). The last two run inside one shard_map over
+the mesh axis of the stages and those along which weights are only replicated (data). The tensor,
+fsdp, expert and context axes stay automatic, so the model's own sharding constraints apply to them.
+This form was chosen over a vmap over stages because
+
+- a stage is an ordinary call of the model, so its own shard_map (ring attention over context) can
+  be nested, and the shift to the next stage is exactly one collective-permute;
+- weight gradients are accumulated on each device until the loop ends, so the all-reduce over data
+  happens once a step. The compiler would otherwise insert it at every tick, in every layer. (The
+  automatic fsdp axis gathers weights and scatters gradients at every tick, as it does for each
+  microbatch of gradient accumulation.)
+
+Of M microbatches, stage s of S stores a block, embeds it and computes its loss: indices s M/S to
+(s + 1) M/S - 1, so no work is repeated. A queue moves microbatches to the first stage and results
+back: with every new microbatch, one column of it moves by one stage around the ring.
+sharding_rules.pipeline defines the number of ticks and the work in each.
+
+The embedding is outside the shard_map: it is in no loop, and XLA's partitioner crashes on a lookup
+in a sharded table inside a shard_map over other axes (jax 0.11.2).
+
+check_vma is off: with it, a model would have to mark every constant that a loop carries. The
+gradient of an input is then summed over the manual axes absent from its spec, as weights require.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lowering.pipeline.ring import Ring
+from lowering.tracing.constrain import mesh_axes_of, placement
+from lowering.trees import Tree
+
+Scalars = Any  # a pytree of scalars
+
+
+class PipelineLoss(NamedTuple):
+    """Objective and metrics, summed over all microbatches."""
+
+    objective: jax.Array  # loss to minimise, including the auxiliary terms of the stages
+    metrics: Scalars
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Functions of a pipeline, applied to each microbatch; all microbatches have the same shapes.
+
+    Parameters are a tree {"first", "stages", "last"}. Arrays of "stages" have a leading axis of
+    layer rows, equally many for each stage, or with several rounds two leading axes (rounds, rows).
+    Arrays of the microbatches have shape (microbatches, sequences, positions, ...); the number of
+    microbatches is a multiple of the number of stages.
+    """
+
+    first: Callable[[Tree, Tree, jax.Array], jax.Array]  # (parameters, microbatch, its index) -> x
+    # (parameters of a chunk, x, indices of microbatch and chunk) -> (x, auxiliary terms of the
+    # objective, which are means over the sequences)
+    stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Scalars]]
+    # (parameters, x, microbatch), or some positions of the last two -> (objective, metrics)
+    last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Scalars]]
+    virtual_stages: int = 1  # chunks of layers for each stage (virtual stages)
+    remat: bool = True  # activation checkpointing of each stage; always on with 1f1b
+    mixes_sequences: bool = (
+        False  # a stage computes across sequences, so the data axis stays automatic
+    )
+
+    def embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
+        """Return the embedded microbatches in blocks; each stage computes equally many."""
+        numbers = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
+        each = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
+        return each(weights, microbatches, numbers)
+
+    def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> PipelineLoss:
+        """Sum the losses of the microbatches and the stages' auxiliary terms of all ticks."""
+        objective, reported = jax.tree.map(lambda each: each.sum(0), scores)
+        return PipelineLoss(
+            objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported
+        )
+
+    def axes(self) -> tuple[Ring, tuple[str, ...]]:
+        """Return the mesh axis of the stages, and the batch axes that replicate weights."""
+        found = placement()
+        assert found is not None, "a pipeline outside placed"
+        (stage,) = mesh_axes_of("stages")
+        resting = {name for names in found.rules.parameters.values() for name in names}
+        copies = tuple(name for name in mesh_axes_of("batch") if name not in resting)
+        return Ring(stage, found.shape.axes[stage]), () if self.mixes_sequences else copies
+
+    def parameter_specs(self, ring: Ring) -> Tree:
+        """Return how the parameters of the loop are split over the mesh axis of the stages."""
+        rows = (
+            PartitionSpec(ring.axis) if self.virtual_stages == 1 else PartitionSpec(None, ring.axis)
+        )
+        return {"stages": rows, "last": PartitionSpec()}
+
+
+def loop_parameters(parameters: Tree) -> Tree:
+    """Return the parameters that the loop over ticks uses: all but those of `first`."""
+    return {part: parameters[part] for part in ("stages", "last")}
+
+
+def map_stages(body: Callable, manual: tuple[str, ...], inputs: Any, outputs: Any) -> Callable:
+    """Return `body` as a shard_map over the manual mesh axes; the others stay automatic."""
+    found = placement()
+    assert found is not None
+    return jax.shard_map(
+        body,
+        mesh=found.current_mesh,
+        in_specs=inputs,
+        out_specs=outputs,
+        axis_names=set(manual),
+        check_vma=False,
+    )
+
+
+def mesh_axes_size(axes: tuple[str, ...]) -> int:
+    """Return the number of devices along these mesh axes."""
+    found = placement()
+    assert found is not None
+    return math.prod(found.shape.axes[name] for name in axes)
+
+
+def scalars_as_arrays(value: PipelineLoss) -> PipelineLoss:
+    """Return each device's scalars as arrays of size 1, to be summed outside the shard_map."""
+    return jax.tree.map(lambda scalar: scalar[None], value)

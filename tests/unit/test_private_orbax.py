@@ -1,0 +1,139 @@
+"""Canaries: each private interface of Orbax and TensorStore in private_orbax.py still works.
+
+Run these first with a new version of Orbax. A failure names the function and what to do.
+"""
+
+import functools
+import inspect
+import tracemalloc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from graphtrain.checkpoints import private_orbax
+
+REMEDIES = {
+    "complete_steps": "orbax: find how a complete checkpoint is told from an unfinished one "
+    "(step_lib, temporary_paths), and change what names count.",
+    "read_json_item": "orbax/checkpoint, JsonCheckpointHandler: find the file's new name.",
+    "open_array": "orbax.readthedocs.io, Checkpoint format: find the driver, and the names of "
+    "arrays. Older checkpoints must stay readable.",
+    "whole_shard_handlers": "orbax/checkpoint/type_handlers, ArrayHandler: find what turns "
+    "use_replica_parallel off. Saving must compile nothing.",
+    "host_array_handlers": "orbax/checkpoint/type_handlers, NumpyHandler: find what turns the copy "
+    "off. Resharding writes arrays larger than the memory.",
+    "synchronization": "orbax/checkpoint/options.py, MultiprocessingOptions: find what makes it "
+    "synchronize through the coordination service, not by a collective.",
+}
+
+
+def canary(*names):
+    """Mark a test as the canary of functions; its failure ends with what to do."""
+
+    def mark(test):
+        @functools.wraps(test)
+        def run(*arguments, **named):
+            try:
+                test(*arguments, **named)
+            except Exception as error:
+                what = "\n".join(f"private_orbax.{name}: {REMEDIES[name]}" for name in names)
+                error.add_note(f"orbax {ocp.__version__} changed a private interface.\n{what}")
+                raise
+
+        run.guards = names
+        return run
+
+    return mark
+
+
+def test_every_private_interface_has_a_canary_and_a_remedy():
+    public = {
+        name
+        for name, each in vars(private_orbax).items()
+        if inspect.isfunction(each) and each.__module__ == private_orbax.__name__
+    }
+    guarded = {name for each in globals().values() for name in getattr(each, "guards", ())}
+    assert public == guarded == set(REMEDIES)
+
+
+STATE = {"parameters": {"head": np.arange(24, dtype=np.float32).reshape(4, 6)}}
+
+
+def save(directory, state, registry, processes=1):
+    with ocp.CheckpointManager(
+        directory,
+        item_handlers={
+            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "about": ocp.JsonCheckpointHandler(),
+        },
+        options=ocp.CheckpointManagerOptions(
+            create=False, multiprocessing_options=private_orbax.synchronization(processes)
+        ),
+    ) as manager:
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave({"loader": 7})
+        )
+        manager.save(3, args=items)
+        manager.wait_until_finished()
+
+
+@canary("complete_steps", "read_json_item", "open_array", "whole_shard_handlers")
+def test_a_checkpoint_is_read_without_orbax(tmp_path):
+    state = jax.tree.map(jnp.asarray, STATE)
+    save(tmp_path, state, private_orbax.whole_shard_handlers())
+    (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+    assert private_orbax.complete_steps(tmp_path) == [3]
+    assert private_orbax.complete_steps(tmp_path / "none") == []
+    assert private_orbax.read_json_item(tmp_path / "3", "about") == {"loader": 7}
+    array = private_orbax.open_array(tmp_path / "3", "parameters/head", cache_bytes=1 << 20)
+    part = array[1:3, 2:].read().result()
+    np.testing.assert_array_equal(part, STATE["parameters"]["head"][1:3, 2:])
+    written = private_orbax.open_array(tmp_path / "3", "parameters/head", write=True)
+    written[0].write(np.full(6, 9, np.float32)).result()
+    np.testing.assert_array_equal(array[0].read().result(), np.full(6, 9.0))
+
+
+@canary("complete_steps", "open_array")
+def test_what_is_missing_or_damaged_raises_the_errors_that_are_converted(tmp_path):
+    (tmp_path / "3" / "state").mkdir(parents=True)
+    with pytest.raises(private_orbax.STORAGE_ERRORS):
+        private_orbax.open_array(tmp_path / "3", "parameters/head")
+
+
+@canary("whole_shard_handlers")
+def test_replicas_are_written_without_compiling(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = jax.device_put(STATE, replicated)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name)
+    )
+    save(tmp_path, state, private_orbax.whole_shard_handlers())
+    assert not [name for name in compiled if "compile" in name]
+
+
+@canary("host_array_handlers")
+def test_arrays_of_the_host_are_written_without_a_copy(tmp_path):
+    zeros = {"zeros": np.broadcast_to(np.float32(0), (1 << 13, 1 << 13))}  # 256 MiB, if copied
+    registry = private_orbax.host_array_handlers()
+    pieces = {"zeros": ocp.SaveArgs(chunk_byte_size=16 << 20)}
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    tracemalloc.start()
+    try:
+        with warnings.catch_warnings(), ocp.Checkpointer(handler) as opened:
+            warnings.simplefilter("error")
+            opened.save(tmp_path / "zeros", args=ocp.args.PyTreeSave(zeros, save_args=pieces))
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@canary("synchronization")
+def test_processes_synchronize_by_the_service():
+    assert private_orbax.synchronization(1).active_processes is None
+    assert private_orbax.synchronization(3).active_processes == {0, 1, 2}
