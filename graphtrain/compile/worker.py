@@ -149,7 +149,7 @@ def _check_parity(
     from graphtrain.torch_frontend.versions import check_versions, installed
 
     check_versions(installed(), hf=model.hf is not None)
-    from graphtrain.torch_frontend.apart import ensure_documents_isolated
+    from graphtrain.torch_frontend.document_isolation import ensure_documents_isolated
     from graphtrain.torch_frontend.parity import ensure_parity
 
     target = Target.parse(program.target)

@@ -35,6 +35,6 @@ def with_native_model(program: Program) -> Program:
 def _native(program: Program) -> Model | None:
     if not is_imported(program.model):
         return program.model
-    from graphtrain.torch_frontend.sizes import native_equivalent
+    from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
     return native_equivalent(program.model)

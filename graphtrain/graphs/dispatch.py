@@ -38,9 +38,9 @@ def to_pipeline_layout(model: Model, parameters: Tree, stages: Stages) -> Tree:
         ShardingError: the model cannot be split into pipeline stages.
     """
     if is_imported(model):
-        from graphtrain.torch_frontend import staged
+        from graphtrain.torch_frontend import pipeline_parts
 
-        return staged.to_stage_order(_open(model), parameters, stages)
+        return pipeline_parts.to_stage_order(_open(model), parameters, stages)
     return native.to_pipeline_layout(parameters, stages)
 
 
@@ -51,9 +51,9 @@ def pipeline_specs(model: Model, specs: Tree, stages: Stages) -> Tree:
         ShardingError: the model cannot be split into pipeline stages.
     """
     if is_imported(model):
-        from graphtrain.torch_frontend import staged
+        from graphtrain.torch_frontend import pipeline_parts
 
-        return staged.to_stage_order(_open(model), specs, stages)
+        return pipeline_parts.to_stage_order(_open(model), specs, stages)
     return native.pipeline_specs(specs, stages)
 
 
@@ -79,9 +79,9 @@ def pipeline(
         ShardingError: the model cannot be split into pipeline stages.
     """
     if is_imported(model):
-        from graphtrain.torch_frontend import staged
+        from graphtrain.torch_frontend import pipeline_parts
 
-        return staged.imported_pipeline(_open(model), stages, score, keys, tokens)
+        return pipeline_parts.imported_pipeline(_open(model), stages, score, keys, tokens)
     return native.decoder_pipeline(model, stages, score, keys, term_weight)
 
 
@@ -143,7 +143,7 @@ def kv_cache_specs(model: Model, sequences: int, longest: int) -> Tree:
         ImportedModelError: the model's attention does not support a KV cache.
     """
     if is_imported(model):
-        from graphtrain.torch_frontend import continuing as imported
+        from graphtrain.torch_frontend import decode as imported
 
         return imported.kv_cache_specs(_open(model), sequences, longest)
     return decode.kv_cache_specs(model, sequences, longest)
@@ -162,7 +162,7 @@ def decode_step(
         begin: cache offset, the position of the first of these tokens.
     """
     if is_imported(model):
-        from graphtrain.torch_frontend import continuing as imported
+        from graphtrain.torch_frontend import decode as imported
 
         return imported.decode_step(_open(model), parameters, kept, tokens, begin)
     return decode.decode_step(model, parameters, kept, tokens, begin)

@@ -24,13 +24,13 @@ from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
-from graphtrain.torch_frontend.balance import LoadBalancing
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
-from graphtrain.torch_frontend.causes import user_code_error
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
-from graphtrain.torch_frontend.making import InitOperation, MetaModule, build_on_meta
-from graphtrain.torch_frontend.scanning import BlocksDiffer, Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.load_balancing import LoadBalancing
+from graphtrain.torch_frontend.meta_module import InitOperation, MetaModule, build_on_meta
+from graphtrain.torch_frontend.scan_blocks import BlocksDiffer, Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.silent_failures import user_code_error
 from graphtrain.torch_frontend.source import add_working_directory, find_module_file, split_name
 from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
 from lowering.tracing.constrain import constrain, in_shard_map
@@ -41,7 +41,7 @@ from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
-    from graphtrain.torch_frontend.staged import PipelineParts
+    from graphtrain.torch_frontend.pipeline_parts import PipelineParts
 
 _TOKENS = (2, 4)  # (batch, seq) of the trace that checks which blocks are identical
 
@@ -245,7 +245,7 @@ class OpenedModel:
         Raises:
             ShardingError: the model cannot be split into pipeline stages; the message says why.
         """
-        from graphtrain.torch_frontend.staged import find_parts
+        from graphtrain.torch_frontend.pipeline_parts import find_parts
 
         return find_parts(self)
 

@@ -11,11 +11,11 @@ import torch
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.apart import check_documents_isolated
 from graphtrain.torch_frontend.attention import dense_attention
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
-from graphtrain.torch_frontend.interface import CausalMask, _torch_attention
+from graphtrain.torch_frontend.document_isolation import check_documents_isolated
+from graphtrain.torch_frontend.hf_attention import CausalMask, _torch_attention
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import check_parity, run_check_once
 from graphtrain.torch_frontend.source import key_ingredients

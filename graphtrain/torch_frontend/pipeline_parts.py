@@ -21,7 +21,7 @@ import numpy as np
 from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scanning import Scan, ScanHooks, StopForward, constrain_residual
+from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, constrain_residual
 from lowering.pipeline.ring import read_slot
 from lowering.pipeline.schedules import Pipeline
 from lowering.tracing.constrain import draw_shard, placement
