@@ -161,7 +161,7 @@ def _print_usage_hint(destination: Path, as_json: bool) -> None:
     if not as_json:
         click.echo(
             f"to use it, set in a configuration: [program.model] preset = "
-            f'"{destination}/model.toml" and [run] initial = "{destination}"'
+            f'"{destination}/model.toml" and [run] init_from = "{destination}"'
         )
 
 

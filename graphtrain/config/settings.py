@@ -5,7 +5,9 @@ import inspect
 import io
 import json
 import tokenize
+from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -122,26 +124,35 @@ def words(node: Node) -> str:
 
 @cache
 def meanings() -> dict[tuple[str, str], str]:
-    """The comment beside each field of the schema, by class and field.
+    """Return the comment beside each field of the schema, by class and field.
 
-    Read from the source when asked for, so that the meaning is written once, beside the field, and
-    starting up does not pay for it. Empty where the source is not installed.
+    They are read from the source when needed, so that a description is written once, beside its
+    field, and starting up does not pay for it. Empty if the source is not installed.
     """
     try:
-        source = inspect.getsource(schema)
+        sources = [inspect.getsource(module) for module in _schema_modules()]
     except OSError:
         return {}
+    return {name: text for source in sources for name, text in _comments_beside_fields(source)}
+
+
+def _schema_modules() -> list[ModuleType]:
+    """Return the modules of the schema, one for each table."""
+    found = (getattr(schema, name) for name in dir(schema))
+    return [module for module in found if inspect.ismodule(module)]
+
+
+def _comments_beside_fields(source: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the class and name of each field that has a comment on its last line, and that."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    return {
-        (table.name, field.target.id): comments[field.end_lineno or 0]
-        for table in ast.parse(source).body
-        if isinstance(table, ast.ClassDef)
-        for field in table.body
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and field.end_lineno in comments
-    }
+    tables = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for table in tables:
+        for field in table.body:
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if (line := field.end_lineno or 0) in comments:
+                yield (table.name, field.target.id), comments[line]

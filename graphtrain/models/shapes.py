@@ -108,4 +108,8 @@ def _size(model: Model, axis: str | None) -> int:
     if axis in ("experts", "routes", "shared"):
         assert model.moe is not None
         return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
-    return 2 if axis is None else getattr(model, "max_length" if axis == "positions" else axis)
+    return (
+        2
+        if axis is None
+        else getattr(model, "max_position_embeddings" if axis == "positions" else axis)
+    )

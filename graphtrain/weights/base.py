@@ -55,7 +55,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
     """Raise unless the adapter settings are those with which the run was started.
 
     Array shapes do not reveal such a change; for example another alpha would rescale the saved
-    adapter, and another `base` would quantize the base weights differently.
+    adapter, and another `base_dtype` would quantize the base weights differently.
 
     Raises:
         WeightsError: settings differ; the message names them.
@@ -66,7 +66,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
         return
     differ = [
         f"{name} = {getattr(mine, name)!r} (instead of {getattr(theirs, name)!r})"
-        for name in ("rank", "alpha", "use_rslora", "base")
+        for name in ("rank", "alpha", "use_rslora", "base_dtype")
         if getattr(mine, name) != getattr(theirs, name)
     ]
     if differ:

@@ -128,13 +128,13 @@ class RankProgram:
         ]
         given = self._placed(leaves)
         written = {number: output for output, number in self._in_place.items()}
-        variables = {f"input{n}": given[n].take() for n in self._about["variables"]}
+        variables = {f"input{n}": given[n].donate() for n in self._about["variables"]}
         inputs = [
             one._checked() for n, one in enumerate(given) if n not in self._about["variables"]
         ]
         inputs += [self._rank] if self._rank is not None else []
         made = [RankArray(self._ranks, layout) for layout in self._outputs.values()]
-        returned = [made[n].number for n in self._about["returned"]]
+        returned = [made[n].array_id for n in self._about["returned"]]
         kept = {f"input{n}": made[written[n]].array_id for n in self._about["variables"]}
         by_number = {one.array_id: weakref.ref(one) for one in made}
 

@@ -155,7 +155,8 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
             [*kill_with_parent_prefix(), *words], cwd=directory, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
+            env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:

@@ -216,7 +216,10 @@ def _indices(each: Message, module: PreflightModule) -> Iterator[PreflightFindin
     if count > size:
         what = f"{each.name} accesses rows 0 to {count - 1} of an array with {size} rows"
         yield PreflightFinding(
-            code, each.id, what, "use one size for both, for example max_length = seq_len"
+            code,
+            each.id,
+            what,
+            "use one size for both, for example max_position_embeddings = seq_len",
         )
 
 

@@ -100,8 +100,8 @@ def why_no_kernel(asked: AttentionSpec, target: Target) -> str:
         return "the rules shard positions inside attention, and ring attention uses no kernel"
     if asked.per_replica:
         return (
-            'kernels do not support batch.gradient_reduction = "per_step", which computes gradients '
-            "for each replica"
+            'kernels do not support batch.gradient_reduction = "per_step", which computes '
+            "gradients for each replica"
         )
     if asked.dtype != "bfloat16":
         return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"

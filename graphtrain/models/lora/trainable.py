@@ -75,7 +75,7 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no weight that can have them.
     """
     able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
-    chosen = _matching(adapter.target_modules, able, "targets")
+    chosen = _matching(adapter.target_modules, able, "target_modules")
     whole = fully_trained_paths(model, adapter)
     return [path for path in able if path in chosen and path not in whole]
 
@@ -87,7 +87,7 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
-    chosen = _matching(adapter.modules_to_save, arrays, "whole")
+    chosen = _matching(adapter.modules_to_save, arrays, "modules_to_save")
     return [path for path in arrays if path in chosen]
 
 

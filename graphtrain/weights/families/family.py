@@ -194,7 +194,7 @@ def functional_settings(model: Model) -> Model:
     how = ("dtype", "remat", "dropout", "init_std")
     return replace(
         model,
-        mixture=mixture,
+        moe=mixture,
         global_attention_every=every if every and every <= model.layers else None,
         query_pre_attn_scalar=model.query_pre_attn_scalar or model.head_dim,
         **{name: default[name] for name in how},

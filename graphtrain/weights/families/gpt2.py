@@ -40,7 +40,7 @@ GPT2 = Family(
         RenamedSetting("layers", "n_layer"),
         RenamedSetting("heads", "n_head"),
         RenamedSetting("vocab", "vocab_size"),
-        RenamedSetting("max_length", "n_positions"),
+        RenamedSetting("max_position_embeddings", "n_positions"),
         _Inner(),
         RenamedSetting("norm_epsilon", "layer_norm_epsilon", 1e-5),
         EnumSetting(

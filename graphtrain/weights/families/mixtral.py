@@ -42,7 +42,7 @@ class Experts:
         per_token = config["num_experts_per_tok"]
         shared = config[self.shared] if self.shared else None
         return {
-            "mixture": MixtureOfExperts(
+            "moe": MixtureOfExperts(
                 experts=count,
                 experts_per_token=per_token,
                 normalize_topk=normalise,

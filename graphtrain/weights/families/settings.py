@@ -153,7 +153,7 @@ class SlidingWindow:
     """Sliding window in all layers, or in none if null."""
 
     def read(self, config: Config) -> dict[str, Any]:
-        return {"window": config.get("sliding_window")}
+        return {"sliding_window": config.get("sliding_window")}
 
     def write(self, model: Model) -> dict[str, Any]:
         return {"sliding_window": model.sliding_window}
@@ -171,8 +171,8 @@ class AlternatingSlidingWindow:
         types = config.get("layer_types")
         if types is None:
             every = config.get("sliding_window_pattern", self.every)
-            return {"window": window, "global_attention_every": every}
-        return {"window": window, "global_attention_every": full_attention_interval(types)}
+            return {"sliding_window": window, "global_attention_every": every}
+        return {"sliding_window": window, "global_attention_every": full_attention_interval(types)}
 
     def write(self, model: Model) -> dict[str, Any]:
         every = model.global_attention_every or model.layers + 1
@@ -219,7 +219,7 @@ class QwenSlidingWindow:
         if "sliding_attention" not in types:
             return {}
         return {
-            "window": config["sliding_window"],
+            "sliding_window": config["sliding_window"],
             "global_attention_every": full_attention_interval(types),
         }
 

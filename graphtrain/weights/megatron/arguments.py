@@ -111,7 +111,7 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
             "the checkpoint's args: a shared expert without moe_shared_expert_gate is not supported"
         )
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
-    settings["mixture"] = MixtureOfExperts(
+    settings["moe"] = MixtureOfExperts(
         experts=arguments["num_experts"],
         experts_per_token=arguments.get("moe_router_topk") or 2,
         # A softmax over the chosen experts equals a normalised softmax over all experts.
@@ -143,7 +143,10 @@ def _positions(arguments: Arguments) -> dict[str, Any]:
     if kind == "learned" and rotary:  # Megatron versions before position_embedding_type
         kind = "rope"
     if kind == "learned":
-        return {"positions": kind, "max_length": arguments.get("max_position_embeddings")}
+        return {
+            "positions": kind,
+            "max_position_embeddings": arguments.get("max_position_embeddings"),
+        }
     if kind == "alibi":
         return {"positions": kind}
     base = float(arguments.get("rotary_base") or 10_000)

@@ -213,7 +213,8 @@ class _CompilerPool:
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
             [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"], cwd=scratch,
-            env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         now = time.monotonic()
         return _Running(entry, attempt, process, held, scratch, log, now, now)

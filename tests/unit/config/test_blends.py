@@ -46,11 +46,14 @@ def test_a_blend_loads_and_renders_back_to_itself(tmp_path, share):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('train = [{ dataset = "a" }]', "either a weight or epochs"),
-        ('train = [{ dataset = "a", weight = 1.0, epochs = 1.0 }]', "either a weight or epochs"),
+        ('train = [{ dataset = "a" }]', "set either weight or epochs for a"),
+        (
+            'train = [{ dataset = "a", weight = 1.0, epochs = 1.0 }]',
+            "set either weight or epochs for a",
+        ),
         (
             'train = [{ dataset = "a", weight = 1.0 }, { dataset = "b", epochs = 1.0 }]',
-            "either all a weight or all epochs",
+            "must all have a weight, or all have epochs",
         ),
         ("train = []", "run.data.train"),
         ('train = [{ dataset = "a", weight = 0.0 }]', "run.data.train"),

@@ -135,15 +135,15 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
         file,
         ("layers = 2", 'layers = "two"'),
         ("vocab = 256", "tie_word_embeddings = 1"),
-        ("steps = 10", "steps = 10.5\nlenght = 3"),
-        ("sequences = 4", "sequences = 4\nmicrobatches = 3"),
+        ("steps = 10", "steps = 10.5\nseq_lne = 3"),
+        ("global_batch_size = 4", "global_batch_size = 4\nmicrobatches = 3"),
     )
     assert found == [
-        "a.toml:16: unknown setting run.lenght; did you mean program.batch.seq_len?",
+        "a.toml:16: unknown setting run.seq_lne; did you mean program.batch.seq_len?",
         'a.toml:2: program.model.layers = "two": should be a whole number, at least 1',
         "a.toml:6: program.model.tie_word_embeddings = 1: should be true or false",
         "a.toml:15: run.steps = 10.5: should be a whole number, at least 1",
-        "a.toml:9: program.batch: sequences = 4 is not a multiple of microbatches = 3",
+        "a.toml:9: program.batch: global_batch_size = 4 is not a multiple of microbatches = 3",
         "a.toml:1: program.model.vocab is missing",
     ]
 
@@ -221,7 +221,7 @@ def test_what_is_missing(file):
         "a.toml:1: program.model.heads is missing",
         "a.toml:1: program.model.mlp is missing",
         "a.toml:1: program.model.vocab is missing",
-        "a.toml: program.batch is missing; it needs sequences, length",
+        "a.toml: program.batch is missing; it needs global_batch_size, seq_len",
         "a.toml:2: run.directory is missing",
         "a.toml:2: run.steps is missing",
         "a.toml:2: run.data is missing; it needs train",
@@ -229,7 +229,7 @@ def test_what_is_missing(file):
     file.write_text("")
     assert problems(file, target="cpu:8") == [
         "a.toml: program.model is missing; it needs layers, embed, heads, mlp, vocab",
-        "a.toml: program.batch is missing; it needs sequences, length",
+        "a.toml: program.batch is missing; it needs global_batch_size, seq_len",
         "a.toml: run is missing; it needs directory, steps, data",
     ]
 
@@ -255,7 +255,7 @@ def test_what_is_missing(file):
         ("run.directory=2024", "should be a string; write run.directory='\"2024\"'"),
         (
             "program.batch.microbatches=3",
-            "program.batch: sequences = 4 is not a multiple of microbatches = 3",
+            "program.batch: global_batch_size = 4 is not a multiple of microbatches = 3",
         ),
         ("program.batch={seq_len=4}", "program.batch.global_batch_size is missing"),
         (
@@ -278,9 +278,11 @@ def test_a_wrong_override_is_blamed_on_its_flag(file, override, problem):
 
 
 def test_the_file_is_blamed_for_what_it_got_wrong_itself(file):
-    file.write_text(GOOD.replace("sequences = 4", "sequences = 4\nmicrobatches = 3"))
+    file.write_text(
+        GOOD.replace("global_batch_size = 4", "global_batch_size = 4\nmicrobatches = 3")
+    )
     assert problems(file, "program.batch.seq_len=8") == [
-        "a.toml:9: program.batch: sequences = 4 is not a multiple of microbatches = 3"
+        "a.toml:9: program.batch: global_batch_size = 4 is not a multiple of microbatches = 3"
     ]
     file.write_text(GOOD.replace("[program.batch]", "[program]\nbatch = 3\n[run.bathc]"))
     assert "a.toml:9: program.batch = 3: should be a table" in problems(

@@ -31,7 +31,7 @@ data = { train = "data/train" }
 
 def model(name: str) -> Model:
     settings = preset_settings(name)
-    for table in ("mixture", "rope_scaling"):
+    for table in ("moe", "rope_scaling"):
         if table in settings:
             kind = Model.__dataclass_fields__[table].type.__args__[0]
             settings[table] = kind(**settings[table])

@@ -96,7 +96,7 @@ def small(**optimizer):
 def test_settings_come_with_their_meaning():
     lines = render(small()).splitlines()
     assert lines[0] == "[program]  # " + (Program.__doc__ or "")
-    assert "embed = 64  # width of the residual stream" in lines
-    assert "kv_heads = 4  # key and value heads; as many as heads if left out" in lines
-    assert 'positions = "rope"' in lines
-    assert not any(line.startswith(("max_length", "validation")) for line in lines)
+    assert "embed = 64  # width of the residual stream (hidden size)" in lines
+    assert "kv_heads = 4  # number of key and value heads; unset: as many as heads" in lines
+    assert 'positions = "rope"  # position encoding' in lines
+    assert not any(line.startswith(("max_position_embeddings", "validation")) for line in lines)

@@ -33,9 +33,9 @@ def test_the_schema_is_one_for_editors():
     assert model["properties"]["kv_heads"] == {
         "type": "integer",
         "minimum": 1,
-        "description": "key and value heads; as many as heads if left out",
+        "description": "number of key and value heads; unset: as many as heads",
     }
-    assert made["$defs"]["Batch"]["description"] == "One global training step."
+    assert made["$defs"]["Batch"]["description"] == "The global batch of one training step."
     assert "null" not in str(made)
 
 
@@ -57,5 +57,5 @@ def test_the_schema_takes_every_setting_of_a_file():
 
 
 def test_meanings_are_the_comments_beside_the_fields():
-    assert meanings()["Batch", "length"] == "tokens per sequence"
-    assert ("Model", "norm") not in meanings()
+    assert meanings()["Batch", "seq_len"] == "tokens per sequence"
+    assert ("Program", "mesh") not in meanings()
