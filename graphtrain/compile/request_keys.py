@@ -25,7 +25,7 @@ _SOURCES = (
     "graphtrain/compile/request_keys.py",
     "graphtrain/config/hf_config.py",
     "graphtrain/config/resolve.py",
-    "graphtrain/config/schema.py",
+    "graphtrain/config/schema",
     "graphtrain/graphs",
     "graphtrain/models",
     "lowering",
