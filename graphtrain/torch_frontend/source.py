@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
     *("attention.py", "axes.py", "blocks.py", "bridge.py", "decode.py", "experts.py"),
-    *("functions.py", "hf_attention.py", "joint.py", "load_balancing.py"),
+    *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),
     *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "scan_blocks.py"),
     *("silent_failures.py", "source.py", "strict.py", "transformers_model.py"),
 )

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from graphtrain.config.render import render_model
-from graphtrain.config.schema import Model, Program, is_imported
+from graphtrain.config.schema import Model, Program
 from graphtrain.errors import WeightsError
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
 from graphtrain.weights.families import (
     Family,
@@ -144,7 +145,7 @@ def _run_of_pytorch(source: Path) -> Program | None:
     from graphtrain.config import load_config
 
     program = load_config(source / "config.toml").program
-    return program if is_imported(program.model) else None
+    return program if open_language_model(program.model).uses_module_names else None
 
 
 def _export(
