@@ -33,7 +33,7 @@ def memory(
         program: Settings.
         rules: Sharding rules.
         mesh: Mesh.
-        weights: Result of place_weights, if the caller has it.
+        weights: Result of shard_weights, if the caller has it.
     """
     target = Target.parse(program.target)
     if weights is None:

@@ -21,5 +21,5 @@ def with_padding_layers(program: Program) -> Program:
     return replace(
         program,
         model=replace(program.model, layers=len(stages.rows)),
-        pipeline=replace(program.pipeline, layers=None),
+        pipeline=replace(program.pipeline, layers_per_stage=None),
     )

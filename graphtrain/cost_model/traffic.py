@@ -26,7 +26,7 @@ def predict_collectives(
         program: Settings.
         rules: Sharding rules.
         mesh: Mesh.
-        weights: Result of place_weights, if the caller has it.
+        weights: Result of shard_weights, if the caller has it.
     """
     if weights is None:
         weights = shard_weights(program, rules, mesh)

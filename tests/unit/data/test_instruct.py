@@ -64,9 +64,9 @@ def test_answers_and_their_ends_are_learned(tmp_path):
 
 
 def test_only_the_last_answer_or_everything_may_be_learned(tmp_path):
-    made(tmp_path, [conversation(0, 3)], learn="last")
+    made(tmp_path, [conversation(0, 3)], train_on="last")
     assert texts(tmp_path / "out/train") == [["A0.2<|im_end|>"]]
-    made(tmp_path, [conversation(0, 3)], learn="all")
+    made(tmp_path, [conversation(0, 3)], train_on="all")
     assert texts(tmp_path / "out/train", learned=False) == [[]]
 
 
@@ -138,7 +138,7 @@ def test_workers_change_nothing(tmp_path):
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 2000)
+    monkeypatch.setattr("graphtrain.data.readers.records.GROUP_BYTES", 2000)
     records = [conversation(number, 5) for number in range(50)]
     made(tmp_path, records)
     expected = [path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))]
@@ -180,7 +180,7 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     assert verify(tmp_path / "both/train")["documents"] == 8
     assert (tmp_path / "both/chat_template.jinja").is_file()
     made(tmp_path, [PAIR])
-    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --learn"):
+    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --train-on"):
         merge([prefixes[0], tmp_path / "out/train"], tmp_path / "mixed/train")
 
 
@@ -302,7 +302,7 @@ def test_any_array_is_read_as_its_elements(tmp_path_factory, records, indent, bl
     nested = [record for record in records if isinstance(record, dict | list)]
     if len(nested) < len(records):
         return  # only objects and arrays are found one by one
-    small = mock.patch("graphtrain.data.readers.records.CHUNK", 1)
+    small = mock.patch("graphtrain.data.readers.records.GROUP_BYTES", 1)
     with mock.patch("graphtrain.data.readers.json_array._BLOCK", block), small:
         groups = list(read_lines(path, "line", FilePosition()))
         assert [json.loads(one) for group in groups for one in group.records] == records
