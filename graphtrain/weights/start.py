@@ -16,7 +16,8 @@ from graphtrain.errors import WeightsError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
-from graphtrain.weights.sources import HF_FILES, WeightSource, open_weights
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.sources import HF_FILES, WeightSource
 from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
