@@ -88,7 +88,7 @@ class Checkpoints:
 
         Args:
             directory: The directory of the checkpoints, with one subdirectory for each step.
-            keep: Number of checkpoints to retain; older ones are deleted.
+            max_to_keep: Number of checkpoints to retain; older ones are deleted.
             arrangement: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
         """
@@ -253,7 +253,7 @@ def open_array(where: Path, path: str, *, write: bool = False, cache_bytes: int 
         where: Directory of one checkpoint.
         path: Path of the array in the state.
         write: Also open the array for writing.
-        held: Size in bytes of the cache of chunks that were read.
+        cache_bytes: Size in bytes of the cache of chunks that were read.
 
     Source: https://orbax.readthedocs.io, "Checkpoint format": a zarr array for each leaf, under the
     names of its path joined by dots, in a key-value store of OCDBT

@@ -1,8 +1,8 @@
 """DeferredGradient: weights whose gradient is reduced over a mesh axis at the point of use.
 
-The scan over layers carries one DeferredGradient for each array of weights. If complete() is called inside
-the loop, a layer's gradient is reduced in the loop's backward pass, where the reduction overlaps
-with the backward pass of the preceding layer.
+The scan over layers carries one DeferredGradient for each array of weights. If complete() is
+called inside the loop, a layer's gradient is reduced in the loop's backward pass, where the
+reduction overlaps with the backward pass of the preceding layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DeferredGradient:
 
 
 def attach_reductions(tree: Tree) -> Tree:
-    """Replace each DeferredGradient of a tree by its weights; their gradients are reduced in backward."""
+    """Replace each DeferredGradient by its weights; their gradients are reduced in backward."""
     return jax.tree.map(
         lambda leaf: _complete(leaf) if isinstance(leaf, DeferredGradient) else leaf,
         tree,
