@@ -174,7 +174,7 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
 
 
 def _print_arrays(program: "Program", pattern: str) -> None:
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
     from graphtrain.planning.tables import plan_table
     from graphtrain.planning.text import matching_paths
 
