@@ -14,9 +14,10 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
-from graphtrain.config.resolve import layer_rows, stages_of
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.resolve import stages_of
+from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
+from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
@@ -54,16 +55,16 @@ def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
 
 def layer_order_of(program: Program) -> LayerOrder:
     """Return the order in which a program stacks its layers."""
-    target, imported = Target.parse(program.target), is_imported(program.model)
-    if imported:
-        stages = stages_of(program)
-        rows = None if stages is None else stages.rows
-    else:
-        rows = layer_rows(program)
+    target, stages = Target.parse(program.target), stages_of(program)
+    model, rows = open_language_model(program.model), None
+    if stages is not None:
+        rows = stages.rows
+    elif model.layer_count is not None:
+        rows = tuple(range(model.layer_count))
     return LayerOrder(
         rows,
         lambda described, read: lowering.backend(target).from_shards(described, read),
-        by_shape=imported,
+        by_shape=model.uses_module_names,
     )
 
 

@@ -18,7 +18,7 @@ def write_ckpt(path: Path, program: Program) -> None:
         ShardingError: the rules cannot split an array.
         OSError: the file cannot be written.
     """
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
 
     plan = plan_program(program)
     layouts = {

@@ -29,7 +29,7 @@ from graphtrain.config import load_config, render
 from graphtrain.config.resolve import layer_rows
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
-from graphtrain.weights.convert import create_directory
+from graphtrain.files import create_directory
 from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk

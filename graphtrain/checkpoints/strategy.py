@@ -33,7 +33,7 @@ def strategy_of(program: Program) -> Strategy:
         LoweringError: unknown target.
         ShardingError: the rules cannot split an array.
     """
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
 
     plan = plan_program(program)
     arrays = {}

@@ -11,7 +11,7 @@ from graphtrain.cli.options import cache_option, json_option, overrides_option, 
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
-    from graphtrain.data.tokenizers.tokenizer import Tokenizer
+    from graphtrain.data.tokenizers.protocol import Tokenizer
 
 
 @click.command("generate")
@@ -103,7 +103,7 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         DataError: there is no tokenizer, or it cannot be used.
     """
     from graphtrain.data.indexed.description import dataset_tokenizer
-    from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+    from graphtrain.data.tokenizers.open import load_tokenizer
     from graphtrain.errors import DataError
     from graphtrain.weights.sources import HF_FILES
 

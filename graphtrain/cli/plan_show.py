@@ -142,13 +142,10 @@ def show(
 
 def _print_imported(program: "Program", store: Path) -> None:
     """Print how an imported PyTorch model is traced and sharded."""
-    from graphtrain.config.schema import is_imported
+    from graphtrain.compile.front_end import describe_model
 
-    if is_imported(program.model):
-        from graphtrain.torch_frontend.describe import describe
-
-        for line in describe(program.model, store):
-            click.echo(line)
+    for line in describe_model(program, store):
+        click.echo(line)
 
 
 def console():
@@ -177,7 +174,7 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
 
 
 def _print_arrays(program: "Program", pattern: str) -> None:
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
     from graphtrain.planning.tables import plan_table
     from graphtrain.planning.text import matching_paths
 

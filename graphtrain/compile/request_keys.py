@@ -11,7 +11,8 @@ from pathlib import Path
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.schema import Program
+from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
 from sharding_rules.rules import Rules
@@ -49,10 +50,7 @@ def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[s
     settings = dataclasses.asdict(program)
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
-    if is_imported(program.model):
-        from graphtrain.torch_frontend.source import key_ingredients
-
-        settings["model"] = key_ingredients(program.model)
+    settings["model"] = open_language_model(program.model).key_ingredients()
     parts = {
         "program": settings,
         "mesh": dict(mesh_shape(program).axes),

@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,11 +24,15 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
+from graphtrain.compile.front_end import check_model
 from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, TorchModel, is_imported
+from graphtrain.config.schema import Program
+from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS_PER_CALL
+from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
@@ -115,16 +118,12 @@ def compile_to_cache(
     Returns:
         The digest of the program, and whether it was compiled now.
     """
-    if isinstance(program, Program) and is_imported(program.model):
-        say("comparing with PyTorch")
-        model, strict = _check_parity(program, name, program.model, cache)
-        program = replace(program, model=model)
-        if strict:
-            say(f"front end: strict, because {strict}")
+    if isinstance(program, Program):
+        program = check_model(program, cache, say, generates=name in TOKENS_PER_CALL)
     say("tracing")
     lowered = lower(program, name)
-    if name == "train" and isinstance(program, Program) and is_imported(program.model):
-        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run has no PyTorch module
+    if name == "train" and isinstance(program, Program) and sizes_unknown(program):
+        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run builds no module
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -139,35 +138,8 @@ def compile_to_cache(
     return key.digest, new
 
 
-def _check_parity(
-    program: Program, name: str, model: TorchModel, cache: Cache
-) -> tuple[TorchModel, str]:
-    """Return the model with the front end that reproduces PyTorch's results.
-
-    Also return the reason if that is the strict one, else an empty string.
-    """
-    from graphtrain.torch_frontend.versions import check_versions, installed
-
-    check_versions(installed(), hf=model.hf is not None)
-    from graphtrain.torch_frontend.apart import ensure_documents_isolated
-    from graphtrain.torch_frontend.parity import ensure_parity
-
-    target = Target.parse(program.target)
-    lowering.backend(target).compile_devices(target)  # must precede other uses of JAX devices
-    strict = ensure_parity(model, cache.root).strict
-    model = replace(model, front_end="strict") if strict else model
-    ring = Rules.load(program.rules).activations.get("attended", ())
-    split = mesh_shape(program).size(ring) > 1
-    if not program.batch.cross_document_attention or split or name in TOKENS_PER_CALL:
-        ensure_documents_isolated(model, cache.root)
-    return model, strict
-
-
 def _flops_per_token(program: Program) -> dict[str, float]:
-    from graphtrain.cost_model.native_equivalent import with_native_model
-    from graphtrain.errors import PlanError
-    from graphtrain.models.flops import useful_flops_per_token
-
+    """Return the useful FLOPs per token by metric name; empty if the module does not show them."""
     try:
         return useful_flops_per_token(with_native_model(program))
     except PlanError:

@@ -16,12 +16,6 @@ from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Program
 from graphtrain.graphs.decode import TOKENS_PER_CALL, generation_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
-from graphtrain.graphs.dispatch import (
-    initialize,
-    parameter_specs,
-    pipeline_specs,
-    to_pipeline_layout,
-)
 from graphtrain.graphs.objectives import (
     answer_log_probs,
     cross_entropy_objective,
@@ -34,6 +28,7 @@ from graphtrain.graphs.objectives import (
     step_key,
     token_losses,
 )
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
 from graphtrain.models.attention.ring_order import to_ring_order
@@ -66,7 +61,8 @@ def _init(program: Program) -> Graph:
         )
         parameters = _initialise(program, weights_key)
         if stages is not None:
-            parameters = to_pipeline_layout(program.model, parameters, stages)
+            model = open_language_model(program.model)
+            parameters = model.to_pipeline_layout(parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -90,7 +86,7 @@ def _initialise(program: Program, key: jax.Array) -> Tree:
     Source: PEFT's LoraLayer.reset_lora_parameters, https://github.com/huggingface/peft
     """
     if program.adapter is None:
-        return initialize(program.model, key)
+        return open_language_model(program.model).initialize(key)
     specs = trained_arrays(program)
 
     def begin(path: str, index: int) -> jax.Array:
@@ -237,10 +233,10 @@ def _evaluate(program: Program) -> Graph:
 
 def parameter_specs_of(program: Program) -> Tree:
     """Return the ArraySpecs of the trained parameters, as a run stores them."""
-    adapted = program.adapter is not None
-    specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
+    model, adapted = open_language_model(program.model), program.adapter is not None
+    specs = unflatten(trained_arrays(program)) if adapted else model.specs()
     stages = stages_of(program)
-    return specs if stages is None else pipeline_specs(program.model, specs, stages)
+    return specs if stages is None else model.pipeline_specs(specs, stages)
 
 
 def _frozen_input(program: Program) -> dict[str, Tree]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program
 from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
-from graphtrain.graphs.dispatch import forward, has_dropout, head_inputs
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.block import AuxiliaryLosses
 from graphtrain.models.chunk_size import loss_chunk
@@ -66,15 +66,17 @@ def token_losses(
         dropout_key: Random key; without it there is no dropout.
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
-    model, tokens, (targets, counts) = program.model, batch["tokens"], _targets_and_weights(batch)
-    z_loss = program.loss.z_loss
-    chunk = loss_chunk(program, Rules.load(program.rules), mesh_shape(program))
+    settings, model = program.model, open_language_model(program.model)
+    tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
+    z_loss, chunk = program.loss.z_loss, None
+    if model.has_separate_head:
+        chunk = loss_chunk(program, Rules.load(program.rules), mesh_shape(program))
     if chunk is None:
-        out, auxiliary = forward(model, weights, tokens, dropout_key=dropout_key)
+        out, auxiliary = model.forward(weights, tokens, dropout_key=dropout_key)
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
-    hidden, head, auxiliary = head_inputs(model, weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(chunk, model.tie_word_embeddings, model.final_logit_softcap, z_loss)
+    hidden, head, auxiliary = model.head_inputs(weights, tokens, dropout_key=dropout_key)
+    scored = LossHead(chunk, settings.tie_word_embeddings, settings.final_logit_softcap, z_loss)
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
@@ -84,7 +86,8 @@ def answer_log_probs(
     program: Program, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, AuxiliaryLosses]:
     """Return log p of each row's answer (batch,), and the layers' auxiliary losses."""
-    out, auxiliary = forward(program.model, weights, batch["tokens"], dropout_key=dropout_key)
+    model = open_language_model(program.model)
+    out, auxiliary = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
     return log_probabilities(out, *_targets_and_weights(batch)), auxiliary
 
 
@@ -126,7 +129,7 @@ def _forward_with(
     """
     key, adapter = step_key(program, state), program.adapter
     in_adapter = adapter is not None and bool(adapter.dropout)
-    in_model = has_dropout(program.model)
+    in_model = open_language_model(program.model).has_dropout
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
         dropout = replica_key(jax.random.fold_in(key, index)) if in_adapter or in_model else None

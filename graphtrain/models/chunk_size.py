@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.schema import Program
 from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
@@ -59,6 +59,11 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     them and its memory is rarely short, and other machines are untested. A sharded vocabulary would
     need collectives for each chunk, and its logits are sharded already.
 
+    Args:
+        program: settings; the model is native, as others have no separate LM head.
+        rules: rules of the program.
+        mesh: mesh of the program.
+
     Raises:
         ShardingError: as check_chunk.
     """
@@ -73,7 +78,6 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
     model, batch = program.model, program.batch
     if (
         not (target.is_gpu or target.platform == "tpu")
-        or is_imported(model)
         or program.loss.kind != "cross_entropy"
         or mesh.axes.get("stage", 1) > 1
         or mesh.size(rules.activations.get("vocab", ())) > 1

@@ -21,25 +21,12 @@ from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import mfu, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
+from graphtrain.graphs.plan import plan_program
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from lowering.hlo.collectives import Collective
-from sharding_rules.plan import Plan, make_plan
+from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
-
-
-def plan_program(program: Program) -> Plan:
-    """Return the plan of all inputs of the training step, on the program's target.
-
-    Raises:
-        LoweringError: unknown target.
-        ShardingError: the rules cannot split an array over the mesh.
-    """
-    from graphtrain.graphs.build import build_graph  # imports JAX and Flax
-    from lowering.trees import flatten
-
-    mesh, rules = mesh_shape(program), Rules.load(program.rules)
-    return make_plan(flatten(dict(build_graph(program, "train").inputs)), rules, mesh)
 
 
 def assess(

@@ -11,7 +11,7 @@ from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.render import toml
 from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
@@ -125,11 +125,11 @@ def _families(program: Program) -> Iterator[Iterator[Change]]:
 
 
 def _remat(program: Program) -> Iterator[Change]:
-    now, imported = program.model.remat, is_imported(program.model)
+    now = program.model.remat
     known = _REMAT.index(now) if now in _REMAT else 0
     for remat in _REMAT[known + 1 :]:
         yield (f"program.model.remat={remat}",)
-    if not imported and now != "offload" and Target.parse(program.target).platform != "cpu":
+    if now != "offload" and Target.parse(program.target).platform != "cpu":
         yield ("program.model.remat=offload",)
 
 

@@ -215,7 +215,7 @@ def _weights(config: Config, program: Program, described: Tree, step: int | None
     if step is not None and config.program.adapter is None:
         arrangement = layer_order_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
-    from graphtrain.weights.sources import open_weights
+    from graphtrain.weights.open import open_weights
     from graphtrain.weights.start import load_initial_parameters, open_initial_weights
     from graphtrain.weights.torch_modules import HuggingFaceWeights
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.schema import Config, Program
+from graphtrain.files import write_errors
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.metrics import write_errors
 from lowering.machine.target import Target
 from lowering.trees import Tree
 

@@ -21,13 +21,14 @@ from graphtrain.config import render
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
+from graphtrain.files import atomic_write, write_errors
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import check_same_checkpoints, check_same_executables, on_all_ranks
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
-from graphtrain.run.metrics import Journal, Record, read_journal, write_errors
+from graphtrain.run.metrics import Journal, Record, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import host
@@ -178,8 +179,8 @@ def _open_journal(
     Called only after the first step has been started, when the run can no longer be refused.
     """
     directory = Path(config.run.directory)
-    with write_errors(directory):
-        (directory / "config.toml").write_text(render(config))
+    with write_errors(directory), atomic_write(directory / "config.toml") as file:
+        file.write(render(config).encode())
     _copy_hf_files(config, beginning)
     journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
     stack.callback(journal.close)

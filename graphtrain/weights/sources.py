@@ -175,35 +175,6 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def open_weights(directory: Path, step: int | None = None) -> WeightSource:
-    """Open a converted folder or a run directory; the adapter of a run is merged.
-
-    Args:
-        directory: Converted folder or run directory.
-        step: Step of the run's checkpoint; None for the last.
-
-    Raises:
-        WeightsError: the directory is neither, or has no such checkpoint.
-    """
-    if (directory / "model.toml").is_file():
-        if step is not None:
-            raise WeightsError(
-                f"{directory} is a converted folder, which has no checkpoints; do not pass a step"
-            )
-        return ConvertedFolder(directory)
-    if (directory / "checkpoints").is_dir():
-        run = RunCheckpoint(directory, step)
-        if run.program.adapter is None:
-            return run
-        from graphtrain.weights.merged import MergedWeights
-
-        return MergedWeights(run)
-    raise WeightsError(
-        f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
-        "checkpoints); convert weights of other formats first: graphtrain convert -h"
-    )
-
-
 def read_model(path: Path) -> Model:
     """Read the model settings from a model.toml.
 

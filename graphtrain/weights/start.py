@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphtrain.config.resolve import layer_rows, stages_of
-from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.config.schema import Config, Program
 from graphtrain.errors import WeightsError
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
-from graphtrain.weights.sources import HF_FILES, WeightSource, open_weights
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.sources import HF_FILES, WeightSource
 from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | 
     if config.run.init_from is None:
         return None
     directory = Path(config.run.init_from)
-    if is_imported(config.program.model):
+    if open_language_model(config.program.model).uses_module_names:
         return HuggingFaceWeights(directory)
     weights = open_weights(directory)
     theirs, mine = weights.model, config.program.model

@@ -66,7 +66,8 @@ def smallest(name: str) -> int:
 def measure(name: str, devices: int) -> None:
     """Compile once and print what it took."""
     from graphtrain.compile import worker
-    from graphtrain.planning.assess import estimate, plan_program
+    from graphtrain.graphs.plan import plan_program
+    from graphtrain.planning.assess import estimate
     from lowering.errors import OutOfMemory
     from lowering.xla import backend as xla
 

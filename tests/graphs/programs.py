@@ -11,7 +11,7 @@ from unoptimized import OPTIONS
 from graphtrain.config.resolve import mesh_shape, stages_of
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
-from graphtrain.graphs.dispatch import parameter_specs, to_pipeline_layout
+from graphtrain.graphs.open_model import open_language_model
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
@@ -117,8 +117,9 @@ def stored(of: Program, tree: Tree) -> Tree:
     stages = stages_of(of)
     if stages is None or not isinstance(tree, dict):
         return tree
-    if tree.keys() == parameter_specs(of.model).keys():
-        return jax.device_get(to_pipeline_layout(of.model, tree, stages))
+    model = open_language_model(of.model)
+    if tree.keys() == model.specs().keys():
+        return jax.device_get(model.to_pipeline_layout(tree, stages))
     return {name: stored(of, part) for name, part in tree.items()}
 
 

@@ -18,7 +18,7 @@ from graphtrain.config.resolve import stages_of
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph
-from graphtrain.planning.assess import plan_program
+from graphtrain.graphs.plan import plan_program
 from graphtrain.planning.search import search
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
