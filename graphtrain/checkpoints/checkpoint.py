@@ -14,11 +14,10 @@ import numpy as np
 
 import lowering
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
-from graphtrain.config.resolve import layer_rows, stages_of
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram, layer_rows
+from graphtrain.config.schema import is_imported
 from graphtrain.errors import TrainingError
 from lowering.machine import distributed
-from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 
@@ -52,12 +51,11 @@ def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
     return rows and tuple(range(sum(layer is not None for layer in rows)))
 
 
-def layer_order_of(program: Program) -> LayerOrder:
+def layer_order_of(program: ResolvedProgram) -> LayerOrder:
     """Return the order in which a program stacks its layers."""
-    target, imported = Target.parse(program.target), is_imported(program.model)
+    target, imported = program.target, is_imported(program.model)
     if imported:
-        stages = stages_of(program)
-        rows = None if stages is None else stages.rows
+        rows = None if program.stages is None else program.stages.rows
     else:
         rows = layer_rows(program)
     return LayerOrder(

@@ -145,11 +145,12 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
         f"{limit} {work:.2f} s": work - max(other.compute, other.memory),
         f"pipeline bubble {time.bubble:.2f} s": time.bubble - other.bubble,
     }
-    target = Target.parse(best.program.target)
     for axes, seconds in time.communication.items():
         names = tuple(axes.split("+"))
         if not set(names) <= OVERLAPPED_AXES:
-            crosses = " across hosts" if crosses_hosts(names, best.mesh, target) else ""
+            crosses = (
+                " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
+            )
             said = f"communication over {axes}{crosses} {seconds:.2f} s"
             excess[said] = seconds - other.communication.get(axes, 0.0)
     hidden = {

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from graphtrain.config.render import render_model
-from graphtrain.config.schema import Model, Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram, resolve
+from graphtrain.config.schema import Model, is_imported
 from graphtrain.errors import WeightsError
 from graphtrain.models.flops import parameter_count
 from graphtrain.weights.families import (
@@ -137,18 +138,18 @@ def export_hugging_face(
     return summarize(family, model, arrays)
 
 
-def _run_of_pytorch(source: Path) -> Program | None:
+def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
     """Return the program of a run directory if its model is imported from PyTorch, else None."""
     if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
         return None
     from graphtrain.config import load_config
 
     program = load_config(source / "config.toml").program
-    return program if is_imported(program.model) else None
+    return resolve(program) if is_imported(program.model) else None
 
 
 def _export(
-    program: Program, source: Path, destination: Path, progress: Progress, step: int | None
+    program: ResolvedProgram, source: Path, destination: Path, progress: Progress, step: int | None
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
