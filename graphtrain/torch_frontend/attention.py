@@ -96,13 +96,13 @@ def dense_attention(
         query: (batch, heads, queries, head_dim); heads must be a multiple of kv_heads.
         key: (batch, kv_heads, keys, head_dim).
         value: (batch, kv_heads, keys, value_dim).
-        seen: mask, broadcastable to (batch, heads, queries, keys): bool, true where a query
+        mask: broadcastable to (batch, heads, queries, keys): bool, true where a query
             attends to a key, or floats to add to the attention scores.
         dropout: probability of dropping an attention weight.
         causal: whether query i attends to key j only for j <= i, counted from 0 as in PyTorch.
         scale: of the products; None: 1 / sqrt(head_dim).
         dropout_key: for dropout; None disables it.
-        cap: soft cap of attention scores.
+        softcap: soft cap of attention scores.
 
     Raises:
         ValueError: kv_heads does not divide heads.
@@ -125,16 +125,16 @@ def dense_attention(
         "bhgqd,bhkd->bhgqk", query.reshape(batch, *groups, queries, head_dim), key, jnp.float32
     )
     scores = bent(products * (1 / math.sqrt(head_dim) if scale is None else scale), softcap)
-    mask = jnp.tril(jnp.ones((queries, keys), bool)) if causal else None
+    visible = jnp.tril(jnp.ones((queries, keys), bool)) if causal else None
     if mask is not None:
         given = _grouped(mask, groups)
         if given.dtype == jnp.bool_:
-            mask = given if mask is None else mask & given
+            visible = _and(visible, given)
         else:
             scores = scores + given
             # In an additive mask, a row of only minus infinity also means: attends to no key.
-            mask = _and(mask, scores > -jnp.inf)
-    shares = _softmax(scores, mask)
+            visible = _and(visible, scores > -jnp.inf)
+    shares = _softmax(scores, visible)
     if dropout and dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1 - dropout, shares.shape)
         shares = jnp.where(kept, shares / (1 - dropout), 0)

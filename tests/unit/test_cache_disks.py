@@ -131,7 +131,9 @@ def test_a_directory_that_cannot_be_read_is_an_error_with_its_name(tmp_path, mon
         getattr(cache, command)()
 
 
-@pytest.mark.parametrize(("refused", "read"), [("builtins.open", "answers"), ("os.stat", "list")])
+@pytest.mark.parametrize(
+    ("refused", "read"), [("builtins.open", "stored_programs"), ("os.stat", "list")]
+)
 def test_what_another_host_removes_meanwhile_is_not_listed(tmp_path, monkeypatch, refused, read):
     """Over NFS it is stale; every other error of the disk is told."""
     cache = Cache(tmp_path)

@@ -244,5 +244,5 @@ def test_the_commands_say_what_was_refused_and_exit_2(network, url, mine, keys, 
     shutil.rmtree(mine.root / "v1" / "programs" / tampered)
     done = run("sync", url, "--json")
     assert done.exit_code == 2
-    refused = json.loads(done.output)["pull"]["refused"]
+    refused = json.loads(done.output)["pull"]["rejected"]
     assert len(refused) == 1 and "tampered with" in refused[0]

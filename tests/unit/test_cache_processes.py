@@ -52,7 +52,10 @@ def die_before_rename(root):
     Cache(Path(root)).put(KEY, Artifact(bytes(1000), {}))
 
 
-QUICK = {"beat": 0.05, "expiry": 0.5}  # seconds, so that tests need not wait long
+QUICK = {
+    "heartbeat_seconds": 0.05,
+    "expiry_seconds": 0.5,
+}  # seconds, so that tests need not wait long
 FEW = [CacheKey.of(number=number) for number in range(3)]
 
 

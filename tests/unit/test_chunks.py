@@ -84,7 +84,7 @@ def test_the_estimate_has_the_chunks_of_the_program():
         of = dataclasses.replace(DATA, loss=Loss(chunk=how))
         return memory(of, Rules.load(of.rules), mesh_shape(of)).temporaries
 
-    assert temporaries("auto") == temporaries(512) < temporaries("whole")
+    assert temporaries("auto") == temporaries(512) < temporaries("none")
 
 
 def test_the_plan_tells_the_chunk():

@@ -85,7 +85,7 @@ def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
     first, second = (list(generator.tokens(prompt, 9, drawn, 257)) for _ in range(2))
     assert first == second != want[:9]
     for wrong in ([], [1] * 96):
-        with pytest.raises(GraphtrainError, match=r"fewer than program\.batch\.length = 96"):
+        with pytest.raises(GraphtrainError, match=r"fewer than program\.batch\.seq_len = 96"):
             next(generator.tokens(wrong, 1, Sampling(), 257))
 
 

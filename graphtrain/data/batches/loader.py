@@ -84,8 +84,8 @@ class Loader:
         units = _samples_per_batch(self._packings, global_batch_size)
         self._stream_identity: dict[str, Any] = {
             "seed": seed,
-            "sequences": global_batch_size,
-            "length": seq_len,
+            "global_batch_size": global_batch_size,
+            "seq_len": seq_len,
             "documents": sum(map(len, datasets)),
             "tokens": sum(len(dataset.tokens) for dataset in datasets),
         }
@@ -219,7 +219,7 @@ def evaluation_batches(
 
 def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
     """Return the number of sequences, or of preference pairs, in a batch."""
-    rows = {packing.rows for packing in packings}
+    rows = {packing.rows_per_index for packing in packings}
     prefixes = ", ".join(packing.dataset.prefix for packing in packings)
     if len(rows) > 1:
         raise DataError(

@@ -19,7 +19,7 @@ class Part:
     epochs: float | None = None
 
 
-SHAPE = {"sequences": 8, "length": 4, "seed": 3}
+SHAPE = {"global_batch_size": 8, "seq_len": 4, "seed": 3}
 SIZES = 40, 12, 28  # sequences in an epoch of three datasets
 
 

@@ -62,6 +62,6 @@ def test_learned_text_is_green_on_a_terminal(tmp_path, monkeypatch):
     corpus, output = tmp_path / "corpus.jsonl", tmp_path / "out"
     call("sample", corpus, "--kind", "instructions", "--megabytes", 0.02)
     call("instruct", corpus, "--output", output, "--tokenizer", "bytes", "--template", "alpaca")
-    monkeypatch.setattr("graphtrain.cli.data.has_colours", lambda: True)
+    monkeypatch.setattr("graphtrain.cli.data.supports_color", lambda: True)
     result = CliRunner().invoke(command, ["preview", str(output / "train")], color=True)
     assert "\x1b[32m" in result.stdout and "\x1b[2m" in result.stdout and ">>>" not in result.stdout

@@ -90,7 +90,7 @@ def read(corpus: Corpus, *start) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_its_documents_from_any_place(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(records, "CHUNK", 100)
+    monkeypatch.setattr(records, "GROUP_BYTES", 100)
     path = FORMATS[name](tmp_path / name)
     other = write_jsonl(tmp_path / "last.jsonl")
     corpus = Corpus.from_inputs([path, other])

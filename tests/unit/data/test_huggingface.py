@@ -124,7 +124,7 @@ def test_the_two_files_of_gpt2_are_the_same_tokenizer(learned, tmp_path):
 def test_prepare_takes_them_with_workers_and_reads_them_back(
     learned, make_corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 300)
+    monkeypatch.setattr("graphtrain.data.readers.records.GROUP_BYTES", 300)
     learned.save(tmp_path / "tokenizer")
     made = prepare(
         [make_corpus(TEXTS)],

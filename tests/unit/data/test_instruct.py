@@ -138,7 +138,7 @@ def test_workers_change_nothing(tmp_path):
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 2000)
+    monkeypatch.setattr("graphtrain.data.readers.records.GROUP_BYTES", 2000)
     records = [conversation(number, 5) for number in range(50)]
     made(tmp_path, records)
     expected = [path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))]
@@ -302,7 +302,7 @@ def test_any_array_is_read_as_its_elements(tmp_path_factory, records, indent, bl
     nested = [record for record in records if isinstance(record, dict | list)]
     if len(nested) < len(records):
         return  # only objects and arrays are found one by one
-    small = mock.patch("graphtrain.data.readers.records.CHUNK", 1)
+    small = mock.patch("graphtrain.data.readers.records.GROUP_BYTES", 1)
     with mock.patch("graphtrain.data.readers.json_array._BLOCK", block), small:
         groups = list(read_lines(path, "line", FilePosition()))
         assert [json.loads(one) for group in groups for one in group.records] == records

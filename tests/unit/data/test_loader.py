@@ -14,7 +14,7 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 
 DOCUMENTS = [[100 * i + j for j in range(3 + i % 5)] for i in range(40)]
-SHAPE = {"sequences": 8, "length": 6, "seed": 3}
+SHAPE = {"global_batch_size": 8, "seq_len": 6, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
     ("change", "message"),
     [
         ({"seed": 4}, "seed was 3 and is now 4"),
-        ({"sequences": 16}, "sequences was 8 and is now 16"),
-        ({"length": 5}, "length was 6 and is now 5"),
+        ({"global_batch_size": 16}, "global_batch_size was 8 and is now 16"),
+        ({"seq_len": 5}, "seq_len was 6 and is now 5"),
     ],
 )
 def test_a_position_of_another_stream_is_refused(prefix, change, message):
@@ -140,7 +140,7 @@ def test_a_token_outside_the_vocabulary_stops_the_loader(prefix):
     loader.close()
 
 
-@given(tokens=st.integers(2, 60), global_batch_size=st.integers(1, 5), seq_len=st.integers(1, 9))
+@given(tokens=st.integers(2, 60), sequences=st.integers(1, 5), length=st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_evaluation_scores_every_token_but_the_first_once(make_dataset, tokens, sequences, length):
     prefix = make_dataset([list(range(tokens))], 100)

@@ -40,7 +40,7 @@ def test_every_document_is_in_one_split_and_ends_with_the_mark(make_corpus, tmp_
 
 
 def test_workers_change_nothing_but_the_time(make_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 1000)
+    monkeypatch.setattr("graphtrain.data.readers.records.GROUP_BYTES", 1000)
     corpus = make_corpus(TEXTS)
     for workers in (1, 2):
         prepare([corpus], tmp_path / str(workers), "sentencepiece:300", workers=workers)
@@ -200,7 +200,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(
     make_corpus, small_disk, monkeypatch
 ):
-    monkeypatch.setattr("graphtrain.data.readers.records.CHUNK", 1 << 16)
+    monkeypatch.setattr("graphtrain.data.readers.records.GROUP_BYTES", 1 << 16)
     corpus = make_corpus(["x" * 10_000] * 100)
     message = r"train\.bin: the disk is full after .* kB \(\d+% of the text\); about .*--output"
     with pytest.raises(DataError, match=message):

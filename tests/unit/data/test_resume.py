@@ -28,7 +28,7 @@ import sys
 from graphtrain.data.prepare import splits
 from graphtrain.data.readers import records
 from graphtrain.data.prepare.text import prepare
-records.CHUNK, splits._SAVE_EVERY = 900, 0.0
+records.GROUP_BYTES, splits._SAVE_EVERY = 900, 0.0
 prepare([sys.argv[1]], sys.argv[2], sys.argv[3], clean=["hook:count"], test=0.1, workers=1)
 """
 

@@ -55,7 +55,7 @@ def data(tmp_path_factory):
 
 
 def rows_of(data, name, **options):
-    settings = {"length": 256, "sequences": 4, "seed": 3} | options
+    settings = {"seq_len": 256, "global_batch_size": 4, "seed": 3} | options
     return Loader(data / name / "train", **settings)
 
 
@@ -151,7 +151,7 @@ def test_text_and_conversations_are_blended_and_pairs_are_not(data):
     def part(name):
         return BlendPart(dataset=str(data / name / "train"), weight=1.0)
 
-    settings = {"length": 256, "sequences": 2, "seed": 1, "apart": True}
+    settings = {"seq_len": 256, "global_batch_size": 2, "seed": 1, "isolate_documents": True}
     loader = Loader([part("chats"), part("texts")], **settings)
     batches = [next(loader) for _ in range(8)]
     texts = sum((batch["weights"].sum(axis=1) > 200).sum() for batch in batches)
@@ -162,7 +162,7 @@ def test_text_and_conversations_are_blended_and_pairs_are_not(data):
 
 
 def test_conversations_that_are_longer_are_refused_cut_or_left_out(data):
-    settings = {"length": 90, "sequences": 1}
+    settings = {"seq_len": 90, "global_batch_size": 1}
     with pytest.raises(
         DataError, match=r'of 40 documents are longer than batch.seq_len = 90 .*"truncate"'
     ):
@@ -182,7 +182,7 @@ def test_conversations_that_are_longer_are_refused_cut_or_left_out(data):
 
 def test_a_run_does_not_go_on_with_another_packing(data):
     state = rows_of(data, "chats", isolate_documents=True).state()
-    with pytest.raises(DataError, match=r"packing was .*fit.* and is now .*padded"):
+    with pytest.raises(DataError, match=r"packing was .*best_fit.* and is now .*pad"):
         rows_of(data, "chats", isolate_documents=True, packing="pad").restore(state)
 
 

@@ -49,7 +49,7 @@ def test_parts_of_words_are_taken_where_no_piece_mixes_them(learned, plain):
 
 
 def test_words_are_kept_within_bounds(learned, monkeypatch):
-    monkeypatch.setattr(word_cache, "_KEPT", 10)
+    monkeypatch.setattr(word_cache, "_MAX_CACHED_WORDS", 10)
     tokenizer = SentencePieceTokenizer(learned._model)
     for start in range(5):
         text = " ".join(f"w{start}{i}" for i in range(8)) + " " + "x" * 100

@@ -18,7 +18,7 @@ MODELS = {
     "llama": {"kv_heads": 2},
     "gpt2": {
         "positions": "learned",
-        "max_length": 16,
+        "max_position_embeddings": 16,
         "norm": "layer",
         "activation": "gelu",
         "bias": "all",
@@ -30,8 +30,8 @@ MODELS = {
     "bloom": {"bias": "all", "norm": "layer", "embedding_norm": True},
     "gemma": {"qk_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
-    "mixtral": {"mixture": MixtureOfExperts(experts=4)},
-    "qwen2 mixture": {"mixture": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
+    "mixtral": {"moe": MixtureOfExperts(experts=4)},
+    "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }
 
 

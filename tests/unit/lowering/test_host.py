@@ -45,7 +45,7 @@ def test_no_peak_where_the_kernel_tells_nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def container(tmp_path, monkeypatch):
     """A function that limits the memory of this container; the host has 100 GB free."""
-    monkeypatch.setattr(host, "_GROUP", tmp_path)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
     free = SimpleNamespace(available=100 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
 

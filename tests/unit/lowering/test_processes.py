@@ -36,7 +36,7 @@ def test_what_is_given_comes_before_what_the_environment_says():
 def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
     found = [SimpleNamespace(process_index=number // 4) for number in range(8)]
     monkeypatch.setattr(jax, "devices", lambda platform: found)
-    monkeypatch.setattr(xla, "_settle", lambda *_: None)
+    monkeypatch.setattr(xla, "_configure_platform", lambda *_: None)
     with pytest.raises(
         LoweringError,
         match=r"on 2 hosts, .* one process on each host, .* number of processes and its rank",

@@ -14,7 +14,7 @@ from graphtrain.models.flops import flops_per_token, parameter_count
 SMALL: dict[str, Any] = {"layers": 3, "embed": 24, "heads": 6, "mlp": 40, "vocab": 50}
 GPT2: dict[str, Any] = {
     "positions": "learned",
-    "max_length": 1024,
+    "max_position_embeddings": 1024,
     "norm": "layer",
     "activation": "gelu_tanh",
     "bias": "all",

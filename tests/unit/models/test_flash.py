@@ -72,11 +72,11 @@ def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
     [
         ("cpu:8", {}, 1024, {}, "cpu:8 has no flash attention kernel"),
         ("h100:8", {"dtype": "float32"}, 1024, {}, "dtype is float32"),
-        ("h100:8", {"window": 100}, 1024, {}, "h100:8 does not support a sliding window"),
+        ("h100:8", {"sliding_window": 100}, 1024, {}, "h100:8 does not support a sliding window"),
         ("h100:8", {"attn_logit_softcap": 30.0}, 1024, {}, "h100:8 does not support a soft cap"),
         (
             "v5e:2x4",
-            {"window": 100, "global_attention_every": 2},
+            {"sliding_window": 100, "global_attention_every": 2},
             1024,
             {},
             "global_attention_every",
@@ -85,8 +85,8 @@ def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
         ("v5e:2x4", {"head_dim": 80}, 1024, {}, "a multiple of 64 up to 256, and it is 80"),
         ("h100:8", {"head_dim": 256}, 1024, {}, "a multiple of 16 up to 128, and it is 256"),
         ("h100:8", {}, 1000, {}, "length that is a multiple of 128, not 1000"),
-        ("v5p:2x2x1", {}, 1024, {"split_positions": True}, "ring"),
-        ("v5p:2x2x1", {}, 1024, {"each_copy": True}, 'reduce = "last"'),
+        ("v5p:2x2x1", {}, 1024, {"sharded_positions": True}, "ring"),
+        ("v5p:2x2x1", {}, 1024, {"per_replica": True}, 'gradient_reduction = "per_step"'),
     ],
 )
 def test_what_no_kernel_computes_has_a_reason_and_is_computed_by_scores(

@@ -14,7 +14,7 @@ CONFIG = """
 target = "v5e:2x2"
 mesh = { fsdp = "rest" }
 model = { layers = 4, embed = 512, heads = 8, mlp = 1024, vocab = 4096, remat = "none" }
-batch = { sequences = 16, length = 512 }
+batch = { global_batch_size = 16, seq_len = 512 }
 
 [run]
 directory = "run"

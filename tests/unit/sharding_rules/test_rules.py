@@ -67,18 +67,18 @@ def overridden(tmp_path):
 
 
 def test_a_pattern_overrides_the_axes_it_names_of_the_arrays_it_names(overridden):
-    mlp = overridden.of("parameter", "state/parameters/layers/mlp/up")
+    mlp = overridden.table_for("parameter", "state/parameters/layers/mlp/up")
     assert (mlp["embed"], mlp["mlp"], mlp["heads"]) == ((), ("fsdp", "tensor"), ("tensor",))
-    assert overridden.of("parameter", "state/parameters/layers/attention/query") == (
+    assert overridden.table_for("parameter", "state/parameters/layers/attention/query") == (
         Rules.load(["fsdp", "tensor"]).parameters
     )
 
 
 def test_a_pattern_holds_for_moments_too_unless_it_says_parameters(overridden):
     moment = "state/optimizer/adam/mu/layers/mlp/up"
-    assert overridden.of("optimizer", moment)["embed"] == ()
-    assert overridden.of("optimizer", "state/optimizer/adam/mu/head")["vocab"] == ("tensor",)
-    assert overridden.of("parameter", "state/parameters/head")["vocab"] == ()
+    assert overridden.table_for("optimizer", moment)["embed"] == ()
+    assert overridden.table_for("optimizer", "state/optimizer/adam/mu/head")["vocab"] == ("tensor",)
+    assert overridden.table_for("parameter", "state/parameters/head")["vocab"] == ()
 
 
 def test_a_pattern_that_names_nothing_is_an_error(overridden):
@@ -100,5 +100,5 @@ def test_an_override_that_is_no_table_is_an_error(tmp_path):
 def test_axes_split_by_hand_are_left_to_the_hand(overridden):
     rest = overridden.without_mesh_axes(["fsdp"])
     assert rest.parameters["embed"] == ()
-    assert rest.of("parameter", "parameters/layers/mlp/up")["mlp"] == ("tensor",)
+    assert rest.table_for("parameter", "parameters/layers/mlp/up")["mlp"] == ("tensor",)
     assert rest.activations["batch"] == ()

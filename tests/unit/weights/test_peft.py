@@ -200,13 +200,16 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tm
     ("settings", "error"),
     [
         ({"rank": 4}, r"q_proj has rank 3, but program.adapter.rank = 4; set it to 3"),
-        ({"targets": ("attention/query",)}, r"also contains .*lora_A.*add them to its targets"),
-        ({"targets": ("attention/*", "mlp/down")}, r"has no .*k_proj.*remove it"),
+        (
+            {"target_modules": ("attention/query",)},
+            r"also contains .*lora_A.*add them to its targets",
+        ),
+        ({"target_modules": ("attention/*", "mlp/down")}, r"has no .*k_proj.*remove it"),
     ],
 )
 def test_an_adapter_of_other_settings_is_refused(settings, error, tmp_path):
     with_adapter(base("llama", tmp_path), "llama", tmp_path)
-    program = program_of(tmp_path, **{"targets": TARGETS["llama"]} | settings)
+    program = program_of(tmp_path, **{"target_modules": TARGETS["llama"]} | settings)
     with pytest.raises(WeightsError, match=error):
         PeftAdapter(tmp_path / "adapter", program, tmp_path / "ours/hugging_face")
 

@@ -119,7 +119,7 @@ def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(conv
 def adapted(directory: Path, **settings) -> Config:
     """Of one device, with an adapter."""
     plain = config(directory)
-    adapter = Adapter(**({"rank": 2, "alpha": 4.0, "base": "nf4"} | settings))
+    adapter = Adapter(**({"rank": 2, "alpha": 4.0, "base_dtype": "nf4"} | settings))
     program = Program(
         target="cpu:1", model=plain.program.model, batch=plain.program.batch, adapter=adapter
     )
@@ -141,7 +141,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
     np.testing.assert_array_equal(found["layers/mlp/down"][1], down)  # trained whole
 
 
-@pytest.mark.parametrize("changed", [{"alpha": 8.0}, {"rank": 4}, {"base": "int8"}])
+@pytest.mark.parametrize("changed", [{"alpha": 8.0}, {"rank": 4}, {"base_dtype": "int8"}])
 def test_a_run_does_not_go_on_with_another_adapter(converted, tmp_path, changed):
     (tmp_path / "config.toml").write_text(render(adapted(converted)))
     verify_adapter_settings(adapted(converted, dropout=0.1), tmp_path)
