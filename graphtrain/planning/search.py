@@ -23,7 +23,6 @@ from graphtrain.planning.candidates import (
     divisors,
     indivisible_size,
 )
-from lowering.machine.target import Target
 
 FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule", "remat")
 
@@ -105,7 +104,8 @@ def _why_lost(
     for (family, choice), best in best_of.items():
         if winner is None or winner.choice(family) != choice:
             reasons[f"{family} {choice}"] = _reason(winner, best)
-    for tensor in divisors(Target.parse(program.target).devices, MAX_TENSOR):
+    devices = next(iter(best_of.values())).mesh.devices  # the same for every candidate
+    for tensor in divisors(devices, MAX_TENSOR):
         if size := indivisible_size(program.model, tensor):
             reasons[f"tensor {tensor}"] = f"does not divide {size}"
     if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
