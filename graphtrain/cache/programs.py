@@ -57,7 +57,7 @@ def read_record(directory: Path, digest: str) -> dict[str, Any]:
     """Read record.json, and verify its checksum and its digest against the directory name.
 
     Raises:
-        Unusable: the record is missing, damaged, or of another version.
+        UnusableEntry: the record is missing, damaged, or of another version.
         CacheError: the record cannot be read.
     """
     body = parse(read_bytes(directory / RECORD), RECORD)
@@ -72,7 +72,7 @@ def read(directory: Path, digest: str) -> Artifact:
     """Read the artifact of an entry, and verify its size and checksum.
 
     Raises:
-        Unusable: record or payload is missing, damaged, or of another version.
+        UnusableEntry: record or payload is missing, damaged, or of another version.
         CacheError: record or payload cannot be read.
     """
     body = read_record(directory, digest)
@@ -91,7 +91,7 @@ def check(directory: Path, digest: str, *, contents: bool) -> None:
         contents: also verify the payload's checksum, not only its size.
 
     Raises:
-        Unusable: record or payload is missing, damaged, or of another version.
+        UnusableEntry: record or payload is missing, damaged, or of another version.
         CacheError: record or payload cannot be read.
     """
     body = read_record(directory, digest)
@@ -109,7 +109,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
         name: name of the file in errors.
 
     Raises:
-        Unusable: the file is not a JSON object, or has the schema of another version.
+        UnusableEntry: the file is not a JSON object, or has the schema of another version.
     """
     try:
         body = json.loads(data)
@@ -127,7 +127,7 @@ def read_bytes(path: Path) -> bytes:
     """Return the contents of a file of the cache.
 
     Raises:
-        Damaged: there is no such file.
+        DamagedEntry: there is no such file.
         CacheError: the file cannot be read.
     """
     with read_errors(path):
@@ -149,7 +149,7 @@ def read_errors(path: Path) -> Iterator[None]:
     """Convert an OSError of the block into an error about reading `path`.
 
     Raises:
-        Damaged: there is no such file.
+        DamagedEntry: there is no such file.
         CacheError: the file cannot be read.
     """
     try:
@@ -168,7 +168,7 @@ def list_errors(directory: Path) -> Iterator[None]:
     Over NFS, a file that another host has removed raises ESTALE instead of ENOENT.
 
     Raises:
-        Damaged: a file was removed meanwhile.
+        DamagedEntry: a file was removed meanwhile.
         CacheError: the directory cannot be read.
     """
     try:

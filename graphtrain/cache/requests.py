@@ -52,7 +52,7 @@ def split_parts(text: bytes) -> tuple[bytes, dict[str, bytes]]:
         The head, and the JSON text of each part by name.
 
     Raises:
-        Damaged: the file is truncated.
+        DamagedEntry: the file is truncated.
     """
     first, *lines = text.split(b"\n")
     if not lines or lines.pop() != LAST_LINE:
@@ -65,7 +65,7 @@ def read(path: Path) -> StoredRequest:
     """Read a request file.
 
     Raises:
-        Unusable: the file is missing, damaged, or of another version.
+        UnusableEntry: the file is missing, damaged, or of another version.
         CacheError: the file cannot be read.
     """
     return decode(read_bytes(path), path.stem)
@@ -75,7 +75,7 @@ def decode(text: bytes, digest: str) -> StoredRequest:
     """Parse the contents of a request file.
 
     Raises:
-        Unusable: the contents are damaged, or of another version.
+        UnusableEntry: the contents are damaged, or of another version.
     """
     body = parse(text, "request")
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))

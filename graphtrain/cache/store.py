@@ -232,7 +232,7 @@ class Cache:
         """Store a program from a remote cache whose signature the caller has verified.
 
         Raises:
-            Refused: record and payload do not match each other or the digest.
+            UntrustedError: record and payload do not match each other or the digest.
             CacheError: the disk is full, or the cache is not writable.
         """
         path = self._layout.program(digest)
@@ -266,7 +266,7 @@ class Cache:
         """Return the digest of the program that a request file from a remote cache names.
 
         Raises:
-            Refused: `text` is not a request file, or belongs to another digest.
+            UntrustedError: `text` is not a request file, or belongs to another digest.
         """
         try:
             stored = requests.decode(text, digest)

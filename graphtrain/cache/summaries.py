@@ -48,7 +48,7 @@ def summarize(text: bytes, digest: str) -> RequestSummary:
     """Summarize the contents of a request file.
 
     Raises:
-        Unusable: the contents are damaged, or of another version.
+        UnusableEntry: the contents are damaged, or of another version.
     """
     if b"\n" not in text:  # older format: the parts are not on separate lines
         request = decode(text, digest)

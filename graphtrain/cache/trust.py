@@ -131,7 +131,7 @@ class KeyStore:
             what: name of the signed object in errors.
 
         Raises:
-            Refused: not an envelope, of another statement, or not signed by a trusted key.
+            UntrustedError: not an envelope, of another statement, or not signed by a trusted key.
         """
         from securesystemslib.dsse import Envelope
         from securesystemslib.exceptions import VerificationError

@@ -52,9 +52,6 @@ def ls(cache: Cache, as_json: bool) -> None:
     click.echo(f"{len(entries)} programs, {total}, in {cache.root}", err=True)
 
 
-command.add_command(ls, "list")
-
-
 @command.command("show")
 @click.argument("digest_prefix")
 @_store

@@ -92,8 +92,8 @@ def command(
     """Compile every graph of the runs in CONFIGS into the cache. No accelerator is needed.
 
     Exits with 2 if a graph failed; the other graphs are stored all the same. If neuronx-cc is not
-    installed on this machine, graphs for Neuron are written as bundles, which graphtrain
-    neuron-finish compiles on a machine that has it.
+    installed on this machine, graphs for Neuron are written as bundles, which
+    graphtrain neuron finish compiles on a machine that has it.
     """
     from graphtrain.cache import Cache
     from graphtrain.compile.driver import compile_tasks
@@ -186,7 +186,7 @@ def print_report(report: "CompilationReport") -> None:
         click.echo(f"Peak memory:       {format_size(max(peaks))} per compilation")
     if bundles:
         click.echo("Finish the bundles on a machine with neuronx-cc:")
-        click.echo(f"  graphtrain neuron-finish {' '.join(map(str, bundles))}")
+        click.echo(f"  graphtrain neuron finish {' '.join(map(str, bundles))}")
 
 
 def _print_missing_runtime(target: "Target", run: str) -> None:

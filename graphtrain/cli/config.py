@@ -28,7 +28,18 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
     from graphtrain.config import load_config, render
 
     loaded = load_config(config, overrides, target)
-    click.echo(json.dumps(asdict(loaded), indent=2) if as_json else render(loaded), nl=as_json)
+    click.echo(
+        json.dumps(asdict(loaded), indent=2) if as_json else render(loaded, with_choices=True),
+        nl=as_json,
+    )
+
+
+@command.command()
+def reference() -> None:
+    """Print a Markdown page of all settings, with the values they accept and their defaults."""
+    from graphtrain.config.reference import reference as settings_page
+
+    click.echo(settings_page(), nl=False)
 
 
 @command.command()

@@ -189,7 +189,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     help="Format of the records; auto recognizes it by their keys.",
 )
 @click.option(
-    "--learn",
+    "--train-on",
     default="answers",
     show_default=True,
     type=click.Choice(["answers", "last", "all"]),

@@ -201,7 +201,7 @@ def _compile(
 
     Raises:
         OutOfMemory: the program does not fit; the message names the largest part of the memory.
-        Bundled: the compiler is not installed; contains the directory of the bundle.
+        BundleStored: the compiler is not installed; contains the directory of the bundle.
     """
     try:
         return lowering.backend(lowered.target).compile(lowered)

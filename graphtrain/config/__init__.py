@@ -1,4 +1,4 @@
-"""What a run is asked to do: TOML files to frozen dataclasses, and back.
+"""Configuration: TOML files to frozen dataclasses, and back.
 
 May import pydantic and the standard library, so that reading a configuration stays cheap.
 """

@@ -22,6 +22,7 @@ _NAMES_OF = {
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
         "tensor_model_parallel_size ici_tensor_parallelism"
     ),
+    "program.pipeline.schedule": "pipeline_parallel_schedule",
     "program.mesh.stage": (
         "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
         "pipeline_model_parallel_size ici_pipeline_parallelism num_stages"
@@ -143,7 +144,6 @@ _NAMES_OF = {
     "program.loss.z_loss": "z_loss_multiplier z_loss_weight",
     "program.loss.beta": "dpo_beta",
     "program.loss.chunk": "num_vocab_tiling chunked_cross_entropy",
-    "program.pipeline.schedule": "pipeline_parallel_schedule",
     "program.pipeline.virtual_stages": (
         "rounds num_pipeline_repeats virtual_pipeline_model_parallel_size "
         "num_layers_per_virtual_pipeline_stage"
@@ -162,7 +162,7 @@ _NAMES_OF = {
     "run.directory": "output_dir base_output_directory dump_folder save_dir log_dir run_name",
     "run.steps": "max_steps train_iters training_steps num_train_steps total_steps max_iters",
     "run.seed": "data_seed random_seed",
-    "run.learning_rate": "schedule lr_scheduler",
+    "run.learning_rate": "lr_scheduler",
     "run.learning_rate.peak": "lr max_lr base_lr init_lr",
     "run.learning_rate.minimum": "floor min_lr lr_min cosine_learning_rate_final_fraction",
     "run.learning_rate.warmup_steps": "warmup lr_warmup_iters num_warmup_steps warmup_iters",
@@ -186,26 +186,21 @@ _NAMES_OF = {
     "run.data.overlong": "longer truncation",
 }
 
-SETTING_OF = {
+_SETTING_OF = {
     name: tuple(setting.split("."))
     for setting, names in _NAMES_OF.items()
     for name in names.split()
 }
-# Words that are settings here too, where another table is meant by most who write them.
-BY_PATH = {
-    ("program", "optimizer", "learning_rate"): ("run", "learning_rate", "peak"),
-    ("program", "optimizer", "lr"): ("run", "learning_rate", "peak"),
-    ("optimizer", "learning_rate"): ("run", "learning_rate", "peak"),
-    ("run", "schedule", "peak"): ("run", "learning_rate", "peak"),
-    ("run", "schedule", "floor"): ("run", "learning_rate", "minimum"),
-    ("run", "schedule", "warmup"): ("run", "learning_rate", "warmup_steps"),
-    ("run", "schedule", "shape"): ("run", "learning_rate", "schedule"),
-    ("learning_rate",): ("run", "learning_rate", "peak"),
+# Full paths whose last word is also the name of a setting.
+_SETTING_AT: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("run", "schedule"): ("run", "learning_rate"),
+    ("program", "schedule"): ("run", "learning_rate"),
 }
 
 
 def setting_for(path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the setting that an unknown `path` names in another tool's words, or None."""
-    if (known := BY_PATH.get(path)) is not None:
-        return known
-    return SETTING_OF.get(path[-1].lower().replace("-", "_"))
+    if path in _SETTING_AT:
+        return _SETTING_AT[path]
+    name = path[-1].lower().replace("-", "_")
+    return ("run", "learning_rate", "peak") if name == "learning_rate" else _SETTING_OF.get(name)

@@ -1,11 +1,11 @@
-"""Where each setting of a TOML file stands, for errors: tomllib keeps no line numbers."""
+"""Line numbers of the settings in a TOML file, for errors: tomllib does not record them."""
 
 import re
 import tomllib
 
 KeyPath = tuple[str, ...]
 
-# Longest first. Closing a multi-line string takes up to two quotes more: they belong to its text.
+# Longest first. A multi-line string may end with two more quotes, which belong to its text.
 _TOKEN = re.compile(
     r'''
       (?P<space> [ \t]+ | \#[^\n]* )
@@ -19,16 +19,16 @@ _TOKEN = re.compile(
 
 
 def line_numbers(text: str) -> dict[KeyPath, int]:
-    """The line of every table header and key of a document that tomllib accepts.
+    """Return the line of every table header and key of a document that tomllib accepts.
 
-    A table without a header of its own has no entry. Keys inside arrays have none either: errors
-    name the array. Of a repeated [[header]] the first line counts.
+    A table without a header of its own has no entry, nor have keys inside arrays: errors name the
+    array. A repeated [[header]] has the line of its first occurrence.
     """
     return _Scanner(text.replace("\r\n", "\n")).scan()
 
 
 class _Scanner:
-    """One pass over the tokens; a document is valid, so each construct ends where it should."""
+    """Scanner of the tokens of a valid document, in one pass."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[tuple[str, str, int]] = []  # kind, token, line
@@ -57,7 +57,7 @@ class _Scanner:
         return self.found
 
     def key(self) -> KeyPath:
-        """A dotted key; also steps over what ends it: an equals sign or a closing bracket."""
+        """Read a dotted key, and skip the equals sign or closing bracket that ends it."""
         parts: list[str] = []
         while True:
             kind, token, _ = self.tokens[self.position]
@@ -79,7 +79,7 @@ class _Scanner:
         self.value(None if table is None else table + key)
 
     def value(self, path: KeyPath | None) -> None:
-        """Step over a value; the keys of inline tables count unless an array holds them."""
+        """Skip a value; record the keys of inline tables, except inside arrays."""
         token = self.tokens[self.position][1]
         if token not in ("{", "["):
             self.skip_to("\n", ",", "]", "}")
@@ -95,6 +95,6 @@ class _Scanner:
         self.position += 1
 
     def skip_to(self, *ends: str) -> None:
-        """Stop at one of ends; a string that only looks like one is another kind of token."""
+        """Skip to one of `ends`. A string with the same text is another kind of token."""
         while self.tokens[self.position][1] not in ends:
             self.position += 1

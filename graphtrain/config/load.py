@@ -1,4 +1,4 @@
-"""TOML and --set to Config, or every reason why not at once."""
+"""Loading of a configuration from TOML and --set, with all problems reported at once."""
 
 import json
 import math
@@ -18,11 +18,11 @@ from graphtrain.errors import ConfigError
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = None) -> Config:
-    """The configuration in path, changed by overrides ("section.name=value") and target.
+    """Load the configuration in `path`, changed by overrides ("section.name=value") and `target`.
 
     Raises:
-        ConfigError: all that is wrong, one line for each: the file and line or the flag to blame,
-            the setting, and what it should be.
+        ConfigError: one line for each problem: the file and line or the flag that caused it, the
+            setting, and the values that it accepts.
     """
     changes = parse_overrides(overrides, target)
     text = _read(path)
@@ -35,14 +35,14 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
     foreign = set(_foreign((), document))
     errors = []
     try:
-        # JSON, because the schema is strict: Python's own dicts and lists would be refused.
+        # Through JSON, because the strict schema refuses Python dicts and lists.
         config = TypeAdapter(Config).validate_json(json.dumps(document, default=lambda _: None))
         if not blocked and not foreign:
             return config
     except ValidationError as error:
         errors = error.errors(include_url=False)
 
-    from graphtrain.config.problems import (  # only here: a good file needs none
+    from graphtrain.config.problems import (  # not needed for a valid file
         ConfigSource,
         explain,
     )
@@ -62,30 +62,30 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        return data.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from error
 
 
 def _close_by(path: Path) -> str:
-    """A hint at the files the user may have meant."""
+    """Suggest files that the user may have meant."""
     from difflib import get_close_matches
 
     try:
         present = sorted(file.name for file in path.parent.iterdir() if file.suffix == ".toml")
     except OSError:
-        return f"; {path.parent} is no directory either" if not path.parent.is_dir() else ""
+        return f"; {path.parent} is not a directory either" if not path.parent.is_dir() else ""
     stems = [name.removesuffix(".toml") for name in present]
     if close := get_close_matches(path.name.removesuffix(".toml"), stems, n=1):
         return f"; did you mean {path.parent / close[0]}.toml?"
-    return f"; close by: {', '.join(present[:5])}" if present else ""
+    return f"; in the same directory: {', '.join(present[:5])}" if present else ""
 
 
 def _foreign(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """Paths of values no setting takes: dates, infinities, not-a-number, integers over 64 bits.
+    """Yield the paths of values that no setting accepts: dates, infinity, NaN, large integers.
 
-    Validation does not refuse them all: JSON cannot hold a date, so it would see a null.
+    Validation does not refuse them all: JSON cannot represent a date, so it would see null.
     """
     match value:
         case dict():

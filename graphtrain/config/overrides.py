@@ -1,4 +1,4 @@
-"""Changes from the command line: --set section.name=value."""
+"""Overrides from the command line: --set section.name=value."""
 
 import tomllib
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from graphtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Override:
-    """One setting given on the command line, and the flag to blame for it."""
+    """One setting given on the command line, and the flag that gave it."""
 
     path: KeyPath
     value: Any
     flag: str
 
     def apply(self, document: dict[str, Any]) -> bool:
-        """Put the value into document; False if something that is no table is in its way."""
+        """Set the value in `document`; return False if a part of its path is not a table."""
         table = document
         for name in self.path[:-1]:
             table = table.setdefault(name, {})
@@ -30,7 +30,7 @@ class Override:
 
 
 def parse_overrides(changes: Sequence[str], target: str | None) -> tuple[Override, ...]:
-    """The overrides in order; the target comes last, so that it wins."""
+    """Return the overrides in order. The target comes last and takes precedence."""
     parsed: list[Override] = []
     problems: list[str] = []
     for change in changes:
@@ -49,22 +49,28 @@ def _parse(change: str) -> Override:
     key, equals, text = change.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
-        raise ConfigError("should be section.name=value, as in run.steps=10")
-    if change != change.encode(errors="replace").decode():  # bytes of the shell that are no text
+        raise ConfigError("expected section.name=value, for example run.steps=10")
+    if (
+        change != change.encode(errors="replace").decode()
+    ):  # bytes from the shell that are not UTF-8
         raise ConfigError("is not UTF-8 text")
     if not text.strip():
-        raise ConfigError('has no value; an empty text is ""')
+        raise ConfigError('has no value; write "" for an empty string')
     return Override(path, _value(text.strip()), f"--set {change}")
 
 
 def _value(text: str) -> Any:
-    """A TOML value; what is none is a text, so that paths and targets need no quotes."""
+    """Parse a TOML value. Anything that is not valid TOML is a string: paths need no quotes."""
     try:
         document = tomllib.loads(f"value = {text}")
     except ValueError as error:  # besides TOMLDecodeError: Python refuses numbers of 5000 digits
-        if text[0] in "\"'[{":  # meant as TOML; as a text it would fail later and further away
-            raise ConfigError(f"not a TOML value: {str(error).partition(' (at')[0]}") from error
+        if (
+            text[0] in "\"'[{"
+        ):  # meant as TOML; as a string it would fail later, with a less clear error
+            raise ConfigError(
+                f"not a valid TOML value: {str(error).partition(' (at')[0]}"
+            ) from error
         return text
     value = document["value"]
-    # No setting is a date, and a run may well be named after one.
+    # No setting is a date, but a run may be named after one.
     return text if len(document) > 1 or isinstance(value, date | time) else value

@@ -1,4 +1,4 @@
-"""Models by name: what [program.model] preset stands for."""
+"""Presets: published models by name, for [program.model] preset."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FILE = Path(__file__).with_name("presets.toml")
 
 
 def preset_settings(preset: str) -> dict[str, Any]:
-    """The settings of a published model, or those in a .toml file with a [program.model].
+    """Return the settings of a published model, or those of a .toml file with a [program.model].
 
     Raises:
-        ConfigError: there is no such model, or no such file.
+        ConfigError: the model or the file does not exist.
     """
     if preset.endswith(".toml"):
         return _settings_in(Path(preset))
@@ -46,10 +46,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def apply_preset(document: dict[str, Any]) -> None:
-    """Put a preset's settings under those that the document has itself.
+    """Replace `preset` in a document by its settings, which the document's own override.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: the preset does not exist.
     """
     program = document.get("program")
     model = program.get("model") if isinstance(program, dict) else None

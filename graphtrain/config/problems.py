@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: which setting, who set it, what it should be."""
+"""Error messages of a configuration: the setting, where it is set, the values it accepts."""
 
 import math
 import re
@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from graphtrain.config.foreign_names import setting_for
 from graphtrain.config.lines import KeyPath, line_numbers
 from graphtrain.config.overrides import Override
 from graphtrain.config.render import dotted, toml
@@ -21,7 +22,7 @@ _LONGEST_VALUE = 60  # characters of a value shown
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A file and the flags that changed it."""
+    """A configuration file and the flags that changed it."""
 
     path: Path
     text: str
@@ -32,7 +33,7 @@ class ConfigSource:
         return line_numbers(self.text)
 
     def line(self, path: KeyPath) -> int | None:
-        """Where the file sets path or the first setting in it."""
+        """Return the line that sets `path`, or the first setting in it."""
         inside = [line for key, line in self.lines.items() if _within(key, path)]
         return self.lines.get(path) or min(inside, default=None)
 
@@ -40,7 +41,7 @@ class ConfigSource:
         return f"{self.path}:{line}" if line else f"{self.path}"
 
     def flag(self, path: KeyPath) -> Override | None:
-        """The last override that gave path its value."""
+        """Return the last override that set `path`."""
         given = [change for change in self.overrides if _within(path, change.path)]
         return given[-1] if given else None
 
@@ -51,7 +52,7 @@ def explain(
     errors: Sequence[ErrorDetails],
     foreign: Collection[KeyPath],
 ) -> Iterator[str]:
-    """One line per problem: misspelt settings, then values, then what is missing."""
+    """Yield one line per problem: unknown settings, then values, then missing settings."""
     by_type: dict[str, dict[KeyPath, ErrorDetails]] = {}
     for error in errors:
         kind = error["type"] if error["type"] in _OWN_WORDS else "value"
@@ -60,9 +61,8 @@ def explain(
 
     suggested: set[KeyPath] = set()
     for place, path in _unknown(source, by_type.get("unexpected_keyword_argument", {})):
-        nearest = _nearest(path)
-        suggested.add(nearest)
-        hint = f"did you mean {dotted(nearest)}?" if nearest else _choices(path[:-1])
+        meant, hint = _suggestion(path)
+        suggested.add(meant)
         yield f"{place}: unknown setting {dotted(path)}; {hint}"
 
     values = dict.fromkeys(by_type.get("value", {})) | dict.fromkeys(sorted(foreign))
@@ -72,7 +72,7 @@ def explain(
     for path, error in by_type.get("value_error", {}).items():
         yield _failed_check(source, path, str(error.get("ctx", {}).get("error", error["msg"])))
     for path in by_type.get("missing", {}):
-        if path not in suggested:  # its misspelling has been reported
+        if path not in suggested:  # already suggested for an unknown setting
             yield _missing(source, path)
     for error in by_type.get("json_invalid", {}).values():
         yield f"{source.path}: {error['msg']}"
@@ -82,18 +82,18 @@ _OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_inv
 
 
 def _untagged(location: KeyPath) -> KeyPath:
-    """Without the word that says which kind of model was found."""
+    """Remove the tag that pydantic adds for the kind of model."""
     inside = location[:2] == ("program", "model") and location[2:3] in (("native",), ("imported",))
     return location[:2] + location[3:] if inside else location
 
 
 def _within(path: KeyPath, table: KeyPath) -> bool:
-    """Is path the table itself or something in it?"""
+    """Return whether `path` is the table itself or something in it."""
     return path[: len(table)] == table
 
 
 def _setting(location: KeyPath) -> KeyPath:
-    """Drop what pydantic adds below a setting: the branch of a union, the index of an element."""
+    """Remove what pydantic appends to a setting: the branch of a union, the index of an element."""
     while location and location not in known_settings():
         location = location[:-1]
     return location
@@ -106,7 +106,7 @@ def _look_up(document: Any, path: KeyPath) -> Any:
 
 
 def _unknown(source: ConfigSource, errors: Collection[KeyPath]) -> Iterator[tuple[str, KeyPath]]:
-    """Who wrote each unknown setting: the file, flags for something in it, or both."""
+    """Yield each unknown setting with its origin: the file, a flag for a part of it, or both."""
     for path in errors:
         flag = source.flag(path)
         if flag and flag.path != path:  # a table given on the command line
@@ -125,15 +125,24 @@ def _unknown(source: ConfigSource, errors: Collection[KeyPath]) -> Iterator[tupl
 
 
 def _made_by_a_flag_below(source: ConfigSource, path: KeyPath) -> bool:
-    """Is path wrong only because an unknown setting below it, reported before, made it a table?"""
+    """Return whether a reported unknown setting below `path` is what made it a table."""
     below = any(_within(change.path, path) for change in source.overrides)
     return below and not source.flag(path) and not source.line(path)
 
 
-def _nearest(path: KeyPath) -> KeyPath:
-    """The setting most likely meant; empty if none is close.
+def _suggestion(path: KeyPath) -> tuple[KeyPath, str]:
+    """Return the setting that an unknown one most likely means, and a hint that names it."""
+    if (meant := setting_for(path)) is not None:
+        return meant, f"{path[-1]} is {dotted(meant)} in graphtrain"
+    if nearest := _nearest(path):
+        return nearest, f"did you mean {dotted(nearest)}?"
+    return (), _choices(path[:-1])
 
-    A right name in the wrong table comes first, then a slip of the pen in the right table.
+
+def _nearest(path: KeyPath) -> KeyPath:
+    """Return the most similar setting; empty if none is similar.
+
+    A correct name in the wrong table comes first, then a misspelling in the right table.
     """
     known = known_settings()
 
@@ -151,10 +160,10 @@ def _nearest(path: KeyPath) -> KeyPath:
 
 
 def _choices(table: KeyPath) -> str:
-    """What a table takes, for a setting that is like none of them."""
+    """List the settings of a table, for a name that resembles none of them."""
     names = [path[-1] for path in known_settings() if path[:-1] == table]
     return (
-        f"{dotted(table) or 'a configuration'} takes {', '.join(names)}" if names else "remove it"
+        f"{dotted(table) or 'a configuration'} accepts {', '.join(names)}" if names else "remove it"
     )
 
 
@@ -165,6 +174,8 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any) -> str:
         should = "should be finite"
     elif isinstance(value, int) and value.bit_length() > 63:
         should = "should fit in 64 bits"
+    if path == ("run", "learning_rate"):
+        should += "; the peak learning rate is run.learning_rate.peak"
     flag = source.flag(path)
     if words(node) == "a string" and not isinstance(value, dict | list):
         quoted = toml(toml(value))
@@ -179,7 +190,7 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any) -> str:
 
 
 def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
-    """A check of several settings: blame the last flag, else the first line, of those it names."""
+    """Describe a failed check of several settings, at the last flag or first line that set one."""
     named = [
         path
         for path in known_settings()

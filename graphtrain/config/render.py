@@ -1,4 +1,4 @@
-"""A configuration as a TOML file that loads back to the same configuration."""
+"""Rendering of a configuration as a TOML file that loads back to the same configuration."""
 
 import json
 import re
@@ -10,19 +10,24 @@ from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, Model
 
 
-def render(config: Config) -> str:
-    """The resolved settings as TOML, each with its meaning; those without a value are left out."""
-    return "\n".join(_table((), config)).lstrip("\n") + "\n"
+def render(config: Config, *, with_choices: bool = False) -> str:
+    """Return the resolved settings as TOML, each with its description; unset ones are omitted.
+
+    Args:
+        config: the settings.
+        with_choices: whether a description also lists the values that the setting accepts.
+    """
+    return "\n".join(_table((), config, with_choices)).lstrip("\n") + "\n"
 
 
 def render_model(model: Model) -> str:
-    """The settings of a model as TOML, as a configuration holds them."""
-    return "\n".join(_table(("program", "model"), model)).lstrip("\n") + "\n"
+    """Return the settings of a model as the [program.model] of a configuration file."""
+    return "\n".join(_table(("program", "model"), model, with_choices=False)).lstrip("\n") + "\n"
 
 
-def _table(path: KeyPath, table: Any) -> Iterator[str]:
-    """The lines of one table: its own settings first, as TOML wants them, then the tables in it."""
-    from graphtrain.config.settings import meanings  # only here: loading a file needs none
+def _table(path: KeyPath, table: Any, with_choices: bool) -> Iterator[str]:
+    """Yield the lines of a table: its own settings first, as TOML requires, then its tables."""
+    from graphtrain.config.settings import description, meanings  # not needed to load a file
 
     if path:
         summary = (type(table).__doc__ or "").partition("\n")[0]
@@ -33,19 +38,22 @@ def _table(path: KeyPath, table: Any) -> Iterator[str]:
         if is_dataclass(value):
             inner[field.name] = value
         elif value is not None:
-            meaning = meanings().get((type(table).__name__, field.name))
+            if with_choices:
+                meaning = description((*path, field.name))
+            else:
+                meaning = meanings().get((type(table).__name__, field.name))
             yield f"{field.name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
     for name, value in inner.items():
-        yield from _table((*path, name), value)
+        yield from _table((*path, name), value, with_choices)
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML syntax."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON's strings are TOML's, except that TOML also wants DEL escaped.
+            # JSON strings are TOML strings, except that TOML requires DEL to be escaped.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(toml, value))}]"
@@ -62,5 +70,5 @@ def toml(value: Any) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """A key as TOML writes it: quoted where it has to be."""
+    """Return a dotted key in TOML syntax, quoted where necessary."""
     return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else toml(part) for part in path)

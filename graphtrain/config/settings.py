@@ -1,13 +1,12 @@
-"""The settings as data: their JSON schema, their meanings, and words for what they take."""
+"""The settings as data: their JSON schema, descriptions, and the values that each accepts."""
 
 import ast
-import inspect
 import io
 import json
 import tokenize
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -19,14 +18,14 @@ Node = dict[str, Any]
 
 
 def json_schema() -> Node:
-    """JSON schema (draft 2020-12) of a configuration file."""
+    """Return the JSON schema (draft 2020-12) of a configuration file."""
     made = _schema()
     _with_preset(made["$defs"]["Model"])
     return made
 
 
 def _schema() -> Node:
-    """Of the settings alone, without presets."""
+    """Return the JSON schema without presets."""
     made = TypeAdapter(schema.Config).json_schema()
     made["$defs"]["Config"] = {key: value for key, value in made.items() if key != "$defs"}
     for name, table in made["$defs"].items():
@@ -44,7 +43,7 @@ def _schema() -> Node:
 
 
 def _with_preset(model: Node) -> None:
-    """A preset is no setting: it stands for some, and then none is required."""
+    """Add `preset`, which stands for settings of the model, so that none of them is required."""
     model["properties"]["preset"] = {
         "type": "string",
         "description": "a published model by name, or a .toml file with a [program.model]",
@@ -53,7 +52,7 @@ def _with_preset(model: Node) -> None:
 
 
 def _without_null(node: Node) -> None:
-    """TOML has no null: a setting without a value is left out."""
+    """Remove null from a node: TOML has none, and a setting without a value is omitted."""
     if "anyOf" in node:
         options = [option for option in node.pop("anyOf") if option != {"type": "null"}]
         node.update(options[0] if len(options) == 1 else {"anyOf": options})
@@ -63,12 +62,12 @@ def _without_null(node: Node) -> None:
 
 @cache
 def known_settings() -> dict[KeyPath, Node]:
-    """Every table and setting by its path, with its part of the JSON schema."""
+    """Return every table and setting by its path, with its part of the JSON schema."""
     made = _schema()
     known: dict[KeyPath, Node] = {}
 
     def visit(path: KeyPath, node: Node) -> None:
-        if "oneOf" in node:  # native settings are the first
+        if "oneOf" in node:  # the native model comes first
             tables = [made["$defs"][one["$ref"].rpartition("/")[2]] for one in node["oneOf"]]
             properties = {}
             for table in reversed(tables):
@@ -86,12 +85,12 @@ def known_settings() -> dict[KeyPath, Node]:
 
 
 def holds_settings(node: Node) -> bool:
-    """Whether there may be settings below one: tables, and those with names of the user's own."""
+    """Return whether a node contains settings: a table, or keys that the user names."""
     return "properties" in node or node.get("type") == "object"
 
 
 def words(node: Node) -> str:
-    """What a setting takes: `a whole number, at least 1, or "rest"`."""
+    """Describe the values that a setting accepts: `a whole number, at least 1, or "rest"`."""
     if "oneOf" in node:
         return "a table"
     if "anyOf" in node:
@@ -104,7 +103,8 @@ def words(node: Node) -> str:
         *most, last = map(json.dumps, node["enum"])
         return f"{', '.join(most)} or {last}" if most else last
     if node.get("type") == "array":
-        return f"an array of {words(node['items']).removeprefix('a ')}s"
+        kind, comma, limit = words(node["items"]).removeprefix("a ").partition(", ")
+        return f"an array of {kind}s" + (f", each {limit}" if comma else "")
     names = {
         "integer": "a whole number",
         "number": "a number",
@@ -126,33 +126,41 @@ def words(node: Node) -> str:
 def meanings() -> dict[tuple[str, str], str]:
     """Return the comment beside each field of the schema, by class and field.
 
-    They are read from the source when needed, so that a description is written once, beside its
-    field, and starting up does not pay for it. Empty if the source is not installed.
+    The comments are read from the source on first use, so that a description is written once and
+    costs nothing at start-up. Empty if the sources are not installed.
     """
-    try:
-        sources = [inspect.getsource(module) for module in _schema_modules()]
-    except OSError:
-        return {}
-    return {name: text for source in sources for name, text in _comments_beside_fields(source)}
-
-
-def _schema_modules() -> list[ModuleType]:
-    """Return the modules of the schema, one for each table."""
-    found = (getattr(schema, name) for name in dir(schema))
-    return [module for module in found if inspect.ismodule(module)]
+    found: dict[tuple[str, str], str] = {}
+    for file in sorted(Path(schema.__file__).parent.glob("*.py")):
+        found.update(_comments_beside_fields(file.read_text()))
+    return found
 
 
 def _comments_beside_fields(source: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the class and name of each field that has a comment on its last line, and that."""
+    """Yield class and field with the comment beside the field."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    tables = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    tables = [one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)]
     for table in tables:
         for field in table.body:
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if (line := field.end_lineno or 0) in comments:
-                yield (table.name, field.target.id), comments[line]
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and (comment := comments.get(field.end_lineno or 0))
+            ):
+                yield (table.name, field.target.id), comment
+
+
+def choices(node: Node) -> str:
+    """Return the values of a setting that accepts named ones: `"auto", "flash" or "dense"`."""
+    options = node.get("anyOf", [node])
+    return words(node) if any("enum" in one or "const" in one for one in options) else ""
+
+
+def description(path: KeyPath) -> str:
+    """Return what a setting means and, if it accepts named values, which."""
+    node = known_settings().get(path, {})
+    parts = [node.get("description", ""), choices(node)]
+    return "; ".join(part for part in parts if part)

@@ -14,7 +14,7 @@ TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 
 
 def generation_graph(program: ResolvedProgram, name: str) -> Graph:
-    """Build a graph by its name in TOKENS; its longest sequence is program.batch.seq_len.
+    """Build a graph by its name in TOKENS_PER_CALL; its longest sequence is program.batch.seq_len.
 
     The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later
     query sees their positions before they are overwritten.

@@ -38,7 +38,7 @@ def _forward(activate: Activation, wide: list[jax.Array]) -> tuple[jax.Array, li
 def _backward(
     activate: Activation, wide: list[jax.Array], gradient: jax.Array
 ) -> tuple[list[jax.Array]]:
-    # computed_once separates this from the forward pass, whose float32 intermediates XLA would
+    # materialize separates this from the forward pass, whose float32 intermediates XLA would
     # otherwise keep. The gradient of astype rounds once, to the dtype of each input.
     _, back = jax.vjp(partial(_in_float32, activate), materialize(wide))
     return back(gradient.astype(jnp.float32))

@@ -150,7 +150,7 @@ def apply_stack(
         keys: Dropout key of each layer; without them there is no dropout.
         real: Whether each row is a layer; other rows, the padding of pipeline stages, leave x
             unchanged. Without it, all rows are layers.
-        full: Whether each layer has global attention; see full_layers.
+        full: Whether each layer has global attention; see global_attention_layers.
     """
     block, parameters = nnx.split(layers)
 

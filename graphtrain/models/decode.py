@@ -33,7 +33,7 @@ def decode_step(
     Args:
         model: Settings.
         parameters: Weights.
-        kept: KV cache of the earlier tokens, as in kept_specs.
+        kept: KV cache of the earlier tokens, as in kv_cache_specs.
         tokens: Ids of the new tokens (batch, seq).
         begin: Cache offset: the position of the first new token.
     """

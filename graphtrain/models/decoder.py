@@ -226,8 +226,9 @@ def head_inputs(
 def merge(model: Model, parameters: Parameters) -> Decoder:
     """Return the decoder with these parameters.
 
-    Parameters that are missing in the tree stay abstract shapes and must not be used. `Pending`
-    weights outside of the layers are completed here, those of the layers in the scan.
+    Parameters that are missing in the tree stay abstract shapes and must not be used.
+    `DeferredGradient` weights outside of the layers are completed here, those of the layers in the
+    scan.
     """
     structure, shapes = _abstract(model)
     given = {

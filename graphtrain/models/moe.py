@@ -274,7 +274,7 @@ def _sorted_experts(
     """Apply the experts of this device to the tokens of all devices that share them.
 
     Args:
-        combine: As in send_to_experts.
+        combine: As in dropless_experts.
         over: Mesh axes that shard the experts.
         inside: Mesh axes that shard the hidden width of an expert.
         x: Tokens of this device (batch, seq, embed).

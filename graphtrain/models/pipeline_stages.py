@@ -122,7 +122,7 @@ def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
 
 
 def merge_gradients(gradients: Tree) -> Tree:
-    """Return the gradients before divide_parameters; those of a tied head are summed."""
+    """Return the gradients before split_for_pipeline; those of a tied head are summed."""
     joined = {**gradients["last"], "layers": gradients["stages"]}
     embedding = gradients["first"]["embedding"]
     if "embedding" in joined:

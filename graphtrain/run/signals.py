@@ -25,7 +25,7 @@ class StopRequest:
 class DistributedStopRequest(StopRequest):
     """Request to stop that all processes share: a signal to one stops all after the same step."""
 
-    def is_due(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         if distributed.is_stop_agreed(step):
             self.signal = signal.SIGTERM
         return self.signal is not None

@@ -36,10 +36,10 @@ _TOLERANCE = 1e-4  # tolerance of logits in float32, relative to the largest
 
 
 def ensure_documents_isolated(model: TorchModel, store: Path) -> None:
-    """Run check_apart, unless the store has a record of it for this model.
+    """Run check_documents_isolated, unless the store has a record of it for this model.
 
     Raises:
-        ImportedModelError: as check_apart.
+        ImportedModelError: as check_documents_isolated.
     """
     run_check_once(
         model, store, "-apart", lambda: {"logits": check_documents_isolated(model)}, {"logits"}

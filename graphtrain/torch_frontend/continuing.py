@@ -61,7 +61,7 @@ def decode_step(
     Args:
         opened: the model.
         parameters: its weights.
-        kept: KV cache of the previous tokens, as described by kept_specs.
+        kept: KV cache of the previous tokens, as described by kv_cache_specs.
         tokens: the next token ids, (batch, seq).
         begin: cache offset, the position of the first of these tokens.
     """

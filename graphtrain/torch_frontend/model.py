@@ -253,7 +253,7 @@ class OpenedModel:
         """Trace the module once, to check that it can be traced and that stacked blocks agree.
 
         Raises:
-            NotAlike: blocks of a stack differ.
+            BlocksDiffer: blocks of a stack differ.
             ImportedModelError: the module cannot be traced.
         """
         arrays = {
@@ -392,7 +392,7 @@ class OpenedModel:
             verify: whether to check that blocks of a stack compute the same.
 
         Raises:
-            NotAlike: blocks of a stack differ.
+            BlocksDiffer: blocks of a stack differ.
             ImportedModelError: the module cannot be traced, or the program requires graphtrain's
                 attention and the module does not call it.
         """

@@ -2,7 +2,7 @@
 
 While the module is called, the forward of each of its blocks is replaced. The first calls only
 record the arguments of a block; the last call runs the scan. In between, the output of a block is a
-placeholder that may only be passed to the next block: reading it raises NotAlike, and the blocks
+placeholder that may only be passed to the next block: reading it raises BlocksDiffer, and the blocks
 are then traced one by one.
 """
 
@@ -62,7 +62,7 @@ class _Placeholder(Tensor):
     """Placeholder for the output of a block; only its shape and dtype are known."""
 
     def jax(self) -> jax.Array:
-        """Raise NotAlike: code other than the next block reads this output."""
+        """Raise BlocksDiffer: code other than the next block reads this output."""
         raise self._why  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -94,7 +94,7 @@ def scanning_blocks(
         through: hooks that replace the scan over a stack.
 
     Raises:
-        NotAlike: while the module is called, if blocks of a stack differ.
+        BlocksDiffer: while the module is called, if blocks of a stack differ.
     """
     changed, through = [], through or ScanHooks()
     try:
@@ -201,7 +201,7 @@ class Scan:
             call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
-        """Raise NotAlike if a block computes something else, for example by its layer index."""
+        """Raise BlocksDiffer if a block computes something else, for example by its layer index."""
         call, block = self.calls[position], self.blocks[number]
 
         def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:

@@ -108,7 +108,7 @@ class Recorder:
         """Return the value of a tensor that the script reads: zeros, or real under SPMD.
 
         Raises:
-            Refused: extraction computes no values, and zeros are not allowed.
+            Unsupported: extraction computes no values, and zeros are not allowed.
         """
         is_spmd = torch_xla.runtime.is_spmd()
         if not is_spmd and self.reads != "zeros":

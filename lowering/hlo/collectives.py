@@ -140,7 +140,7 @@ def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
-    """Set `instead_of` on the first and last step of a collective that is decomposed into permutes.
+    """Set `decomposed_from` on the first and last step of a collective decomposed into permutes.
 
     Those steps are outside the loop that contains the others, and share their scope.
     """

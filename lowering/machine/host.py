@@ -70,7 +70,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process in bytes, since start or forget_peak()."""
+    """Return the peak resident memory of this process in bytes, since start or reset_peak()."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -106,7 +106,7 @@ def retain_freed_memory() -> None:
 
 
 def retains_freed_memory() -> bool:
-    """Return whether keep_pages() succeeded."""
+    """Return whether retain_freed_memory() succeeded."""
     return bool(_kept) and all(_kept)
 
 

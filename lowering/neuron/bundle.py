@@ -46,7 +46,7 @@ def _script(graph: str, target: Target, flags: list[str]) -> str:
     command = ["neuronx-cc", *compiler.arguments(compiler.HLO_FILE, compiler.NEFF_FILE, flags)]
     return f"""#!/bin/sh
 # Compiles the {graph} step for {target}, with flags for neuronx-cc {compiler.NEWEST_VERSION}.
-# Then, on a machine with graphtrain: graphtrain neuron-finish DIRECTORY
+# Then, on a machine with graphtrain: graphtrain neuron finish DIRECTORY
 # If neuronx-cc is missing: {_INSTALL}
 set -e
 cd "$(dirname "$0")"

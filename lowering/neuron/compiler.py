@@ -154,10 +154,14 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         ended = subprocess.run(
-            [*kill_with_parent_prefix(), *words], cwd=directory, text=True,
-            env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [*kill_with_parent_prefix(), *words],
+            cwd=directory,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=environment(),
+        )
         print(ended.stdout, file=sys.stderr, flush=True)
         if ended.returncode:
             raise compile_error(ended.returncode, ended.stdout, graph=graph, target=target)

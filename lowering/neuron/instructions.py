@@ -61,7 +61,9 @@ class InstructionCount:
     def __add__(self, other: InstructionCount) -> InstructionCount:
         larger = max(self, other, key=lambda each: each.largest)
         return replace(
-            larger, unrolled=self.unrolled + other.unrolled, once=self.loops_once + other.loops_once
+            larger,
+            unrolled=self.unrolled + other.unrolled,
+            loops_once=self.loops_once + other.loops_once,
         )
 
 

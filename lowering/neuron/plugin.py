@@ -115,6 +115,6 @@ def extract_program(lowered: Lowered) -> None:
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") != "1":
         raise LoweringError(
             "NEURON_EXTRACT_GRAPHS_ONLY is not 1, so the plugin would compile instead of "
-            "extracting; run this command through graphtrain neuron-cache collect DIR -- COMMAND"
+            "extracting; run this command through graphtrain neuron collect DIR -- COMMAND"
         )
     lowered.handle.compile()

@@ -73,7 +73,7 @@ def manual_axes(mesh_axes: Iterable[str], inside: Placement | None = None) -> It
         inside: the enclosing placement, if it is not the current one.
     """
     placement = inside or _placement.get()
-    assert placement is not None, "by_hand outside placed"
+    assert placement is not None, "manual_axes outside use_placement"
     manual = (*placement.manual, *mesh_axes)
     inner = replace(
         placement,

@@ -16,5 +16,5 @@ def trace_for_target(target: Target) -> AbstractContextManager[Any]:
 
 
 def traced_target() -> Target | None:
-    """Return the target being traced for; None outside tracing_for()."""
+    """Return the target being traced for; None outside trace_for_target()."""
     return _target.get()

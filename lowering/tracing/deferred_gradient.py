@@ -1,6 +1,6 @@
-"""Pending: weights whose gradient is reduced over a mesh axis at the point of use.
+"""DeferredGradient: weights whose gradient is reduced over a mesh axis at the point of use.
 
-The scan over layers carries one Pending for each array of weights. If complete() is called inside
+The scan over layers carries one DeferredGradient for each array of weights. If complete() is called inside
 the loop, a layer's gradient is reduced in the loop's backward pass, where the reduction overlaps
 with the backward pass of the preceding layer.
 """
@@ -17,29 +17,29 @@ from lowering.trees import Tree
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weights", "sums", "slot"],
+    data_fields=["weights", "accumulated", "gradient"],
     meta_fields=["mesh_axis", "dimension"],
 )
 class DeferredGradient:
     """Weights that are replicated along a manual mesh axis, inside a shard_map over it.
 
-    The reduced gradient is the cotangent of `slot`, not of `weights`; a slot may be a shard.
+    The reduced gradient is the cotangent of `gradient`, not of `weights`; it may be a shard.
     """
 
     def __init__(
         self,
         weights: jax.Array,
-        sums: jax.Array,  # this device's accumulated gradient, to be added before the reduction
-        slot: jax.Array,  # zeros with the shape of the reduced gradient
+        accumulated: jax.Array,  # this device's gradient so far, added before the reduction
+        gradient: jax.Array,  # zeros with the shape of the reduced gradient
         mesh_axis: str,
         dimension: int | None,  # scattered dimension, negative (-1: last); None: all-reduce
     ):
-        self.weights, self.accumulated, self.gradient = weights, sums, slot
+        self.weights, self.accumulated, self.gradient = weights, accumulated, gradient
         self.mesh_axis, self.dimension = mesh_axis, dimension
 
 
 def attach_reductions(tree: Tree) -> Tree:
-    """Replace each Pending of a tree by its weights; their gradients are reduced in backward."""
+    """Replace each DeferredGradient of a tree by its weights; their gradients are reduced in backward."""
     return jax.tree.map(
         lambda leaf: _complete(leaf) if isinstance(leaf, DeferredGradient) else leaf,
         tree,

@@ -1,4 +1,4 @@
-"""as_stored(x): keep the row-major layout of a layer's weights inside the loop over layers.
+"""keep_row_major(x): keep the row-major layout of a layer's weights inside the loop over layers.
 
 XLA:GPU all-gathers an array along its slowest dimension. If another dimension is split, such as
 embed of a matrix (mlp, embed), it transposes the array. Without a layout constraint in the loop it

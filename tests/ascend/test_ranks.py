@@ -15,10 +15,10 @@ from lowering.errors import LoweringError
 HOST = """
 from lowering.ascend import launch
 from lowering.ascend.ranks import Ranks
-ranks = Ranks(launch.agree(2, ""), "CPU")
+ranks = Ranks(launch.agree_on_cluster(2, ""), "CPU")
 print("begun", flush=True)
 while True:
-    ranks.tell("forget", lambda rank: [[]])
+    ranks.call("forget", lambda rank: [[]])
 """
 
 
@@ -69,7 +69,7 @@ def test_a_host_that_cannot_take_part_says_so(monkeypatch):
     with pytest.raises(LoweringError, match="no MindSpore here"):
         launch.agree_on_cluster(4, "no MindSpore here")
     other = '{"problem": "no MindSpore there", "address": "10.0.0.2", "port": 1}'
-    monkeypatch.setattr(launch.processes, "exchange", lambda word: [word, other])
+    monkeypatch.setattr(launch.distributed, "all_gather_text", lambda word: [word, other])
     with pytest.raises(LoweringError, match="process 1: no MindSpore there"):
         launch.agree_on_cluster(4, "")
 
@@ -77,6 +77,6 @@ def test_a_host_that_cannot_take_part_says_so(monkeypatch):
 def test_ranks_meet_where_the_others_see_the_first_host(monkeypatch):
     said = ['{"problem": "", "address": "127.0.1.1", "port": 1}',
             '{"problem": "", "address": "10.0.0.1", "port": 2}']  # fmt: skip
-    monkeypatch.setattr(launch.processes, "exchange", lambda word: said)
-    monkeypatch.setattr(launch.processes, "rank", lambda: 1)
+    monkeypatch.setattr(launch.distributed, "all_gather_text", lambda word: said)
+    monkeypatch.setattr(launch.distributed, "rank", lambda: 1)
     assert launch.agree_on_cluster(16, "") == launch.Cluster(16, range(8, 16), "10.0.0.1", 1)

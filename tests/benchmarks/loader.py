@@ -49,7 +49,7 @@ def measured(seconds: float, consumed: float, data: Any, **options: Any) -> dict
     loader = Loader(data, seed=0, overlong="truncate", **options)
     next(loader)
     opened = time.perf_counter() - began
-    size, batches, targets = options["sequences"] * options["length"], 0, 0.0
+    size, batches, targets = options["global_batch_size"] * options["seq_len"], 0, 0.0
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         targets += float(next(loader)["weights"].sum())
@@ -86,7 +86,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from graphtrain.config.schema import BlendPart
 
-    shape = {"sequences": arguments.sequences, "length": arguments.length}
+    shape = {"global_batch_size": arguments.sequences, "seq_len": arguments.length}
     results: dict[str, Any] = {"goal": GOAL, "consumed": arguments.consumed, **shape}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -96,9 +96,9 @@ def main() -> None:
         cases: dict[str, tuple[Any, dict[str, Any]]] = {
             "plain": (place / "text/train", {}),
             "short documents": (place / "lines/train", {}),
-            "documents apart": (place / "lines/train", {"apart": True}),
-            "blend": (blend, {"apart": True}),
-            "conversations packed": (place / "chats/train", {"apart": True}),
+            "documents apart": (place / "lines/train", {"isolate_documents": True}),
+            "blend": (blend, {"isolate_documents": True}),
+            "conversations packed": (place / "chats/train", {"isolate_documents": True}),
             "conversations padded": (place / "chats/train", {}),
             "pairs": (place / "pairs/train", {}),
         }

@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--known", type=Path)
     parser.add_argument("--attention", choices=["auto", "dense"], default="auto")
     parser.add_argument(
-        "--chunk", default="auto", help="program.loss.chunk: auto, whole or a number"
+        "--chunk", default="auto", help="program.loss.chunk: auto, none or a number"
     )
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("names", nargs="*", help="rows; by default all")

@@ -217,7 +217,7 @@ def stages() -> None:
     marks.mark("load executables")
     from graphtrain.data.batches.loader import Loader
 
-    shape = {"sequences": SEQUENCES, "length": LENGTH}
+    shape = {"global_batch_size": SEQUENCES, "seq_len": LENGTH}
     loader = Loader(settings.run.data.train, seed=0, **shape)
     batch = {name: array[None] for name, array in next(loader).items()}
     marks.mark("import grain, first batch")

@@ -139,7 +139,7 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
         "targets": tokens[..., 1:].copy(),
         "weights": weights.astype(np.float32),
     }
-    if sizes.documents == "apart":
+    if not sizes.cross_document_attention:
         made["documents"] = np.cumsum(random.random(shape) < 0.2, -1, np.int32)
     return made
 

@@ -123,11 +123,11 @@ def test_a_pattern_that_names_nothing_is_refused():
     for adapter, words in (
         (
             Adapter(rank=4, alpha=8.0, target_modules=("router",)),
-            r"targets: 'router' matches no eligible",
+            r"target_modules: 'router' matches no eligible",
         ),
         (
             Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)),
-            r"whole: 'haed' matches no eligible.*head",
+            r"modules_to_save: 'haed' matches no eligible.*head",
         ),
     ):
         with pytest.raises(ShardingError, match=words):

@@ -112,7 +112,7 @@ def test_a_chunk_divides_what_a_device_has_of_a_sequence():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"loss": Loss(chunk=5)}, "length = 16 is not a multiple of loss.chunk = 5"),
+        ({"loss": Loss(chunk=5)}, "seq_len = 16 is not a multiple of loss.chunk = 5"),
         (
             {
                 "target": "cpu:2",
@@ -120,7 +120,7 @@ def test_a_chunk_divides_what_a_device_has_of_a_sequence():
                 "mesh": Mesh(stage=2),
                 "batch": Batch(global_batch_size=8, seq_len=LENGTH, microbatches=2),
             },
-            "loss.chunk and a pipeline do not go together",
+            "loss.chunk is not supported with a pipeline",
         ),
     ],
     ids=["length", "pipeline"],

@@ -75,8 +75,9 @@ def test_a_mesh_computes_what_one_device_does():
 
 def test_what_cannot_keep_documents_apart_says_so():
     ring = program(batch=APART, target="cpu:2", mesh=Mesh(context=2))
-    words = r'documents = "apart" is not supported with ring attention .*cont'
+    words = r"cross_document_attention = false is not supported with ring attention .*cont"
     with pytest.raises(ShardingError, match=words):
         loaded(ring, "evaluate")
-    with pytest.raises(ValueError, match='"apart" and a pipeline do not go together; set mesh'):
+    words = "cross_document_attention = false is not supported with a pipeline; set mesh"
+    with pytest.raises(ValueError, match=words):
         program(batch=APART, target="cpu:2", mesh=Mesh(stage=2))

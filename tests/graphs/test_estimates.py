@@ -18,21 +18,21 @@ pytestmark = pytest.mark.skipif(
 MODEL = Model(layers=4, embed=512, heads=8, mlp=1024, vocab=4096)
 CUBE = ("data", "fsdp", "tensor", "sequence")
 CASES = {
-    "data": (("data",), Mesh(data=8), 1, "each"),
-    "zero2": (("zero2",), Mesh(data=8), 2, "each"),
-    "zero1, reduced last": (("zero1",), Mesh(data=8), 2, "last"),
-    "fsdp": (("fsdp",), Mesh(fsdp=8), 1, "each"),
-    "fsdp, full remat": (("fsdp",), Mesh(fsdp=8), 1, "each", "full"),
-    "tensor": (("tensor",), Mesh(tensor=8), 1, "each"),
-    "tensor and sequence": (CUBE, Mesh(tensor=8), 1, "each"),
+    "data": (("data",), Mesh(data=8), 1, "per_microbatch"),
+    "zero2": (("zero2",), Mesh(data=8), 2, "per_microbatch"),
+    "zero1, reduced last": (("zero1",), Mesh(data=8), 2, "per_step"),
+    "fsdp": (("fsdp",), Mesh(fsdp=8), 1, "per_microbatch"),
+    "fsdp, full remat": (("fsdp",), Mesh(fsdp=8), 1, "per_microbatch", "full"),
+    "tensor": (("tensor",), Mesh(tensor=8), 1, "per_microbatch"),
+    "tensor and sequence": (CUBE, Mesh(tensor=8), 1, "per_microbatch"),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    rules, mesh, microbatches, reduce, *remat = CASES[request.param]
+    rules, mesh, microbatches, reduction, *remat = CASES[request.param]
     batch = Batch(
-        global_batch_size=32, seq_len=256, microbatches=microbatches, gradient_reduction=reduce
+        global_batch_size=32, seq_len=256, microbatches=microbatches, gradient_reduction=reduction
     )
     model = replace(MODEL, remat=remat[0]) if remat else MODEL
     of = program(target="h100:8", model=model, rules=rules, mesh=mesh, batch=batch)

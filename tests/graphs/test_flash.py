@@ -87,7 +87,7 @@ def test_each_device_calls_the_kernel_for_its_own_heads_and_sequences(monkeypatc
     want = _gradients(of)
     monkeypatch.setattr(flash, "gpu_kernel", partial(flash.gpu_kernel, interpret=True))
     monkeypatch.setattr(module, "traced_target", lambda: Target.parse("h100:8"))
-    monkeypatch.setattr(module, "takes_kernel", lambda *asked: True)
+    monkeypatch.setattr(module, "uses_flash_kernel", lambda *asked: True)
     got = _gradients(dataclasses.replace(of, model=dataclasses.replace(model, attention="flash")))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

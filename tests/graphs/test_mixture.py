@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
 
 @pytest.mark.parametrize("way", ["expert, tensor, sequence", "expert, fsdp"])
 def test_an_expert_that_every_token_has_is_split_as_an_mlp(way):
-    shared = dataclasses.replace(DROPLESS, shared=24)
+    shared = dataclasses.replace(DROPLESS, shared_expert_mlp=24)
     batch = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     split = mixed(shared, target="cpu:8", mesh=WAYS[way], batch=batch)
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(shared, batch=batch)))

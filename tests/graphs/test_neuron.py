@@ -210,7 +210,7 @@ def test_arrays_in_the_hosts_memory_are_refused():
     from graphtrain.config.schema import Optimizer
 
     of = program(target="trn1:1", optimizer=Optimizer(offload_to_host=True))
-    with pytest.raises(LoweringError, match=r"is stored in host memory.*offload = false"):
+    with pytest.raises(LoweringError, match=r"is stored in host memory.*offload_to_host = false"):
         lower(of, "train")
 
 

@@ -37,9 +37,7 @@ def test_every_graph_of_a_run_is_given_to_the_plugin_while_it_extracts(installed
 
 def test_a_plugin_that_would_compile_is_given_nothing(installed, monkeypatch):
     monkeypatch.delenv("NEURON_EXTRACT_GRAPHS_ONLY", raising=False)
-    with pytest.raises(
-        LoweringError, match="run this command through graphtrain neuron-cache collect"
-    ):
+    with pytest.raises(LoweringError, match="run this command through graphtrain neuron collect"):
         extract_graphs(resolve(OF), lambda graph, stage: None)
 
 

@@ -91,12 +91,17 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(tmp_path, kind):
     [
         (
             "bloom",
-            '"apart".* a module whose forward accepts position_ids, .* BloomForCausalLM does',
+            "cross_document_attention = false.* a module whose forward accepts position_ids, "
+            ".* BloomForCausalLM does",
         ),
-        ("falcon", '"apart".* requires plain causal attention; .* has a mask'),
+        (
+            "falcon",
+            "cross_document_attention = false.* requires plain causal attention; .* has a mask",
+        ),
         (
             "gpt_neo",
-            '"apart", .* requires graphtrain.s attention, but GPTNeoForCausalLM computes its',
+            "cross_document_attention = false, .* requires graphtrain.s attention, but "
+            "GPTNeoForCausalLM computes its",
         ),
     ],
 )

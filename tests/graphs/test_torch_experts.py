@@ -36,7 +36,7 @@ def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_pa
         batch=Batch(global_batch_size=8, seq_len=8),
     )
     want = loss_and_gradients(alone(of))
-    with mock.patch.object(experts, "by_runs", lambda: True):  # as on a TPU
+    with mock.patch.object(experts, "has_grouped_matmul", lambda: True):  # as on a TPU
         assert_close(loss_and_gradients(of), want)
 
 

@@ -28,11 +28,11 @@ WAYS = {
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reduce", ["each", "last"])
-def test_loss_and_gradients_equal_those_of_one_device(way, reduce, model):
+@pytest.mark.parametrize("reduction", ["per_microbatch", "per_step"])
+def test_loss_and_gradients_equal_those_of_one_device(way, reduction, model):
     sizes = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     alone = program(model=model, batch=sizes)
-    parts = Batch(global_batch_size=16, seq_len=16, microbatches=2, gradient_reduction=reduce)
+    parts = Batch(global_batch_size=16, seq_len=16, microbatches=2, gradient_reduction=reduction)
     split = program(model=model, target="cpu:8", batch=parts, **WAYS[way])
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
@@ -55,9 +55,9 @@ COMPILERS = [
 LARGE = 100_000  # bytes: more than norms, and than sums of the loss
 
 
-def traffic(target, rules, mesh, reduce="each"):
+def traffic(target, rules, mesh, reduction="per_microbatch"):
     """Large collectives of a training step of 4 microbatches."""
-    batch = Batch(global_batch_size=64, seq_len=256, microbatches=4, gradient_reduction=reduce)
+    batch = Batch(global_batch_size=64, seq_len=256, microbatches=4, gradient_reduction=reduction)
     of = program(target=target, model=MODEL, rules=rules, mesh=mesh, batch=batch)
     record = xla.compile(lower(of, "train")).record
     found = [Collective.from_record(one) for one in record["collectives"]]
@@ -86,7 +86,7 @@ def test_zero3_gathers_weights_by_layer_and_scatters_gradients(target):
 @pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("rules", [("data",), ("zero1",)], ids=lambda rules: rules[0])
 def test_reduced_last_gradients_travel_once_a_step_from_inside_the_backward_loop(target, rules):
-    found = traffic(target, rules, Mesh(data=8), reduce="last")
+    found = traffic(target, rules, Mesh(data=8), reduction="per_step")
     op = "all-reduce" if rules == ("data",) else "reduce-scatter"
     reductions = [one for one in found if one.op == op]
     trips = {one.loops for one in reductions}

@@ -40,8 +40,8 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
     transformers.LlamaForCausalLM(settings).save_pretrained(cold.path / "source")
     cold.command("convert", "hf-to-graphtrain", "source", "ours")
     config = cold.path / "config.toml"
-    text = config.read_text().replace("steps = 16", 'steps = 8\ninitial = "ours"')
-    config.write_text(text.replace("warmup = 2", 'shape = "constant"') + ADAPTER)
+    text = config.read_text().replace("steps = 16", 'steps = 8\ninit_from = "ours"')
+    config.write_text(text.replace("warmup_steps = 2", 'schedule = "constant"') + ADAPTER)
 
     cold.command("compile", "config.toml")
     cold.command("compile", "config.toml", *FOUR)
@@ -93,4 +93,4 @@ def test_an_adapter_needs_weights_to_start_from(cold):
     config = cold.path / "config.toml"
     config.write_text(config.read_text() + ADAPTER)
     _, err = cold.command("plan", "config.toml", status=2)
-    assert "program.adapter starts from weights that are there; set run.init_from" in err
+    assert "program.adapter starts from existing weights; set run.init_from" in err

@@ -65,13 +65,13 @@ def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, 
     assert names == {
         "bundle.json", "compile.sh", "compile_flags.json", "keys.json", "model.hlo_module.pb",
     }  # fmt: skip
-    _, err = cold.command("neuron-finish", *map(str, bundles), status=2)
+    _, err = cold.command("neuron", "finish", *map(str, bundles), status=2)
     assert missing in err
 
     install(COMPILER, cold.path / "bin", monkeypatch)
     script = bundles[0] / "compile.sh"  # as on a machine without graphtrain
     assert os.system(f"sh {script}") == 0
-    out, _ = cold.command("neuron-finish", *map(str, bundles))
+    out, _ = cold.command("neuron", "finish", *map(str, bundles))
     assert len(out.splitlines()) == 3
     out, _ = cold.command("compile", *words, "--json")
     report = json.loads(out)

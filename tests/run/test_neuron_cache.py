@@ -1,4 +1,4 @@
-"""graphtrain neuron-cache as people run it, with a compiler that does what its program says."""
+"""graphtrain neuron as people run it, with a compiler that does what its program says."""
 
 import json
 import os
@@ -82,16 +82,16 @@ from lowering.xla.spmd_module import partition_spmd
 from lowering.machine.target import Target
 def put(self):
     hlo = normalize_module(partition_spmd(self).hlo, name="step", ranks=4).hlo
-    written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST)
-    name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.key_of_list(written)}"
+    written = compiler.flags(Target.parse("neuron-sim:4"), compiler.NEWEST_VERSION)
+    name = f"MODULE_{hashlib.sha256(hlo).hexdigest()[:20]}+{flags.json_flags_key(written)}"
     root = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"])
     entry = root / "neuronxcc-0.0.0.0+simulator" / name
     entry.mkdir(parents=True)
     (entry / "model.hlo_module.pb").write_bytes(hlo)
     (entry / "compile_flags.json").write_text(json.dumps(written))
-plugin.check = lambda target: None
+plugin.check_installed = lambda target: None
 plugin.devices = lambda target: xla.devices(Target("cpu", (target.devices,)))
-plugin.give = lambda lowered: put(lowered.handle)
+plugin.extract_program = lambda lowered: put(lowered.handle)
 from graphtrain.cli import main
 sys.argv = ["graphtrain", *sys.argv[1:]]
 main()
@@ -128,7 +128,7 @@ class Store:
         )  # fmt: skip
 
     def command(self, name: str, *words: str, status: int = 0, **extra: str) -> tuple[str, str]:
-        words = ("-m", "graphtrain", "neuron-cache", name, str(self.root), *words)
+        words = ("-m", "graphtrain", "neuron", name, str(self.root), *words)
         process = self.start(*words, **extra)
         out, err = process.communicate(timeout=120)
         assert process.returncode == status, err
@@ -275,7 +275,7 @@ def test_two_at_once_compile_every_entry_once(store):
     words = [
         "-m",
         "graphtrain",
-        "neuron-cache",
+        "neuron",
         "compile",
         str(store.root),
         "--jobs",
@@ -292,7 +292,7 @@ def test_two_at_once_compile_every_entry_once(store):
 
 def test_a_killed_run_takes_its_compilers_along_and_the_next_finishes(store):
     store.add("slow", "one")
-    words = ["-m", "graphtrain", "neuron-cache", "compile", str(store.root), "--jobs", "2"]
+    words = ["-m", "graphtrain", "neuron", "compile", str(store.root), "--jobs", "2"]
     process = store.start(*words)
     wait_for(store.path / "compiled.pid")
     wait_for(store.entry("one") / "model.neff")
@@ -309,7 +309,7 @@ def test_a_killed_run_takes_its_compilers_along_and_the_next_finishes(store):
 
 def test_an_interrupted_run_gives_its_locks_back_and_marks_no_failure(store):
     store.add("slow")
-    words = ["-m", "graphtrain", "neuron-cache", "compile", str(store.root)]
+    words = ["-m", "graphtrain", "neuron", "compile", str(store.root)]
     process = store.start(*words)
     wait_for(store.path / "compiled.pid")
     process.send_signal(signal.SIGTERM)
@@ -337,7 +337,7 @@ def test_a_run_killed_before_any_change_leaves_what_the_next_finishes(store):
         (entry / "model.hlo_module.pb").write_text("one")
         (entry / "compile_flags.json").write_text('["--target=trn1"]')
         (entry / "model.neff").write_text("half a NE")  # what an older tool's death has left
-        words = [str(store.root), str(number), "neuron-cache", "compile", str(store.root)]
+        words = [str(store.root), str(number), "neuron", "compile", str(store.root)]
         process = store.start("-c", KILLED, *words)
         process.communicate(timeout=60)
         if process.returncode == 0:
@@ -391,7 +391,7 @@ def test_what_a_plugin_extracts_is_compiled_where_it_appeared(store):
 def test_the_graphs_of_a_run_go_through_a_plugin_and_the_compiler(store):
     (store.path / "config.toml").write_text(CONFIG)
     (store.path / "plugin.py").write_text(JAX_WITH_PLUGIN)
-    extract = [sys.executable, "plugin.py", "neuron-cache", "extract", "config.toml"]
+    extract = [sys.executable, "plugin.py", "neuron", "extract", "config.toml"]
     place = ["--target", "trn1:4", "--set", "program.mesh.data=2", "--set", "program.mesh.tensor=2"]
     out, err = store.command("collect", "--simulator", "--jobs", "2", "--", *extract, *place)
     assert "train: extracted" in err
@@ -406,7 +406,7 @@ def test_a_command_that_uses_no_plugin_is_found_out(store):
     _, err = store.command("collect", "--", "true", status=2)
     assert "true succeeded but extracted no program" in err
     (store.path / "config.toml").write_text(CONFIG)
-    extract = [sys.executable, "-m", "graphtrain", "neuron-cache", "extract", "config.toml"]
+    extract = [sys.executable, "-m", "graphtrain", "neuron", "extract", "config.toml"]
     _, err = store.command("collect", "--", *extract, "--target", "trn1:4", status=2)
     assert "JAX's Neuron plugin is not installed on this machine; install jax-neuronx" in err
     _, err = store.command("collect", "--", *extract, status=2)

@@ -27,7 +27,7 @@ CONFIG = """
 target = "v5e:4x4"
 mesh = { data = 2, fsdp = 2, stage = 2, tensor = 2 }
 model = { layers = 4, embed = 512, heads = 8, mlp = 1024, vocab = 4096 }
-batch = { sequences = 64, length = 512, microbatches = 4 }
+batch = { global_batch_size = 64, seq_len = 512, microbatches = 4 }
 pipeline = { schedule = "1f1b" }
 
 [run]

@@ -76,7 +76,7 @@ def test_a_second_compile_compiles_nothing(place):
 def test_a_missing_program_is_explained_with_the_command_that_makes_it(place):
     words = ["config.toml", "--set", "program.batch.seq_len=16"]
     _, err = place.command("run", *words, status=3)
-    assert "batch length: 32 → 16" in err
+    assert "batch seq_len: 32 → 16" in err
     assert "graphtrain compile config.toml --set program.batch.seq_len=16" in err
     assert not place.curve()
 

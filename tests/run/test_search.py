@@ -24,7 +24,7 @@ def test_the_best_is_compiled_and_written_as_a_configuration(cold):
     assert best["program"]["model"]["remat"] == settings["remat"]
     assert best["program"]["batch"]["microbatches"] == settings["microbatches"]
     assert best["run"]["directory"] == given["run"]["directory"]
-    assert best["run"]["schedule"]["peak"] == given["run"]["schedule"]["peak"]
+    assert best["run"]["learning_rate"]["peak"] == given["run"]["learning_rate"]["peak"]
     cold.command("compile", "best.toml", "--report", "report.json")
     report = json.loads((cold.path / "report.json").read_text())
     assert {one["label"]: one["status"] for one in report["graphs"]}["train"] == "cached"

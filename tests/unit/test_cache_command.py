@@ -35,9 +35,8 @@ def invoke(cache):
     return run
 
 
-@pytest.mark.parametrize("name", ["ls", "list"])
-def test_ls_is_a_table_with_short_digests_and_readable_sizes(invoke, name):
-    result = invoke(name)
+def test_ls_is_a_table_with_short_digests_and_readable_sizes(invoke):
+    result = invoke("ls")
     row = result.stdout.splitlines()[1].split()
     assert row[:3] == [KEY.digest[:12], "train", "cpu:8"]
     assert row[-2].startswith("19.")

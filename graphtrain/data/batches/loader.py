@@ -35,7 +35,7 @@ class Loader:
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
         apart: Isolate documents: batches contain segment ids (`documents`), so that attention
             does not cross document boundaries.
-        packing: How documents become sequences. None: the default of `Rows`.
+        packing: How documents become sequences. None: the default of `PackingSettings`.
         overlong: What to do with a document longer than a sequence, where documents are not cut.
         pairs: Require (True) or refuse (False) preference pairs. None: accept both.
         rank: Data-parallel rank whose rows this loader yields.

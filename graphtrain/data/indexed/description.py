@@ -21,7 +21,7 @@ class ConversationSettings:
 
     template: str  # name
     template_digest: str
-    learn: str  # answers, last or all
+    train_on: str  # answers, last or all
     pairs: bool  # documents 2i and 2i + 1 are the chosen and the rejected one of a pair
     learned: int = 0  # tokens in the loss mask
     digests: dict[str, str] | None = None  # of the loss mask's .bin and .idx, by suffix
@@ -34,7 +34,7 @@ class ConversationSettings:
     @property
     def made(self) -> tuple[str, str, bool]:
         """Properties that must be equal in datasets that are merged."""
-        return self.template_digest, self.learn, self.pairs
+        return self.template_digest, self.train_on, self.pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _conversation_summary(
 ) -> dict[str, int | str | bool | None]:
     return {
         "template": conversations.template,
-        "learn": conversations.learn,
+        "train_on": conversations.train_on,
         "learned tokens": conversations.learned,
         "pairs": conversations.pairs,
     }

@@ -94,7 +94,8 @@ def _check(
         if _conversation_settings(description) != _conversation_settings(descriptions[0]):
             raise DataError(
                 f"{dataset.prefix} and {first.prefix} differ in kind (text, conversations or "
-                "preference pairs), chat template or --learn; train on a blend of them, or prepare "
+                "preference pairs), chat template or --train-on; train on a blend of them, or "
+                "prepare "
                 "both with the same settings"
             )
         known = [each for each in (descriptions[0], description) if each is not None]

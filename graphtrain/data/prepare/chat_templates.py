@@ -44,12 +44,12 @@ class Template:
     text: str
     special: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
 
-    def render(self, conversation: Conversation, learn: TrainOn, place: str) -> Rendered:
+    def render(self, conversation: Conversation, train_on: TrainOn, place: str) -> Rendered:
         """Render a conversation; without an answer to train on, the spans are empty.
 
         Args:
             conversation: The messages.
-            learn: Spans to train on: all answers, the last one, or the complete text.
+            train_on: Spans to train on: all answers, the last one, or the complete text.
             place: File and line, for error messages.
 
         Raises:
@@ -66,9 +66,9 @@ class Template:
         learned = [
             span for index, span in found.items() if conversation.is_trained_on(index) and any(span)
         ]
-        if learned and learn == "all":
+        if learned and train_on == "all":
             return Rendered(text, [(0, len(text))])
-        return Rendered(text, learned[-1:] if learn == "last" else learned)
+        return Rendered(text, learned[-1:] if train_on == "last" else learned)
 
     def _answers(self, conversation: Conversation) -> tuple[str, dict[int, tuple[int, int]]]:
         """Return the text, and the span of each assistant message by message index."""

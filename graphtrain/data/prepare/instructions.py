@@ -41,7 +41,7 @@ def instruct(
     *,
     template: str = "own",
     format: str = "auto",
-    learn: TrainOn = "answers",
+    train_on: TrainOn = "answers",
     eod: str | None = None,
     workers: int | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
@@ -58,7 +58,7 @@ def instruct(
         tokenizer: A name that `load_tokenizer` accepts.
         template: A name that `find_template` accepts.
         format: One of FORMATS, or auto to detect the format of each record by its keys.
-        learn: Train on all answers, on the last of each conversation, or on every token.
+        train_on: Train on all answers, on the last of each conversation, or on every token.
         eod: Text of the end-of-document token. None: the tokenizer's own.
         workers: Worker processes. None: chosen by the size of the text and the number of cores.
         report: Called with the current stage and its completed fraction.
@@ -75,13 +75,14 @@ def instruct(
     files = Corpus.from_inputs(inputs, keys=(), **corpus)
     known = load_tokenizer(tokenizer, eod)
     chosen = find_template(template, known)
-    making = InstructionEncoder(chosen, format, learn, _is_preference_corpus(files, format))
-    if making.pairs and learn == "all":
+    making = InstructionEncoder(chosen, format, train_on, _is_preference_corpus(files, format))
+    if making.pairs and train_on == "all":
         raise DataError(
-            "--learn all does not apply to preference pairs, where only the answers are compared; "
-            "omit --learn"
+            "--train-on all does not apply to preference pairs, where only the answers are "
+            "compared; "
+            "omit --train-on"
         )
-    identity = format, making.conversations.template_digest, learn
+    identity = format, making.conversations.template_digest, train_on
     request = manifest.PrepareRequest.from_corpus(files, tokenizer, False, eod, identity)
     made = Preparation(Path(output), files, making, workers, report).run(request, tokenizer)
     return InstructResult(**vars(made), spelled_out=tuple(split_special_tokens(chosen, known)))
@@ -93,7 +94,7 @@ class InstructionEncoder:
 
     template: Template
     format: str
-    learn: TrainOn
+    train_on: TrainOn
     pairs: bool
     append_eod = False  # the template ends the answers
 
@@ -107,7 +108,7 @@ class InstructionEncoder:
         return ConversationSettings(
             template=self.template.name,
             template_digest=digest.hexdigest(),
-            learn=self.learn,
+            train_on=self.train_on,
             pairs=self.pairs,
         )
 
@@ -159,8 +160,8 @@ class ConversationEncoder:
             raise DataError(
                 f"{place}: is {here}, but the first record is {others}; prepare them separately"
             )
-        render, learn = self.making.template.render, self.making.learn
-        return [render(conversation, learn, place) for conversation in conversations]
+        render, train_on = self.making.template.render, self.making.train_on
+        return [render(conversation, train_on, place) for conversation in conversations]
 
 
 def _drop_incomplete_pairs(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:

@@ -31,7 +31,7 @@ class PrepareRequest:
     validation: float
     test: float
     seed: int
-    conversations: tuple[str, ...] | None = None  # format, template digest, --learn
+    conversations: tuple[str, ...] | None = None  # format, template digest, --train-on
     format: int = _FORMAT
 
     @classmethod

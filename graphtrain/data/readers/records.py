@@ -42,7 +42,7 @@ class LocatedRecord(NamedTuple):
 
 
 def group_records(items: Iterable[LocatedRecord]) -> Iterator[RecordGroup]:
-    """Collect single records into groups of about CHUNK bytes."""
+    """Collect single records into groups of about GROUP_BYTES bytes."""
     waiting: list[LocatedRecord] = []
     size = 0
     for item in items:

@@ -61,7 +61,7 @@ def write_sample(
 
     Args:
         path: Output file.
-        include: Parts to write, of PARTS.
+        include: Parts to write, of SAMPLE_PARTS.
         limit: Maximum bytes of text.
 
     Raises:

@@ -33,7 +33,7 @@ class HuggingFaceTokenizer:
         name: Path for error messages.
         eod: Text of the end-of-document token. None: taken from the companion files, or one of
             the common ones.
-        companions: Contents of the files of COMPANIONS that exist, by name.
+        companions: Contents of the files of COMPANION_FILES that exist, by name.
 
     Raises:
         DataError: the definition cannot be used, or has no token `eod`.

@@ -107,8 +107,8 @@ def _absorbs_context(token: dict[str, Any]) -> bool:
 def context_free_pattern(model: bytes) -> re.Pattern[str] | None:
     """Return an expression whose words a sentencepiece model encodes independently of context.
 
-    PARTS if no piece mixes letters with other characters, otherwise PIECES. None if this model
-    does not allow either.
+    WORD_PARTS_PATTERN if no piece mixes letters with other characters, otherwise WORDS_PATTERN.
+    None if this model does not allow either.
     """
     from sentencepiece import sentencepiece_model_pb2
 

@@ -40,7 +40,7 @@ class LayerCache:
 
 @dataclass
 class CacheShapeRecorder:
-    """Recorder with the interface of Kept, to find the shapes that a KV cache needs."""
+    """Recorder with the interface of LayerCache, to find the shapes that a KV cache needs."""
 
     heads: list[tuple[int, int]] = field(default_factory=list)  # (kv_heads, head_dim) of each call
 
@@ -76,10 +76,10 @@ def at_cache_offset(offset: jax.Array) -> AbstractContextManager[Any]:
 
 
 def use_cache(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
-    """Let attention traced inside use and update a layer's KV cache, the Kept that this yields."""
+    """Let attention traced inside use and update a layer's KV cache, the LayerCache that this yields."""
     return set_context_variable(_layer_cache, LayerCache(key, value))
 
 
 def record_cache_shapes() -> AbstractContextManager[Any]:
-    """Record the KV cache shapes of attention traced inside, in the Wanted that this yields."""
+    """Record the KV cache shapes of attention traced inside, in the CacheShapeRecorder that this yields."""
     return set_context_variable(_layer_cache, CacheShapeRecorder())

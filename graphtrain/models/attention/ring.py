@@ -7,18 +7,18 @@ log-sum-exp (`models.tiles`). The backward pass goes around the ring once more a
 scores; the gradients of keys and values travel with them. What is saved for the backward pass is
 linear in the sequence length.
 
-Positions are in the zig-zag order of `models.order`: of 2n chunks, device i holds FIRST = chunk i
-and LAST = chunk 2n - 1 - i. Of the four pairs of device i's query chunks with device j's key
-chunks, the causal mask hides two completely and two not at all: the pair (LAST, FIRST) is always
+Positions are in the zig-zag order of `ring_order`: of 2n chunks, device i holds a head, chunk i,
+and a tail, chunk 2n - 1 - i. Of the four pairs of device i's query chunks with device j's key
+chunks, the causal mask hides two completely and two not at all: the pair (tail, head) is always
 visible, and in addition
 
-- j < i: (FIRST, FIRST), because i > j;
-- j > i: (LAST, LAST), because 2n - 1 - i > 2n - 1 - j.
+- j < i: (head, head), because i > j;
+- j > i: (tail, tail), because 2n - 1 - i > 2n - 1 - j.
 
-So each step computes the pairs (LAST, FIRST) and (w, w), where w is FIRST or LAST: every device
-runs the same program, with half the products of unmasked attention and no branch, because w only
+So each step computes the pairs (tail, head) and (w, w), where w is head or tail: every device runs
+the same program, with half the products of unmasked attention and no branch, because w only
 selects where slices begin. The step on a device's own keys has a third pair, because there
-(FIRST, FIRST) and (LAST, LAST) are both on the diagonal.
+(head, head) and (tail, tail) are both on the diagonal.
 
 Source: Liu et al. 2023, "Ring attention", https://arxiv.org/abs/2310.01889
 """

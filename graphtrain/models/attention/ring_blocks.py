@@ -54,7 +54,7 @@ def tile_queries(x: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def untile_queries(x: jax.Array) -> jax.Array:
-    """Undo divide_queries."""
+    """Undo tile_queries."""
     chunks, tiles, batch, kv_heads, tile, group, head_dim = x.shape
     whole = x.transpose(2, 0, 1, 4, 3, 5, 6)
     return whole.reshape(batch, chunks * tiles * tile, kv_heads * group, head_dim)
@@ -67,7 +67,7 @@ def chunk_keys(x: jax.Array) -> jax.Array:
 
 
 def unchunk_keys(x: jax.Array) -> jax.Array:
-    """Undo divide_keys."""
+    """Undo chunk_keys."""
     chunks, batch, kv_heads, length, head_dim = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, chunks * length, kv_heads, head_dim)
 

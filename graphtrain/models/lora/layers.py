@@ -1,4 +1,4 @@
-"""LoRA weights (`Adapted`) and quantized weights (`Quantised`), in place of plain arrays.
+"""LoRA weights (`LoraWeight`) and quantized weights (`QuantizedWeight`), in place of plain arrays.
 
 Both are leaves of the parameter tree that pass through the decoder's scan over layers as arrays do.
 The decoder's modules do not depend on them: they call `product`, which accepts either.
@@ -94,7 +94,7 @@ Weight = jax.Array | QuantizedWeight | LoraWeight
 def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
     """Return the decoder's parameters, built from trained and frozen weights.
 
-    With an adapter every adapted weight becomes an `Adapted`.
+    With an adapter every adapted weight becomes an `LoraWeight`.
 
     Args:
         program: Settings.

@@ -135,7 +135,7 @@ def read_rope_scaling(told: Config) -> RopeScaling | None:
 
 
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return the entry of config.json that `read_scaling` reads, or None."""
+    """Return the entry of config.json that `read_rope_scaling` reads, or None."""
     if scaling is None:
         return None
     told = {"rope_type": scaling.kind, "factor": scaling.factor}

@@ -120,7 +120,7 @@ def _axis(name: str) -> int | None:
 
 
 def _ranks(directory: Path) -> list[_Rank]:
-    """Return the ranks of the folders, taking the second number as pipeline rank (see `_grid`)."""
+    """Return the ranks of the folders; the second number is the pipeline rank."""
     found = []
     for folder in sorted(directory.iterdir()):
         if not (match := _RANK.fullmatch(folder.name)):

@@ -39,7 +39,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(path: Path) -> Any:
-    """Load a pickle, with an Inert in place of every object of another class.
+    """Load a pickle, with a Placeholder in place of every object of another class.
 
     Raises:
         WeightsError: the pickle is damaged.

@@ -212,10 +212,14 @@ class _CompilerPool:
         words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
-            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"], cwd=scratch,
-            env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"],
+            cwd=scratch,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         now = time.monotonic()
         return _Running(entry, attempt, process, held, scratch, log, now, now)
 

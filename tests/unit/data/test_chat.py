@@ -84,10 +84,10 @@ def tokenizers(folder):
     return [read_huggingface(folder / "tokenizer.json"), sentencepiece, ByteTokenizer()]
 
 
-def learned(template, tokenizer, messages, learn="answers", **settings):
+def learned(template, tokenizer, messages, train_on="answers", **settings):
     """Tokens of a conversation, and the texts of its learned parts."""
     conversation = Conversation(tuple(messages), **settings)
-    rendered = template.render(conversation, learn, "line 1")
+    rendered = template.render(conversation, train_on, "line 1")
     (placed,) = tokenizer.encode_with_offsets([rendered.text])
     return placed, [
         tokenizer.decode(placed.tokens[begin:end]) for begin, end in placed.spans(rendered.spans)

@@ -64,9 +64,9 @@ def test_answers_and_their_ends_are_learned(tmp_path):
 
 
 def test_only_the_last_answer_or_everything_may_be_learned(tmp_path):
-    made(tmp_path, [conversation(0, 3)], learn="last")
+    made(tmp_path, [conversation(0, 3)], train_on="last")
     assert texts(tmp_path / "out/train") == [["A0.2<|im_end|>"]]
-    made(tmp_path, [conversation(0, 3)], learn="all")
+    made(tmp_path, [conversation(0, 3)], train_on="all")
     assert texts(tmp_path / "out/train", learned=False) == [[]]
 
 
@@ -180,7 +180,7 @@ def test_datasets_are_merged_with_what_is_learned(tmp_path):
     assert verify(tmp_path / "both/train")["documents"] == 8
     assert (tmp_path / "both/chat_template.jinja").is_file()
     made(tmp_path, [PAIR])
-    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --learn"):
+    with pytest.raises(DataError, match=r"differ in kind .*, chat template or --train-on"):
         merge([prefixes[0], tmp_path / "out/train"], tmp_path / "mixed/train")
 
 

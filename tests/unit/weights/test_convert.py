@@ -238,8 +238,8 @@ def test_memory_stays_near_the_largest_array(tmp_path):
     del model
     largest = 4 * 16384 * 1024
     for name, begin, end in (
-        ("from_hugging_face", "source", "ours"),
-        ("to_hugging_face_folder", "ours", "back"),
+        ("import_hugging_face", "source", "ours"),
+        ("export_hugging_face", "ours", "back"),
     ):
         words = [name, tmp_path / begin, tmp_path / end]
         done = subprocess.run(

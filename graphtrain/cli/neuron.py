@@ -1,4 +1,4 @@
-"""graphtrain neuron-cache: list, complete and clean the cache that AWS's Neuron tools share."""
+"""`graphtrain neuron`: the cache that AWS's Neuron tools share, and bundles for neuronx-cc."""
 
 import json
 import os
@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.options import json_option, overrides_option, target_option, write_file
+from graphtrain.cli.options import (
+    cache_option,
+    json_option,
+    overrides_option,
+    target_option,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
@@ -86,9 +92,9 @@ def _compile_options(function: Callable) -> Callable:
     return function
 
 
-@click.group("neuron-cache")
+@click.group("neuron")
 def command() -> None:
-    """Inspect, complete and clean a compilation cache of AWS's Neuron tools.
+    """Compile, inspect and clean the cache of AWS's Neuron tools; compile bundles.
 
     DIR is the value of NEURON_COMPILE_CACHE_URL; if unset, /var/tmp/neuron-compile-cache.
     """
@@ -180,8 +186,8 @@ def collect(
     """Run COMMAND to extract its programs with the Neuron plugin, then compile them in DIR.
 
     COMMAND trains for a few steps with the Neuron plugin of JAX or PyTorch, for example graphtrain
-    neuron-cache collect DIR -- python train.py --steps 3. The plugin extracts programs without
-    executing them. graphtrain neuron-cache extract CONFIG is such a command.
+    graphtrain neuron collect DIR -- python train.py --steps 3. The plugin extracts programs without
+    executing them. graphtrain neuron extract CONFIG is such a command.
     """
     from lowering.errors import LoweringError
     from lowering.neuron.plugin import extract
@@ -220,6 +226,34 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
     from graphtrain.compile.neuron_plugin import extract_graphs
 
     extract_graphs(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
+
+
+@command.command("finish")
+@click.argument(
+    "bundles", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
+)
+@cache_option
+def finish(bundles: Sequence[Path], cache: Path) -> None:
+    """Compile BUNDLES into the cache.
+
+    `graphtrain compile` writes a bundle for each graph whose compiler is not installed. A bundle
+    whose compile.sh was run already is not compiled again. Exits with 2 if a bundle failed; the
+    others are stored all the same.
+    """
+    from graphtrain.cache import Cache
+    from graphtrain.compile.neuron_bundles import compile_bundle
+    from graphtrain.errors import GraphtrainError
+    from lowering.errors import LoweringError
+
+    failed = False
+    for directory in bundles:
+        try:
+            click.echo(f"{directory}: {compile_bundle(directory, Cache(cache))}")
+        except (GraphtrainError, LoweringError) as error:
+            click.echo(f"error: {directory}: {error}", err=True)
+            failed = True
+    if failed:
+        sys.exit(2)
 
 
 def _entries(root: Path, stale_after: float) -> "list[NeuronCacheEntry]":
