@@ -14,11 +14,9 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
-from graphtrain.config.resolve import stages_of
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.open_model import open_language_model
-from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
 
@@ -53,9 +51,9 @@ def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
     return rows and tuple(range(sum(layer is not None for layer in rows)))
 
 
-def layer_order_of(program: Program) -> LayerOrder:
+def layer_order_of(program: ResolvedProgram) -> LayerOrder:
     """Return the order in which a program stacks its layers."""
-    target, stages = Target.parse(program.target), stages_of(program)
+    target, stages = program.target, program.stages
     model, rows = open_language_model(program.model), None
     if stages is not None:
         rows = stages.rows

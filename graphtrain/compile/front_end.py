@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lowering
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, TorchModel, is_imported
-from lowering.machine.target import Target
-from sharding_rules.rules import Rules
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import TorchModel, is_imported
 
 if TYPE_CHECKING:
     from graphtrain.cache import Cache
 
 
 def check_model(
-    program: Program, cache: Cache, say: Callable[[str], None], *, generates: bool
-) -> Program:
+    program: ResolvedProgram, cache: Cache, say: Callable[[str], None], *, generates: bool
+) -> ResolvedProgram:
     """Return the program with the front end that reproduces PyTorch's results.
 
     A native program is returned as it is. The cache records the results of checks, so that a model
@@ -48,20 +46,19 @@ def check_model(
     from graphtrain.torch_frontend.document_isolation import ensure_documents_isolated
     from graphtrain.torch_frontend.parity import ensure_parity
 
-    target = Target.parse(program.target)
+    target = program.target
     lowering.backend(target).compile_devices(target)  # must precede other uses of JAX devices
     strict = ensure_parity(model, cache.root).strict
     model = replace(model, front_end="strict") if strict else model
-    ring = Rules.load(program.rules).activations.get("attended", ())
-    split = mesh_shape(program).size(ring) > 1
+    split = program.mesh.size(program.rules.activations.get("attended", ())) > 1
     if not program.batch.cross_document_attention or split or generates:
         ensure_documents_isolated(model, cache.root)
     if strict:
         say(f"front end: strict, because {strict}")
-    return replace(program, model=model)
+    return program.with_settings(replace(program.settings, model=model))
 
 
-def describe_model(program: Program, store: Path) -> Iterator[str]:
+def describe_model(program: ResolvedProgram, store: Path) -> Iterator[str]:
     """Yield lines on how a PyTorch model is traced and sharded; none for a native model.
 
     Args:
@@ -74,5 +71,5 @@ def describe_model(program: Program, store: Path) -> Iterator[str]:
         yield from describe(model, store)
 
 
-def _torch_model(program: Program) -> TorchModel | None:
+def _torch_model(program: ResolvedProgram) -> TorchModel | None:
     return program.model if is_imported(program.model) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.open_model import open_language_model
 from lowering.graph import Graph
 from lowering.trees import Tree
@@ -13,7 +13,7 @@ from sharding_rules.arrays import ArraySpec
 TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph
 
 
-def generation_graph(program: Program, name: str) -> Graph:
+def generation_graph(program: ResolvedProgram, name: str) -> Graph:
     """Build a graph by its name in TOKENS_PER_CALL; its longest sequence is program.batch.seq_len.
 
     The tokens of a prefill call may end in padding. Keys and values of padding do no harm: no later

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.loss import cross_entropy
 from graphtrain.models.pipeline_stages import split_batch
@@ -18,7 +18,7 @@ from sharding_rules.pipeline import Stages
 
 
 def pipelined_gradients(
-    program: Program, stages: Stages, state: Tree, batch: Tree, key: jax.Array
+    program: ResolvedProgram, stages: Stages, state: Tree, batch: Tree, key: jax.Array
 ) -> tuple[Tree, jax.Array]:
     """Return gradients and loss of all microbatches, in which each target weighs the same.
 
@@ -51,7 +51,9 @@ def pipelined_gradients(
     return gradients, loss
 
 
-def pipelined_loss(program: Program, stages: Stages, parameters: Tree, batch: Tree) -> jax.Array:
+def pipelined_loss(
+    program: ResolvedProgram, stages: Stages, parameters: Tree, batch: Tree
+) -> jax.Array:
     """Return the loss summed over the targets of one microbatch (batch, seq), without dropout."""
 
     def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:

@@ -45,4 +45,5 @@ class TorchSearch:
         """Return a candidate with the native model replaced by the PyTorch model."""
         found = candidate.program
         model = replace(self.program.model, remat=found.model.remat)
-        return replace(candidate, program=replace(found, model=model))
+        program = found.with_settings(replace(found.settings, model=model))
+        return replace(candidate, program=program)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.config import load_config
-from graphtrain.config.schema import Config
+from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.files import atomic_write, content_digest, write_errors
 from graphtrain.weights.sources import WeightSource
@@ -49,7 +49,7 @@ def verify_base(weights: WeightSource, directory: Path) -> None:
             )
 
 
-def verify_adapter_settings(config: Config, directory: Path) -> None:
+def verify_adapter_settings(adapter: Adapter | None, directory: Path) -> None:
     """Raise unless the adapter settings are those with which the run was started.
 
     Array shapes do not reveal such a change; for example another alpha would rescale the saved
@@ -58,7 +58,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
     Raises:
         WeightsError: settings differ; the message names them.
     """
-    file, mine = directory / "config.toml", config.program.adapter
+    file, mine = directory / "config.toml", adapter
     theirs = load_config(file).program.adapter if file.is_file() else None
     if mine is None or theirs is None:
         return

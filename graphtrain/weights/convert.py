@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from graphtrain.config.render import render_model
-from graphtrain.config.schema import Model, Program
+from graphtrain.config.resolve import ResolvedProgram, resolve
+from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
@@ -138,18 +139,19 @@ def export_hugging_face(
     return summarize(family, model, arrays)
 
 
-def _run_of_pytorch(source: Path) -> Program | None:
+def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
     """Return the program of a run directory if its model is imported from PyTorch, else None."""
     if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
         return None
     from graphtrain.config import load_config
 
     program = load_config(source / "config.toml").program
-    return program if open_language_model(program.model).uses_module_names else None
+    uses_names = open_language_model(program.model).uses_module_names
+    return resolve(program) if uses_names else None
 
 
 def _export(
-    program: Program, source: Path, destination: Path, progress: Progress, step: int | None
+    program: ResolvedProgram, source: Path, destination: Path, progress: Progress, step: int | None
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 

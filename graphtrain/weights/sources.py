@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from graphtrain.config.resolve import layer_rows
+from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays
@@ -123,7 +123,8 @@ class RunCheckpoint:
         self.step = checkpoint_step(directory, step)
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
-        rows = read_checkpoint_info(self._checkpoints, self.step).rows or layer_rows(program)
+        about = read_checkpoint_info(self._checkpoints, self.step)
+        rows = about.rows or layer_rows(resolve(program))
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
 
