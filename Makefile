@@ -1,10 +1,14 @@
-# Two commands do everything on a fresh machine with Python 3.11 or newer: make quickstart, make test.
+# All that a fresh machine with Python 3.11 or newer needs: make quickstart, make test.
+# docs/contributing/testing.md says what each tier of tests contains and takes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+CHECK = $(VENV)-check
+ALL = $(VENV)-all
+PYTEST = python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test clean
+.PHONY: quickstart check test test-all clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/graphtrain data sample data/quickstart.jsonl
@@ -15,23 +19,40 @@ quickstart: $(VENV)/installed
 	$(BIN)/graphtrain run examples/quickstart.toml
 	$(BIN)/graphtrain evaluate examples/quickstart.toml --bigram
 
-# Files in their order: the short tests of tests/unit come last and fill every core to the end. By
-# default the files with the fewest tests would, and those are the longest.
-test: $(VENV)/installed-for-tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+check: $(CHECK)/installed
+	$(CHECK)/bin/ruff check .
+	$(CHECK)/bin/ruff format --check .
+	$(CHECK)/bin/lint-imports --no-cache
+	$(CHECK)/bin/pyright --project .ci/pyright-light.json --pythonpath $(CHECK)/bin/python
+
+# pytest-xdist takes the files in this order: the longest first, then short ones that keep every
+# core busy to the end. By default it would begin with the files that have the most tests.
+test: $(VENV)/installed-dev
+	$(BIN)/$(PYTEST) tests/quick tests/unit
+
+test-all: $(ALL)/installed
+	$(ALL)/bin/pyright --pythonpath $(ALL)/bin/python
+	$(ALL)/bin/$(PYTEST)
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/installed-for-tests: pyproject.toml
+$(VENV)/installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/installed
 
+$(CHECK)/installed: pyproject.toml
+	$(PYTHON) -m venv $(CHECK)
+	$(CHECK)/bin/python -m pip install --quiet --editable '.[check]'
+	touch $@
+
+$(ALL)/installed: pyproject.toml
+	$(PYTHON) -m venv $(ALL)
+	$(ALL)/bin/python -m pip install --quiet --editable '.[test-all]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf $(VENV) $(CHECK) $(ALL) data runs

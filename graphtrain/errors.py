@@ -1,10 +1,9 @@
 """Errors that a user can fix. The command prints them in one line and exits with their status."""
 
-from lowering.errors import LoweringError
-from sharding_rules.errors import ShardingError
+from sharding_rules.errors import UserError
 
 
-class GraphtrainError(Exception):
+class GraphtrainError(UserError):
     """Base class of the errors of this package that a user can fix."""
 
     exit_status = 2
@@ -65,6 +64,3 @@ class StrictFrontEndRequired(ImportedModelError):
             f'{reason}; {remedy}, or set program.model.front_end = "strict" (or "auto")'
         )
         self.reason = reason
-
-
-USER_ERRORS = (GraphtrainError, LoweringError, ShardingError)  # of every package

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from sharding_rules.errors import UserError
 
-class LoweringError(RuntimeError):
+
+class LoweringError(UserError, RuntimeError):
     """A graph cannot be lowered, compiled or loaded; the message says what to change."""
 
 

@@ -1,11 +1,21 @@
-"""Eight CPU devices for every test."""
+"""Eight CPU devices for every test, shapes checked when models are called, options of the tests."""
 
+import pytest
+import shapes
 from hypothesis import settings
 
-from lowering.machine.target import Target
-from lowering.xla import backend as xla
+shapes.install()
 
-xla.devices(Target.parse("cpu:8"))  # begins the backend, so that no test takes another number
+from lowering.machine.target import Target  # noqa: E402
+from lowering.xla import backend as xla  # noqa: E402
+
+pytest_plugins = ["skips", "small_datasets"]
+
+xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes another number
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")

@@ -81,9 +81,9 @@ def push(
         cache: local cache.
         remote: remote cache.
         keys: signing key.
-        chosen: digests of requests; None for all.
+        requests: digests of requests; None for all.
         observe: called after each transfer.
-        listed: contents of the remote cache, if known.
+        listing: contents of the remote cache, if known.
 
     Raises:
         CacheError: there is no signing key, or the remote cache is not writable.
@@ -132,7 +132,7 @@ def pull(
         cache: local cache.
         remote: remote cache.
         keys: trusted public keys.
-        chosen: digests of requests; None for all that the remote cache lists.
+        requests: digests of requests; None for all that the remote cache lists.
         observe: called after each program.
         listed: contents of the remote cache, if known.
 
@@ -186,7 +186,7 @@ def pull_from_shared_cache(
     Args:
         cache: local cache.
         requests: digests of the requests needed.
-        say: called with each log line.
+        log: called with each log line.
 
     Raises:
         CacheError: the remote cache cannot be read.

@@ -30,8 +30,8 @@ class ObjectStore:
 
         Args:
             url: path of a directory, or a URL.
-            patience: seconds for which failed requests are retried.
-            make: create the directory if it does not exist.
+            retry_seconds: seconds for which failed requests are retried.
+            create: create the directory if it does not exist.
 
         Raises:
             CacheError: unsupported URL, no such directory, or obstore is not installed.

@@ -82,7 +82,7 @@ class Checkpoints:
 
         Args:
             directory: The directory of the checkpoints, with one subdirectory for each step.
-            keep: Number of checkpoints to retain; older ones are deleted.
+            max_to_keep: Number of checkpoints to retain; older ones are deleted.
             arrangement: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
         """

@@ -111,6 +111,6 @@ def _is_multi_process() -> bool:
 
 
 def _exit_status(error: Exception) -> int | None:
-    from graphtrain.errors import USER_ERRORS
+    from sharding_rules.errors import UserError
 
-    return getattr(error, "exit_status", 2) if isinstance(error, USER_ERRORS) else None
+    return error.exit_status if isinstance(error, UserError) else None

@@ -83,7 +83,13 @@ def _files_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @command.command()
 @click.argument("output", type=_PATH)
-@click.option("--megabytes", type=click.FloatRange(min=0), default=8.0, show_default=True)
+@click.option(
+    "--megabytes",
+    type=click.FloatRange(min=0),
+    default=8.0,
+    show_default=True,
+    help="Maximum size of the corpus, in MB.",
+)
 @click.option(
     "--kind",
     type=click.Choice(["text", "instructions", "preferences"]),
@@ -111,7 +117,13 @@ def sample(output: Path, megabytes: float, kind: str) -> None:
 @command.command()
 @_corpus_options
 @click.option("--output", required=True, type=_PATH, help="Directory for the tokenizer.")
-@click.option("--kind", type=click.Choice(["sentencepiece", "bpe"]), default="sentencepiece")
+@click.option(
+    "--kind",
+    type=click.Choice(["sentencepiece", "bpe"]),
+    default="sentencepiece",
+    show_default=True,
+    help="Kind of tokenizer: a sentencepiece model, or byte-level BPE as in GPT-2.",
+)
 @click.option("--vocab", type=click.IntRange(min=1), required=True, help="Number of tokens.")
 @click.option("--special", multiple=True, help="Token that is never split. May be repeated.")
 def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **corpus: Any) -> None:
@@ -138,7 +150,8 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
     "--tokenizer",
     default="bytes",
     show_default=True,
-    help="bytes, sentencepiece:VOCAB to train one of VOCAB tokens, FILE.model, tokenizer.json, "
+    help="Tokenizer: bytes, sentencepiece:VOCAB to train one of VOCAB tokens, FILE.model, "
+    "tokenizer.json, "
     "VOCAB.json,MERGES.txt, or a directory with one of these.",
 )
 @click.option(
@@ -258,7 +271,13 @@ def _conversations(split: Any) -> str:
     default=0,
     help="Index of the first document. [default: 0]",
 )
-@click.option("--documents", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--documents",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Number of documents to show.",
+)
 @click.option(
     "--length",
     type=click.IntRange(min=1),
@@ -267,7 +286,7 @@ def _conversations(split: Any) -> str:
 def preview(prefix: str, first: int, documents: int, length: int | None) -> None:
     """Show documents of a dataset: tokens that are trained on in green, others dimmed.
 
-    Without colours, the tokens that are trained on stand between >>> and <<<. --documents is the
+    Without colours, the tokens that are trained on appear between >>> and <<<. --documents is the
     number of documents to show.
     """
     from graphtrain.data.preview import masked_documents, packing_report

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     help="Sample only from the fewest most likely tokens whose probabilities add up to this. "
     "[default: all tokens]",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling."
+)
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
 @target_option
 @overrides_option

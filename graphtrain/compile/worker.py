@@ -28,7 +28,6 @@ from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program, TorchModel, is_imported
-from graphtrain.errors import USER_ERRORS
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS_PER_CALL
 from graphtrain.torch_xla.graphs import ExtractedGraph
@@ -37,6 +36,7 @@ from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.xla import backend as xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
+from sharding_rules.errors import UserError
 from sharding_rules.rules import Rules
 
 
@@ -82,7 +82,7 @@ def worker_main(
         except BundleStored as made:
             where = str(made.directory)
             pipe.send(("bundled", str(made), where, made.preflight, _peak_bytes()))
-        except USER_ERRORS as error:
+        except UserError as error:
             print(error, file=sys.stderr)
             pipe.send(("failed", str(error), type(error).__name__, _peak_bytes()))
         except Exception as error:

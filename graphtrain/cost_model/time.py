@@ -44,7 +44,7 @@ def step_time(
         memory: Memory of a device, from the compiler or an estimate.
         collectives: Read from a compiled program, or predicted.
         bubble: Fraction of a pipeline's ticks in which a stage is idle.
-        attained: Fraction of the machine's peak that products reach; 1.0 is the roofline.
+        efficiency: Fraction of the machine's peak that products reach; 1.0 is the roofline.
         flash: Whether attention is a kernel, which skips the masked half of its scores.
     """
     target = Target.parse(program.target)

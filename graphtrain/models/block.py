@@ -148,7 +148,7 @@ def apply_stack(
         layers: Blocks, whose parameters have a leading layer axis.
         x: (batch, seq, embed).
         keys: Dropout key of each layer; without them there is no dropout.
-        real: Whether each row is a layer; other rows, the padding of pipeline stages, leave x
+        is_layer: Whether each row is a layer; other rows, the padding of pipeline stages, leave x
             unchanged. Without it, all rows are layers.
         full: Whether each layer has global attention; see global_attention_layers.
     """

@@ -33,9 +33,9 @@ def decode_step(
     Args:
         model: Settings.
         parameters: Weights.
-        kept: KV cache of the earlier tokens, as in kv_cache_specs.
+        kv_cache: KV cache of the earlier tokens, as in kv_cache_specs.
         tokens: Ids of the new tokens (batch, seq).
-        begin: Cache offset: the position of the first new token.
+        offset: Cache offset: the position of the first new token.
     """
     decoder = merge(model, parameters)
     with at_cache_offset(offset):

@@ -40,7 +40,8 @@ def dpo_loss(log_ratio: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, ja
     """Return sums over pairs of DPO's loss, the reward margin, and pairs ranked correctly.
 
     Args:
-        gained: (batch,) log p of each answer minus that of the reference model; the chosen answer
+        log_ratio: (batch,) log p of each answer minus that of the reference model; the chosen
+        answer
             of a pair, then the rejected one.
         pairs: (batch / 2,) 1.0 for a pair, 0.0 for padding.
         loss: beta, and label_smoothing, the assumed fraction of pairs with swapped labels.

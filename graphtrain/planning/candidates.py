@@ -229,4 +229,5 @@ def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
 
 
 def divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of `number` up to `most`, in ascending order."""
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

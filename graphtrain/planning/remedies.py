@@ -14,11 +14,11 @@ from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Program, is_imported
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.padded_stages import with_padding_layers
-from graphtrain.errors import USER_ERRORS
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assess import assess_all, estimate
 from lowering.machine.target import Target
+from sharding_rules.errors import UserError
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
@@ -95,7 +95,7 @@ def _fitting_candidates(failed: Assessment, program: Program, vary: WithOverride
                 change = tuple(one for parts in changes for one in parts)
                 try:
                     assessment = _estimate(vary(change))
-                except USER_ERRORS:
+                except UserError:
                     continue  # an invalid combination of settings
                 if assessment.memory.peak * error <= assessment.memory.capacity:
                     remedies.append(Remedy(change, assessment))

@@ -9,9 +9,9 @@ from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import Assessment
-from graphtrain.errors import USER_ERRORS
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.remedies import WithOverrides
+from sharding_rules.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def compare_targets(
             program = vary([f"program.target={target}"])
             assess_all({target: program}, cache, compile=False)
             programs[target] = program
-        except USER_ERRORS as error:
+        except UserError as error:
             errors[target] = str(error)
     assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
     return [TargetRow(name, assessed.get(name), errors.get(name, "")) for name in targets]

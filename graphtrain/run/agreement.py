@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
-from graphtrain.errors import USER_ERRORS, MissingProgram, TrainingError
+from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.run.programs import LoadedPrograms
 from lowering.xla import distributed
+from sharding_rules.errors import UserError
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     result, failed = None, None
     try:
         result = action()
-    except USER_ERRORS as error:
+    except UserError as error:
         failed = error
     answers = distributed.all_gather_text(f"{type(failed).__name__}: {failed}" if failed else "")
     if failed is not None:

@@ -138,8 +138,8 @@ class Generator:
 
         Args:
             prompt: Token ids, at least one.
-            most: Maximum number of tokens; the sequence is also limited by program.batch.seq_len.
-            sampling: How each token is chosen.
+            max_new_tokens: Maximum number of tokens; the sequence is also limited by
+            program.batch.seq_len. sampling: How each token is chosen.
             vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:

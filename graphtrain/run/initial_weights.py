@@ -33,7 +33,7 @@ class InitialWeights:
 
         Args:
             config: Settings.
-            resumes: Whether the run resumes from a checkpoint.
+            resuming: Whether the run resumes from a checkpoint.
 
         Returns:
             The initial weights; None if the run starts from random weights, or if it resumes and
@@ -79,8 +79,9 @@ class InitialWeights:
         """Return the trained parameters, on the devices.
 
         Args:
-            described: Shapes, dtypes and shardings.
-            new: Parameters from the `init` graph, for new adapters; without it, they are zeros.
+            array_specs: Shapes, dtypes and shardings.
+            init_parameters: Parameters from the `init` graph, for new adapters; without it, they
+            are zeros.
         """
         if self.program.adapter is None:
             from graphtrain.weights.start import load_initial_parameters

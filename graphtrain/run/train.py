@@ -57,8 +57,8 @@ def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report)
     Args:
         config: Settings of the program and of the run.
         cache: Cache with the compiled programs.
-        remedy: Command that compiles missing programs, for error messages.
-        report: Called on rank 0 with every record that is written to the journal.
+        compile_hint: Command that compiles missing programs, for error messages.
+        on_record: Called on rank 0 with every record that is written to the journal.
 
     Raises:
         MissingProgram: a graph is not in the cache.

@@ -35,7 +35,7 @@ def kv_cache_specs(opened: OpenedModel, sequences: int, max_seq_len: int) -> Tre
     Args:
         opened: the model.
         sequences: number of sequences.
-        longest: maximum number of tokens in a sequence.
+        max_seq_len: maximum number of tokens in a sequence.
 
     Raises:
         ImportedModelError: a block does not call graphtrain's attention exactly once, or attention
@@ -61,9 +61,9 @@ def decode_step(
     Args:
         opened: the model.
         parameters: its weights.
-        kept: KV cache of the previous tokens, as described by kv_cache_specs.
+        cache: KV cache of the previous tokens, as described by kv_cache_specs.
         tokens: the next token ids, (batch, seq).
-        begin: cache offset, the position of the first of these tokens.
+        offset: cache offset, the position of the first of these tokens.
     """
     before, after = flatten(cache), {}
 

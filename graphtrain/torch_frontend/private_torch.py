@@ -2,7 +2,7 @@
 
 None of them is promised to stay. They were tried with torch 2.13.0, torchax 0.0.14.dev20261026 and
 transformers 5.23.0; pyproject.toml pins the first two. test_private_torch.py in
-tests/unit/torch_models calls each one and says what to do when it breaks.
+tests/extras/torch_models calls each one and says what to do when it breaks.
 graphtrain/torch_xla/recorder.py is the one file for PyTorch/XLA: it runs without this package.
 """
 

@@ -2,8 +2,8 @@
 
 While the module is called, the forward of each of its blocks is replaced. The first calls only
 record the arguments of a block; the last call runs the scan. In between, the output of a block is a
-placeholder that may only be passed to the next block: reading it raises BlocksDiffer, and the blocks
-are then traced one by one.
+placeholder that may only be passed to the next block: reading it raises BlocksDiffer, and the
+blocks are then traced one by one.
 """
 
 from __future__ import annotations

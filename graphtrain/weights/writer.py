@@ -36,7 +36,7 @@ class SafetensorsWriter:
         Args:
             directory: folder to write to.
             arrays: dtype and shape by name, of all arrays.
-            most: maximum size of a file in bytes; a larger array gets a file of its own.
+            max_file_bytes: maximum size of a file in bytes; a larger array gets a file of its own.
         """
         self._directory = directory
         self._left = dict(arrays)

@@ -42,7 +42,7 @@ def find(computation: Message, *, ignore_regions: bool) -> RegionsOf:
 
     Args:
         computation: an HLO computation.
-        whole: replace no region, since the device has no such operators.
+        ignore_regions: replace no region, since the device has no such operators.
     """
     by_id = {each.id: each for each in computation.instructions}
     entries, insides, left = {}, {}, 0

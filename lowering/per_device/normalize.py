@@ -171,7 +171,7 @@ def _drop_unused_tuples(module: Message) -> None:
 
 
 def _renumber(module: Message, name: str) -> dict[int, int]:
-    """Number computations and instructions from 1 in order; return new instruction ids by old."""
+    """Renumber computations and instructions from 1 in order; return new instruction ids by old."""
     computations = {each.id: new for new, each in enumerate(module.computations, 1)}
     instructions = [each for one in module.computations for each in one.instructions]
     numbers = {each.id: new for new, each in enumerate(instructions, 1)}

@@ -19,7 +19,7 @@ def rank_as_input(module: Message, *, force: bool = False) -> bool:
 
     Args:
         module: the module, changed in place.
-        always: add the parameter even if no instruction reads the rank.
+        force: add the parameter even if no instruction reads the rank.
 
     Raises:
         LoweringError: the rank is read inside a conditional, or another instruction with

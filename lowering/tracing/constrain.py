@@ -111,8 +111,8 @@ def draw_shard(
     """Draw this device's shard of an array of random numbers, independent of the mesh.
 
     Args:
-        whole: Draws an unsharded array of a given shape. The compiler computes only the shard.
-        shape: Shape of the shard.
+        draw_unsharded: Draws an unsharded array of a given shape. The compiler computes only the
+        shard. shape: Shape of the shard.
         axes: Array axes of its dimensions.
     """
     found = _placement.get()

@@ -33,7 +33,6 @@ def children(pid: int | None = None) -> dict[str, psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_all(mindspore):
     ranks = Ranks(launch.agree_on_cluster(2, ""), "CPU")
     started = children()
@@ -49,7 +48,6 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(mindspore):
     ranks.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_host_that_is_killed_leaves_no_rank(mindspore, begun):
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)

@@ -2,19 +2,23 @@
 
 import jax
 import pytest
-from counts import CONFIGS, count, difference, of_stablehlo
+from counts import CONFIGS, count, difference, of_stablehlo, render
+
+UPDATE = "python -m pytest tests/golden --update-golden"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_training_step_is_made_of_what_it_was_made_of(config):
+def test_a_training_step_is_made_of_what_it_was_made_of(config, pytestconfig):
     if config.missing:
         pytest.skip(f"{config.missing} is not installed")
-    if not config.file.exists():
-        pytest.skip(f"no counts for jax {jax.__version__}: run python tests/golden/write.py")
-    changed = difference(config, count(config))
+    counted = count(config)
+    if pytestconfig.getoption("update_golden"):
+        config.file.parent.mkdir(exist_ok=True)
+        config.file.write_text(render(counted))
+    assert config.file.exists(), f"no counts for jax {jax.__version__}; run: {UPDATE}"
+    changed = difference(config, counted)
     assert not changed, (
-        f"{config.file.name} of jax {jax.__version__}:\n{changed}\n"
-        "If this is meant, run: python tests/golden/write.py"
+        f"{config.file.name} of jax {jax.__version__}:\n{changed}\nIf intended, run: {UPDATE}"
     )
 
 

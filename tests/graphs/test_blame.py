@@ -78,7 +78,6 @@ def causes(target, **settings):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target"),
     [("zero2", "cpu:8"), ("cube", "cpu:8"), *((name, "v5e:2x4") for name in GOOD)],

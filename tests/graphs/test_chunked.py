@@ -74,7 +74,6 @@ def test_evaluation_with_a_tied_head_and_capped_scores_has_the_same_loss():
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_frozen_head_gets_no_gradient():
     adapter = Adapter(rank=2, alpha=4.0)
     flops = [

@@ -158,5 +158,5 @@ def test_a_length_that_does_not_balance_is_refused():
         rules=RING,
         batch=Batch(global_batch_size=1, seq_len=24),
     )
-    with pytest.raises(ShardingError, match="multiples of 16"):
+    with pytest.raises(ShardingError, match="a sequence length that is a multiple of 16"):
         loaded(of, "train")

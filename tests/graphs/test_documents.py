@@ -58,7 +58,6 @@ def test_gradients_are_those_of_each_document_alone():
         np.testing.assert_allclose(array, flatten(want_gradients)[path], atol=2e-4, err_msg=path)
 
 
-@pytest.mark.slow
 def test_a_mesh_computes_what_one_device_does():
     split = program(model=LLAMA, batch=dataclasses.replace(APART, microbatches=2), **CUBE)
     results = []

@@ -36,7 +36,6 @@ def installed(module: str) -> bool:
         return False
 
 
-@pytest.mark.slow  # a TPU's compiler takes 30 processor seconds, a card's 5
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_has_the_kernels_once_and_no_scores(target):
     compiler, kernel = TARGETS[target]
@@ -58,7 +57,6 @@ def test_a_step_has_the_kernels_once_and_no_scores(target):
     )
 
 
-@pytest.mark.slow
 def test_stages_of_an_imported_model_have_kernels_though_its_head_takes_parts_of_a_sequence(
     tmp_path,
 ):

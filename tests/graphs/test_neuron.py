@@ -149,7 +149,6 @@ print(hashlib.sha256(lowered.handle.hlo).hexdigest())
 """
 
 
-@pytest.mark.slow
 def test_processes_agree_on_every_byte():
     here = lower(program(**CUBE | {"target": "neuron-sim:8"}), "train").handle.hlo
     paths = [path for path in sys.path if path]
@@ -162,7 +161,6 @@ def test_processes_agree_on_every_byte():
     assert printed.stdout.split()[-1] == hashlib.sha256(here).hexdigest()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [CUBE, RECOMPUTED, STAGES, RING],
@@ -190,7 +188,6 @@ def test_the_simulator_computes_what_xla_computes(settings):
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
 
 
-@pytest.mark.slow
 def test_xla_optimizes_the_simulated_module_as_it_does_its_own():
     handle = lower(program(), "train", xla).handle
     devices = xla.devices(Target.parse("cpu:1"))

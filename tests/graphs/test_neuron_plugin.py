@@ -17,7 +17,6 @@ def installed(monkeypatch):
     monkeypatch.setattr(plugin, "devices", lambda target: jax.devices()[: target.devices])
 
 
-@pytest.mark.slow
 def test_every_graph_of_a_run_is_given_to_the_plugin_while_it_extracts(installed, monkeypatch):
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
     compiled, said = [], []

@@ -242,7 +242,6 @@ def lowered(graph, **settings):
     )
 
 
-@pytest.mark.slow
 def test_a_whole_step_is_a_third_of_what_was_published():
     model = Model(
         layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, vocab=49152, tie_word_embeddings=True,

@@ -31,7 +31,6 @@ def gradients(of):
     return jax.device_get(step(*(placed_inputs(step, name, given[name]) for name in given)))
 
 
-@pytest.mark.slow  # seven processor seconds
 def test_no_gpu_program_holds_a_second_copy_of_its_parameters():
     if not importlib.util.find_spec("jax_plugins"):
         pytest.skip("needs the extra gpu")

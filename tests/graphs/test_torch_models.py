@@ -64,12 +64,8 @@ def state_of(of: Program, module: torch.nn.Module) -> Any:
     [
         *((kind, "trace") for kind in FAMILIES),
         ("llama", "strict"),
-        *(pytest.param(kind, "trace", marks=pytest.mark.slow) for kind in MORE),
-        *(
-            pytest.param(kind, "strict", marks=pytest.mark.slow)
-            for kind in (*FAMILIES, *MORE)
-            if kind != "llama"
-        ),
+        *((kind, "trace") for kind in MORE),
+        *((kind, "strict") for kind in (*FAMILIES, *MORE) if kind != "llama"),
     ],
 )
 def test_split_over_devices_a_family_has_the_loss_and_gradients_of_pytorch(

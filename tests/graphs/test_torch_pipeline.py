@@ -65,12 +65,7 @@ def one_device(of):
     return dataclasses.replace(alone(of), pipeline=PipelineSettings())
 
 
-FAST = ("llama, gpipe, uneven", "gpt2, 1f1b")
-
-
-@pytest.mark.parametrize(
-    "case", [one if one in FAST else pytest.param(one, marks=pytest.mark.slow) for one in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_those_of_one_device(case, folder):
     of = in_stages(folder, *CASES[case])
     want = unflatten(loss_and_gradients(one_device(of)))
@@ -138,10 +133,7 @@ def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
 @pytest.mark.parametrize(
     ("kind", "rules", "mesh"),
     [
-        pytest.param(
-            *("llama", ("zero2", "fsdp", "tensor"), Mesh(data=2, fsdp=2, tensor=2)),
-            marks=pytest.mark.slow,
-        ),
+        ("llama", ("zero2", "fsdp", "tensor"), Mesh(data=2, fsdp=2, tensor=2)),
         ("gpt2", ("data",), Mesh(data=8)),
     ],
 )

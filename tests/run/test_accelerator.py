@@ -28,7 +28,9 @@ def attached() -> str | None:
     return next((machine for machine in machines() if machine in name.split()), None)
 
 
-needs_card = pytest.mark.skipif(attached() is None, reason="no card of topologies.toml is here")
+needs_card = pytest.mark.skipif(
+    attached() is None, reason="needs an attached GPU of topologies.toml"
+)
 
 
 def is_installed(module: str) -> bool:
@@ -38,7 +40,6 @@ def is_installed(module: str) -> bool:
         return False
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_compilers_at_once_fill_the_cache_for_a_machine_that_is_not_here(cold: Place, target):
     if not is_installed(TARGETS[target]):
@@ -54,8 +55,6 @@ def test_two_compilers_at_once_fill_the_cache_for_a_machine_that_is_not_here(col
 
 
 @needs_card
-@pytest.mark.slow
-@pytest.mark.device("cuda")
 def test_what_was_compiled_without_a_card_trains_on_it(cold: Place, monkeypatch):
     target = f"{attached()}:1"
     with monkeypatch.context() as hidden:
@@ -71,7 +70,6 @@ def test_what_was_compiled_without_a_card_trains_on_it(cold: Place, monkeypatch)
     assert os.path.exists(cold.path / "card" / "checkpoints")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:1", "v5e:1x1"])
 def test_out_of_memory_is_one_error_with_the_largest_arrays(cold: Place, target):
     module = TARGETS["h100:8" if target.startswith("h100") else "v5e:2x4"]

@@ -30,7 +30,6 @@ def on_two_hosts(place: Place, *words: str) -> None:
 
 
 @installed
-@pytest.mark.slow
 def test_two_hosts_train_as_a_cpu_does_and_one_goes_on(cold):
     """20 steps on two hosts of two ranks beside XLA; from there on one of four, and on XLA."""
     two, one, xla = (

@@ -58,7 +58,6 @@ def processes(begun):
     return [int(number) for number in begun.read_text().split()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_command_and_leaves_nothing(cold, begun, scratch, number):
     process = cold.start("compile", *WORDS)
@@ -72,7 +71,6 @@ def test_it_ends_with_the_command_and_leaves_nothing(cold, begun, scratch, numbe
     wait_until(lambda: not [path for path in scratch.iterdir() if path.name[:5] == "graph"])
 
 
-@pytest.mark.slow
 def test_it_ends_with_its_worker(cold, begun):
     process = cold.start("compile", *WORDS, "--retries", "0")
     try:

@@ -92,7 +92,6 @@ def test_killed_its_workers_end_and_another_goes_on_at_once(cold):
     assert not alive
 
 
-@pytest.mark.slow
 def test_whatever_is_killed_whenever_the_next_compile_finishes_the_work(cold):
     chance = random.Random(0)
     for _ in range(6):

@@ -130,7 +130,6 @@ needs_torch_xla = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
 @needs_torch_xla
 @pytest.mark.parametrize(
     ("name", "devices", "words"), [("one", 1, []), ("eight", 8, ["--mesh", "2", "4"])]
@@ -177,7 +176,6 @@ for step in range(3):
 """
 
 
-@pytest.mark.slow
 @needs_torch_xla
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_cannot_go_on_names_its_line(here: Place, name: str):
@@ -187,7 +185,6 @@ def test_a_script_that_cannot_go_on_names_its_line(here: Place, name: str):
     assert re.search(said, err)
 
 
-@pytest.mark.slow
 @needs_torch_xla
 def test_a_script_without_a_graph_says_what_ends_a_step(here: Place):
     (here.path / "idle.py").write_text("print('idle')")

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_an_adapter_is_trained_resumed_and_exported(cold):
     torch.manual_seed(0)

@@ -118,7 +118,6 @@ def test_what_names_no_jobs_is_said(cold: Place):
 
 
 @needs_slurm
-@pytest.mark.slow
 def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
     launched(cluster, "--workers", "2")
     wait_until(lambda: states(cluster).count(", completed") == 2, cluster)
@@ -129,7 +128,6 @@ def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
 
 
 @needs_slurm
-@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Place):
     # At a rate so low that rounding, which differs between processes, does not grow.
     long = ["--set", "run.steps=200", "--set", "run.save_every=1000"]

@@ -28,7 +28,6 @@ def install(script, directory, monkeypatch):
     monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_the_simulator_trains_as_a_cpu_does(cold):
     for target in ("cpu:4", "neuron-sim:4"):
@@ -49,7 +48,6 @@ def test_the_simulator_trains_as_a_cpu_does(cold):
     cold.command("cache", "verify")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, monkeypatch):
     words = ["config.toml", "--target", "trn1:4", *PLACE]
@@ -82,7 +80,6 @@ def test_a_program_without_its_compiler_is_bundled_and_finished_elsewhere(cold, 
     cold.command("cache", "verify")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_a_compiler_that_is_killed_is_tried_again(cold, monkeypatch):
     install(KILLED, cold.path / "bin", monkeypatch)
@@ -92,7 +89,6 @@ def test_a_compiler_that_is_killed_is_tried_again(cold, monkeypatch):
     assert sorted(graph["attempts"] for graph in report["graphs"]) == [1, 1, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_a_program_that_the_compiler_would_refuse_is_not_given_to_it(cold, monkeypatch):
     install(COMPILER.replace("cp", "touch $0.asked; cp"), cold.path / "bin", monkeypatch)

@@ -327,7 +327,6 @@ def test_a_compiler_that_takes_too_long_is_stopped(store):
     assert store.states() == {"slow": "not compiled"}
 
 
-@pytest.mark.slow
 def test_a_run_killed_before_any_change_leaves_what_the_next_finishes(store):
     entry = store.entry("one")
     for number in range(1, 100):
@@ -352,7 +351,6 @@ def test_a_run_killed_before_any_change_leaves_what_the_next_finishes(store):
     assert number > 10  # there are as many changes at least
 
 
-@pytest.mark.slow
 def test_the_simulator_finishes_what_is_its_own(store):
     def step(x):
         return (jnp.sin(x) @ x,)
@@ -387,7 +385,6 @@ def test_what_a_plugin_extracts_is_compiled_where_it_appeared(store):
     assert set(store.states().values()) == {"done"}
 
 
-@pytest.mark.slow
 def test_the_graphs_of_a_run_go_through_a_plugin_and_the_compiler(store):
     (store.path / "config.toml").write_text(CONFIG)
     (store.path / "plugin.py").write_text(JAX_WITH_PLUGIN)

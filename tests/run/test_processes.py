@@ -59,7 +59,6 @@ def wait_for_step(place: Place, step: int, directory: str = "run") -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one_does(place: Place, compiled_for_two):
     # At a rate so low that rounding, which differs between processes, does not grow.
     slowly = ["--set", "run.learning_rate.peak=1e-4"]
@@ -76,7 +75,6 @@ def test_two_processes_train_as_one_does(place: Place, compiled_for_two):
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     place: Place, compiled_for_two
 ):
@@ -93,7 +91,6 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     assert [step for step, _, _ in place.curve()] == list(range(1, stopped + 5))
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_ends_the_other(place: Place, compiled_for_two):
     both = ranks(place, "--set", "run.steps=100000", "--set", "run.save_every=100000")
     wait_for_step(place, 3)
@@ -102,7 +99,6 @@ def test_a_process_that_dies_ends_the_other(place: Place, compiled_for_two):
     assert statuses[0] not in (0, None) and statuses[1] == -signal.SIGKILL, told
 
 
-@pytest.mark.slow
 def test_executables_that_differ_stop_both_before_they_compute(
     place: Place, tmp_path, compiled_for_two
 ):
@@ -118,7 +114,6 @@ def test_executables_that_differ_stop_both_before_they_compute(
     assert not os.path.exists(place.path / "run" / "metrics.jsonl")
 
 
-@pytest.mark.slow
 def test_what_is_missing_on_one_is_missing_for_all(place: Place, tmp_path, compiled_for_two):
     other = Place(place.path, tmp_path / "other")
     statuses, told = ended(ranks(place, caches=[place, other]))

@@ -8,7 +8,6 @@ from storage import credentials, failing, s3_server
 pytest.importorskip("obstore")
 
 
-@pytest.mark.slow
 def test_a_run_takes_its_programs_from_s3_that_fails_half_of_the_requests(
     place, tmp_path, monkeypatch
 ):

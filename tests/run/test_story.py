@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from places import ROOT
 
 
@@ -15,7 +14,6 @@ def validation_losses(directory: Path) -> list[float]:
     return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_trained_on_text_and_instructions_and_answers_in_transformers(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()

@@ -38,7 +38,6 @@ def configure(place, model: str) -> None:
     (place.path / "config.toml").write_text(table.sub(lambda _: model, CONFIG))
 
 
-@pytest.mark.slow
 def test_a_model_of_transformers_is_trained_from_its_weights_and_goes_back(cold, compiled_quickly):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -66,7 +65,6 @@ def test_a_model_of_transformers_is_trained_from_its_weights_and_goes_back(cold,
     assert last < want - 0.5
 
 
-@pytest.mark.slow
 def test_the_key_of_a_module_covers_what_it_imports_and_programs_do_not_differ(
     cold, compiled_quickly
 ):

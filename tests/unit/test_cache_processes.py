@@ -11,8 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 import graphtrain
 from graphtrain.cache import Cache, leases
 from graphtrain.cache.key import CacheKey
@@ -149,7 +147,6 @@ def test_eight_processes_compile_once(tmp_path):
     assert len((tmp_path / "compiled").read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_two_hosts_that_race_a_thousand_times_compile_each_key_once(tmp_path):
     compiled, go = tmp_path / "compiled", tmp_path / "go"
     hosts = [start(race, tmp_path / "store", host, compiled, go) for host in ("one", "two")]
@@ -169,7 +166,6 @@ def test_the_lease_of_a_host_that_died_is_taken_over_once(tmp_path):
     assert len((tmp_path / "compiled").read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_owners_and_claimants_leave_every_lease_to_be_had(tmp_path):
     chance = random.Random(0)
     store, witnesses = tmp_path / "store", tmp_path / "witnesses"

@@ -9,7 +9,7 @@ from graphtrain.config.schema.types import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
-    """What to train: `program` can change compiled code; `run` cannot."""
+    """A configuration: `program` can change compiled code; `run` cannot."""
 
     program: Program
     run: Run

@@ -30,5 +30,5 @@ class Loss:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether a chunk length is set."""
+        """Return whether a chunk length is set."""
         return isinstance(self.chunk, int)

@@ -28,12 +28,12 @@ class DocumentPacking:
     Args:
         dataset: The documents.
         length: Sequence length in tokens.
-        learned: Loss mask of the documents. None: train on everything.
+        loss_spans: Loss mask of the documents. None: train on everything.
         fit: Best-fit packing: several documents share a row. False: one document per row.
         overlong: What to do with documents of more than length + 1 tokens.
         pairs: Documents 2i and 2i + 1 are a preference pair.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
-        apart: Isolate documents: batches contain segment ids.
+        isolate_documents: Isolate documents: batches contain segment ids.
 
     Raises:
         DataError: documents are longer and `overlong` is "error", or no document can be used.
@@ -68,7 +68,7 @@ class DocumentPacking:
         self._documents, self._starts = documents, starts
 
     def __len__(self) -> int:
-        """Number of rows in one epoch; of preference pairs, the number of pairs."""
+        """Return the number of rows in one epoch; of preference pairs, the number of pairs."""
         return len(self._starts) - 1
 
     def documents(self, index: int) -> np.ndarray:

@@ -29,11 +29,12 @@ class Loader:
 
     Args:
         data: Path prefix of a dataset, or the parts of a blend.
-        sequences: Global batch size, in sequences.
-        length: Sequence length in tokens.
+        global_batch_size: Global batch size, in sequences.
+        seq_len: Sequence length in tokens.
         seed: Seed of the shuffles.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
-        apart: Isolate documents: batches contain segment ids (`documents`), so that attention
+        isolate_documents: Isolate documents: batches contain segment ids (`documents`), so that
+        attention
             does not cross document boundaries.
         packing: How documents become sequences. None: the default of `PackingSettings`.
         overlong: What to do with a document longer than a sequence, where documents are not cut.

@@ -46,7 +46,8 @@ class ConcatPacking:
         length: Sequence length in tokens.
         seed: Seed of the order of the documents. None: their order on disk, for validation.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
-        apart: Isolate documents: batches contain segment ids, from 1 in each row with 0 for
+        isolate_documents: Isolate documents: batches contain segment ids, from 1 in each row with
+        0 for
             padding, and the first token of a document is not a target, because the token before
             it belongs to another document.
 

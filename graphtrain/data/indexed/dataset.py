@@ -66,7 +66,7 @@ class IndexedDataset:
         self.tokens = np.asarray(np.memmap(self._tokens_path, self.dtype, mode="r"))
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.document_offsets) - 1
 
     def document(self, index: int) -> np.ndarray:

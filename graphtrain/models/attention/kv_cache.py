@@ -76,10 +76,10 @@ def at_cache_offset(offset: jax.Array) -> AbstractContextManager[Any]:
 
 
 def use_cache(key: jax.Array, value: jax.Array) -> AbstractContextManager[Any]:
-    """Let attention traced inside use and update a layer's KV cache, the LayerCache that this yields."""
+    """Let attention traced inside use and update a KV cache, the LayerCache that this yields."""
     return set_context_variable(_layer_cache, LayerCache(key, value))
 
 
 def record_cache_shapes() -> AbstractContextManager[Any]:
-    """Record the KV cache shapes of attention traced inside, in the CacheShapeRecorder that this yields."""
+    """Record the KV cache shapes of attention traced inside, in the recorder that this yields."""
     return set_context_variable(_layer_cache, CacheShapeRecorder())

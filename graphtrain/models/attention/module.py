@@ -104,12 +104,12 @@ def attend(
         query: Queries, with rotary embedding applied.
         key: Keys, with rotary embedding applied.
         value: Values.
-        scoring: Transformation of query-key products into scores.
+        transform: Transformation of query-key products into scores.
         window: Sliding window in positions; without it, a query sees all earlier keys.
         remat: With "attention" the backward pass recomputes the scores.
         unroll: Number of layers unrolled in each iteration of the scan over layers.
-        how: Attention implementation: "flash" requires the target's kernel, "auto" uses it where
-            there is one, "dense" never does.
+        implementation: "flash" requires the target's kernel, "auto" uses it where there is one,
+            "dense" never does.
 
     Raises:
         LoweringError: the kernel is required and there is none; the message has the reason.

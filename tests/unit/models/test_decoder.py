@@ -129,7 +129,6 @@ def test_logits_are_the_head_s_product_with_what_it_reads():
     np.testing.assert_allclose(read @ head, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_remat_changes_memory_but_neither_loss_nor_gradients():
     inputs = random_parameters(LLAMA), TOKENS, jax.random.key(5)
     step = jax.jit(jax.value_and_grad(loss, 1), static_argnums=0)

@@ -70,7 +70,6 @@ def scores(directory: Path, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(forward(model, unflatten(parameters), jnp.asarray(tokens))[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_has_the_scores_of_megatron(name, checkpoints, tmp_path):
     tokens, want = (np.load(checkpoints / one) for one in ("tokens.npy", f"{name}/logits.npy"))
@@ -83,7 +82,6 @@ def test_every_layout_has_the_scores_of_megatron(name, checkpoints, tmp_path):
         assert (tmp_path / layout / "weights/model.safetensors").read_bytes() == held, layout
 
 
-@pytest.mark.slow
 def test_names_from_before_megatron_core(checkpoints, tmp_path):
     source = checkpoints / "qwen/several/classic"
     shutil.copytree(source, tmp_path / "legacy")
@@ -112,7 +110,6 @@ def nested(tensors: dict) -> dict:
     return made
 
 
-@pytest.mark.slow
 def test_what_comes_from_megatron_goes_to_hugging_face(checkpoints, tmp_path):
     tokens = np.load(checkpoints / "tokens.npy")
     want = np.load(checkpoints / "gpt2/logits.npy")[..., :90]

@@ -1,4 +1,4 @@
-"""Small datasets, made anew for each call so that property tests may ask for many."""
+"""Small datasets as fixtures, made anew for each call so that property tests may ask for many."""
 
 import json
 from collections.abc import Callable, Sequence

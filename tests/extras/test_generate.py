@@ -63,7 +63,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return Cache(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
     source, mesh, length = CASES[name]

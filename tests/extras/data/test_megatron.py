@@ -39,7 +39,6 @@ for name, dtype in (("small", numpy.uint16), ("large", numpy.int32)):
 """
 
 
-@pytest.mark.slow  # importing megatron-core takes as long
 @pytest.mark.skipif(
     not importlib.util.find_spec("megatron"), reason="megatron-core is not installed here"
 )

@@ -96,7 +96,6 @@ def test_half_of_the_requests_are_enough(network, url, mine, theirs, keys, fault
     assert theirs.verify().valid
 
 
-@pytest.mark.slow
 def test_payloads_in_parts_survive_every_fault_at_once(network, url, mine, theirs, keys):
     add(mine, 4, PARTS)
     network.share, network.faults = 0.5, FAULTS

@@ -243,7 +243,6 @@ print("begun", flush=True)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["push", "pull"])
 def test_killed_at_any_moment_it_goes_on_and_loses_nothing(
     tmp_path, mine, theirs, store, keys, verb

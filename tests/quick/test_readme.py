@@ -1,0 +1,63 @@
+"""The README's commands do what it says."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+BLOCKS = re.findall(r"^```console\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+COMMANDS = [line[2:] for block in BLOCKS for line in block.splitlines() if line[:2] == "$ "]
+
+
+def starting_with(name: str) -> list[str]:
+    return [command for command in COMMANDS if command.split()[0] == name]
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def dry_run(target: str) -> str:
+    """What make would run."""
+    made = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return made.stdout.replace("\\\n", "")
+
+
+def test_its_commands_train_a_model_better_than_a_bigram_model(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment.pop("GRAPHTRAIN_CACHE", None)
+    outputs = {}
+    for command in starting_with("graphtrain"):
+        ended = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+        outputs[words(command)[1]] = ended.stdout
+    assert {"data", "plan", "compile", "run", "evaluate"} == outputs.keys()
+    assert "trained 300 steps" in outputs["run"]
+    losses = re.findall(r"^validation loss.*: ([\d.]+)$", outputs["evaluate"], re.M)
+    model, bigram = map(float, losses)
+    assert model < bigram
+
+
+def test_quickstart_runs_its_commands():
+    recipe = [
+        words(line)[1:] for line in dry_run("quickstart").splitlines() if "/graphtrain " in line
+    ]
+    assert recipe == [words(command)[1:] for command in starting_with("graphtrain")]
+
+
+@pytest.mark.parametrize("command", starting_with("make"))
+def test_make_has_the_targets_it_names(command):
+    assert dry_run(words(command)[1])
