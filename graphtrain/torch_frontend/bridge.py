@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from jax.ad_checkpoint import checkpoint_name
-from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torchax.tensor import Environment as TorchaxEnvironment
 from torchax.tensor import Tensor
@@ -30,6 +29,7 @@ from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.attention import (
     causal_attention,
     dense_attention,
@@ -322,9 +322,7 @@ def call_module(
         stack.enter_context(ignore_int64_warnings())
         stack.enter_context(environment)
         stack.enter_context(torch.device("jax"))
-        stack.enter_context(
-            stateless._reparametrize_module(module, state, tie_weights=True, strict=False)
-        )
+        stack.enter_context(private_torch.reparametrize(module, state))
         with explain_errors(module):
             result = function()
     changed = [name for name in before if constants[name].jax() is not before[name]]

@@ -15,6 +15,7 @@ from transformers.integrations import moe
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.moe import dropless_experts
+from graphtrain.torch_frontend import private_torch
 from lowering.tracing.constrain import placement
 
 IMPLEMENTATION = "graphtrain"
@@ -39,7 +40,7 @@ def _experts(
     """
     if not (has_grouped_matmul() and _plain(self) and isinstance(hidden_states, Tensor)):
         return _dense_experts(self, hidden_states, top_k_index, top_k_weights)
-    environment = hidden_states._env  # pyright: ignore[reportAttributeAccessIssue]
+    environment = private_torch.environment_of(hidden_states)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     wide, down = first.jax(), self.down_proj.jax()
     if not self.is_transposed:
@@ -71,7 +72,7 @@ def has_grouped_matmul() -> bool:
 
 def _plain(experts: Any) -> bool:
     """Return true for experts with the default gate, concatenated with up, no bias, no norm."""
-    own_gate = type(experts)._apply_gate is not moe._default_apply_gate
+    own_gate = not private_torch.has_default_gate(experts)
     more = experts.has_bias or experts.has_post_expert_norm or not experts.is_concatenated
     return not (own_gate or more)
 

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 )
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 
 IMPLEMENTATION = "graphtrain"
 
@@ -42,7 +43,7 @@ def register() -> None:
 def uses_attention_interface(kind: Any, config: Any) -> bool:
     """Return true if a model class calls the implementation for all of its attention."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return kind._can_set_attn_implementation() and (kind._supports_sdpa or capped)
+    return private_torch.accepts_attention(kind) and (private_torch.supports_sdpa(kind) or capped)
 
 
 def _mask(
@@ -114,7 +115,7 @@ def _attention(
             query, key, value, attention_mask, causal, dropout, scaling, softcap
         )
         return mixed.transpose(1, 2), None
-    environment: Any = query._env
+    environment: Any = private_torch.environment_of(query)
     mixed = environment.attend(
         *(query, key, value, scaling),
         causal=plain or (attention_mask is None and causal and query.shape[2] > 1),

@@ -16,14 +16,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import stateless
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.meta_module import MetaModule
+from graphtrain.torch_frontend.private_torch import DataDependentOutputException, FakeTensorMode
 from graphtrain.torch_frontend.silent_failures import (
     InPlaceWriteRecorder,
     innermost_user_line,
@@ -80,21 +79,17 @@ def trace_joint(
         # Clones, because AOTAutograd's inputs may neither be written to nor returned.
         state = dict(zip(names, flat[:-1], strict=True))
         state |= {name: state[name].clone() for name in buffers}
-        with stateless._reparametrize_module(made.module, state, tie_weights=True, strict=False):
+        with private_torch.reparametrize(made.module, state):
             logits = call(flat[-1]).clone()
-        changed = [name for name in buffers if state[name]._version]
+        changed = [name for name in buffers if private_torch.writes(state[name])]
         if training and changed:
             raise buffer_changed_error(made.module, changed[0])
         return (logits,)
 
     made.module.train(training)
     with fake, _traced(made.module):
-        graph = aot_export_joint_simple(
-            function,
-            (*parameters.values(), *buffers.values(), given),
-            trace_joint=True,
-            decompositions=_decompositions(),
-        )
+        inputs = *parameters.values(), *buffers.values(), given
+        graph = private_torch.export_joint(function, inputs, _decompositions())
     assert isinstance(graph, torch.fx.GraphModule)
     return JointGraph(graph, tuple(parameters), tuple(buffers))
 
@@ -112,7 +107,7 @@ def find_writes_through_views(made: MetaModule, tokens: tuple[int, ...], call: C
         try:
             with (
                 _on_host(),
-                stateless._reparametrize_module(made.module, state, tie_weights=True, strict=False),
+                private_torch.reparametrize(made.module, state),
                 watch,
             ):
                 call(given)

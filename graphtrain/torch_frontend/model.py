@@ -21,6 +21,7 @@ import torch
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
@@ -547,7 +548,8 @@ def _begin(changes: tuple[InitOperation, ...], shape: tuple[int, ...], key: jax.
         for change in changes:
             if change.method == "copy_":
                 (values,) = change.arguments
-                tensor._elem = jnp.broadcast_to(jnp.asarray(values, jnp.float32), shape)
+                filled = jnp.broadcast_to(jnp.asarray(values, jnp.float32), shape)
+                private_torch.set_array(tensor, filled)
             else:
                 change.apply(tensor)
     return tensor.jax()

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.load_balancing import LoadBalancing, RouterStatistics
@@ -246,7 +246,7 @@ class Scan:
         state = self.environment.wrap(dict(arrays))
         with (
             self.environment.override_property(prng=key),
-            stateless._reparametrize_module(block, state, tie_weights=True, strict=False),
+            private_torch.reparametrize(block, state),
         ):
             given = Tensor(hidden, self.environment)
             return type(block).forward(block, given, *call.args, **call.kwargs)

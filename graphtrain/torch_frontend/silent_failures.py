@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import lowering
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 
 _OWN_PACKAGES = ("graphtrain.", "lowering.", "sharding_rules.")
 _PROPAGATED_VIEWS = ("__getitem__",)  # views whose writes torchax propagates
@@ -47,26 +48,29 @@ class InPlaceWriteRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         given = _tensors((args, kwargs))
-        versions = [tensor._version for tensor in given]
+        versions = [private_torch.writes(tensor) for tensor in given]
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:
+            if private_torch.writes(tensor) != version:
                 self._written(tensor, name)
                 break
-        own, before = {id(tensor) for tensor in given}, {_storage(tensor) for tensor in given}
+        own, before = (
+            {id(tensor) for tensor in given},
+            {private_torch.storage_id(tensor) for tensor in given},
+        )
         for tensor in _tensors(result):
             if (
                 id(tensor) not in own
-                and _storage(tensor) in before
+                and private_torch.storage_id(tensor) in before
                 and name not in _PROPAGATED_VIEWS
             ):
-                self._shared.add(_storage(tensor))
+                self._shared.add(private_torch.storage_id(tensor))
                 self._kept.append(tensor)
         return result
 
     def _written(self, tensor: torch.Tensor, name: str) -> None:
-        if _storage(tensor) in self._shared:
+        if private_torch.storage_id(tensor) in self._shared:
             found, what = (
                 self.through_views,
                 f"{name} at {current_user_line()} writes through a view",
@@ -82,10 +86,6 @@ class InPlaceWriteRecorder(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def current_user_line() -> str:

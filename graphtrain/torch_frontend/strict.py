@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.matmul import dot
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, ignore_int64_warnings
 from graphtrain.torch_frontend.joint import JointGraph
 from lowering.tracing.constrain import constrain
@@ -281,5 +282,5 @@ _MEMORY_ARGUMENTS = ("pin_memory", "memory_format", "layout", "non_blocking")
 
 def _is_random(node: Any) -> bool:
     target = getattr(node, "target", None)
-    tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+    tags: Any = getattr(target, "tags", ()) if private_torch.is_operator(target) else ()
     return torch.Tag.nondeterministic_seeded in tags

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 
 
 def from_config(config: dict[str, Any]) -> torch.nn.Module:
@@ -38,7 +39,8 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         )
     with _explain_config_errors(kind):
         made = AutoConfig.for_model(kind, **settings)
-    if type(made) not in AutoModelForCausalLM._model_mapping:
+    built = private_torch.causal_model_class(made)
+    if built is None:
         raise ImportedModelError(
             f"transformers has no causal language model of model_type {kind!r}"
         )
@@ -48,7 +50,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
-    if hf_attention.uses_attention_interface(AutoModelForCausalLM._model_mapping[type(made)], made):
+    if hf_attention.uses_attention_interface(built, made):
         hf_attention.register()
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(kind):

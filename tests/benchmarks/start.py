@@ -112,11 +112,14 @@ class Contestant:
             process = subprocess.Popen(
                 words, cwd=directory, env=_environment(), stdout=output, stderr=output
             )
-        while not (result.exists() and self.holds in result.read_text()):
-            if process.poll() is not None and self.holds not in result.read_text():
+        while not self._finished(result):
+            if process.poll() is not None and not self._finished(result):
                 raise SystemExit(f"{' '.join(words)}\n{log.read_text()[-3000:]}")
             time.sleep(0.002)
         return process
+
+    def _finished(self, result: Path) -> bool:
+        return result.exists() and self.holds in result.read_text()
 
 
 def _processor_seconds(process: int) -> float:

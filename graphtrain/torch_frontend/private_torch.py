@@ -1,0 +1,116 @@
+"""Private interfaces of PyTorch, torchax and transformers that this package uses, one each.
+
+None of them is promised to stay. They were tried with torch 2.13.0, torchax 0.0.14.dev20261026 and
+transformers 5.23.0; pyproject.toml pins the first two. test_private_torch.py in
+tests/extras/torch_models calls each one and says what to do when it breaks.
+graphtrain/torch_xla/recorder.py is the one file for PyTorch/XLA: it runs without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+# Fake tensors and their errors have no public module.
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.utils import stateless
+
+__all__ = [
+    "DataDependentOutputException",
+    "FakeTensorMode",
+    "accepts_attention",
+    "causal_model_class",
+    "environment_of",
+    "export_joint",
+    "has_default_gate",
+    "is_operator",
+    "reparametrize",
+    "set_array",
+    "storage_id",
+    "supports_sdpa",
+    "writes",
+]
+
+
+def reparametrize(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Return a context in which a module has these parameters and buffers.
+
+    torch.func.functional_call does this for one call of the module itself; models are also called
+    by their methods.
+    """
+    return stateless._reparametrize_module(module, dict(state), tie_weights=True, strict=False)
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share while they share storage, fake tensors too."""
+    return tensor.untyped_storage()._cdata
+
+
+def export_joint(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], decompositions: Mapping[Any, Any]
+) -> Any:
+    """Return the graph of forward and backward of a function; torch.export has only the first."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    return aot_export_joint_simple(
+        function, tuple(inputs), trace_joint=True, decompositions=dict(decompositions)
+    )
+
+
+def is_operator(target: Any) -> bool:
+    """Return whether the target of a graph's node is an operator of torch.ops, with tags."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+# --- torchax --------------------------------------------------------------------------------------
+
+
+def environment_of(tensor: Any) -> Any:
+    """Return the environment that a tensor of torchax was made in."""
+    return tensor._env
+
+
+def set_array(tensor: Any, array: Any) -> None:
+    """Replace the JAX array of a tensor of torchax, in place."""
+    tensor._elem = array
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+def causal_model_class(config: Any) -> type | None:
+    """Return the class that AutoModelForCausalLM builds for a configuration; None if there is none.
+
+    from_config would also build the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    classes: Any = AutoModelForCausalLM._model_mapping
+    return classes.get(type(config), None)
+
+
+def accepts_attention(kind: Any) -> bool:
+    """Return whether a model class can call a registered attention implementation."""
+    return kind._can_set_attn_implementation()
+
+
+def supports_sdpa(kind: Any) -> bool:
+    """Return whether a model class computes attention as scaled_dot_product_attention does."""
+    return kind._supports_sdpa
+
+
+def has_default_gate(experts: Any) -> bool:
+    """Return whether a module of experts gates as transformers does by default."""
+    from transformers.integrations import moe
+
+    return type(experts)._apply_gate is moe._default_apply_gate

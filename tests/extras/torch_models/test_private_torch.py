@@ -1,0 +1,134 @@
+"""Canaries: each private interface of PyTorch, torchax and transformers still works.
+
+Run these first with a new version of one of them. A failure names the function and what to do.
+"""
+
+import functools
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from graphtrain.torch_frontend import private_torch
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
+
+REMEDIES = {
+    "reparametrize": "torch/nn/utils/stateless.py: find what torch.func.functional_call uses now.",
+    "writes": "torch.Tensor._version: find the counter that autograd checks.",
+    "storage_id": "torch.UntypedStorage._cdata: find another number that views share; without it, "
+    "writes through views train wrong numbers in silence.",
+    "export_joint": "torch/_functorch/aot_autograd.py: find aot_export_joint_simple or its "
+    "successor with trace_joint=True. The strict front end needs it.",
+    "is_operator": "torch/_ops.py: find the class of torch.ops.aten.mm.default.",
+    "environment_of": "torchax/tensor.py, class Tensor: find where it keeps its environment.",
+    "set_array": "torchax/tensor.py, class Tensor: find where it keeps its JAX array.",
+    "causal_model_class": "transformers/models/auto/auto_factory.py: find the mapping that "
+    "from_config reads.",
+    "accepts_attention": "transformers/modeling_utils.py: find what set_attn_implementation asks.",
+    "supports_sdpa": "transformers/modeling_utils.py: find the flag of sdpa.",
+    "has_default_gate": "transformers/integrations/moe.py: find the default gate of experts.",
+    "FakeTensorMode": "torch/_subclasses/fake_tensor.py: find the mode and its errors.",
+}
+
+
+def canary(*names):
+    """Mark a test as the canary of functions; its failure ends with what to do."""
+
+    def mark(test):
+        @functools.wraps(test)
+        def run(*arguments, **named):
+            try:
+                test(*arguments, **named)
+            except Exception as error:
+                versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+                what = "\n".join(f"private_torch.{name}: {REMEDIES[name]}" for name in names)
+                error.add_note(f"{versions} or torchax changed a private interface.\n{what}")
+                raise
+
+        run.guards = names
+        return run
+
+    return mark
+
+
+def test_every_private_interface_has_a_canary_and_a_remedy():
+    public = {
+        name
+        for name, each in vars(private_torch).items()
+        if inspect.isfunction(each) and each.__module__ == private_torch.__name__
+    }
+    guarded = {name for each in globals().values() for name in getattr(each, "guards", ())}
+    assert public | {"FakeTensorMode"} == guarded == set(REMEDIES)
+
+
+@canary("reparametrize")
+def test_a_module_takes_other_parameters_for_a_while():
+    module = torch.nn.Linear(3, 2, bias=False)
+    before, zeros = module.weight, torch.zeros(2, 3)
+    with private_torch.reparametrize(module, {"weight": zeros}):
+        assert module.weight is zeros
+        assert module.forward(torch.ones(3)).tolist() == [0, 0]
+    assert module.weight is before
+
+
+@canary("writes", "storage_id", "FakeTensorMode")
+def test_writes_and_views_are_seen_on_fake_tensors_too():
+    for mode in (torch.no_grad(), private_torch.FakeTensorMode()):
+        with mode:
+            one, other = torch.zeros(4), torch.zeros(4)
+            view, count = one.view(2, 2), private_torch.writes(one)
+            view.add_(1)
+            assert private_torch.writes(one) == count + 1
+            assert private_torch.storage_id(view) == private_torch.storage_id(one)
+            assert private_torch.storage_id(other) != private_torch.storage_id(one)
+
+
+@canary("FakeTensorMode")
+def test_a_value_that_a_fake_tensor_lacks_is_an_error_by_name():
+    with private_torch.FakeTensorMode() as mode:
+        with pytest.raises(private_torch.DataDependentOutputException):
+            torch.ones(1).item()
+        assert mode is not None
+
+
+@canary("export_joint", "is_operator")
+def test_a_function_is_exported_with_its_gradient():
+    def square(x):
+        return (torch.mm(x, x),)
+
+    graph = private_torch.export_joint(square, [torch.ones(2, 2, requires_grad=True)], {})
+    targets = [node.target for node in graph.graph.nodes if private_torch.is_operator(node.target)]
+    assert targets.count(torch.ops.aten.mm.default) == 3  # one forward, two backward
+    assert not private_torch.is_operator("output")
+
+
+@canary("environment_of", "set_array")
+def test_a_tensor_of_torchax_has_an_environment_and_an_array():
+    environment = TraceEnvironment()
+    tensor = Tensor(jnp.zeros(3), environment)
+    assert private_torch.environment_of(tensor) is environment
+    private_torch.set_array(tensor, jnp.ones(3))
+    np.testing.assert_array_equal(tensor.jax(), np.ones(3))
+
+
+@canary("causal_model_class", "accepts_attention", "supports_sdpa")
+def test_transformers_tells_the_class_of_a_configuration_and_its_attention():
+    kind = private_torch.causal_model_class(transformers.LlamaConfig())
+    assert kind is transformers.LlamaForCausalLM
+    assert private_torch.accepts_attention(kind) is True
+    assert private_torch.supports_sdpa(kind) is True
+    assert private_torch.causal_model_class(transformers.ViTConfig()) is None
+
+
+@canary("has_default_gate")
+def test_experts_tell_their_gate():
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    with torch.device("meta"):
+        mixtral = MixtralExperts(transformers.MixtralConfig())
+        assert private_torch.has_default_gate(mixtral)
+        assert not private_torch.has_default_gate(GptOssExperts(transformers.GptOssConfig()))
