@@ -50,7 +50,7 @@ def check_model(
     lowering.backend(target).compile_devices(target)  # must precede other uses of JAX devices
     strict = ensure_parity(model, cache.root).strict
     model = replace(model, front_end="strict") if strict else model
-    split = program.mesh.size(program.rules.activations.get("attended", ())) > 1
+    split = program.mesh.size(program.rules.activations.get("kv_seq", ())) > 1
     if not program.batch.cross_document_attention or split or generates:
         ensure_documents_isolated(model, cache.root)
     if strict:

@@ -45,7 +45,7 @@ class DeviceSizes:
             sequences=split(batch.global_batch_size // batch.microbatches, "batch"),
             seq_residual=split(batch.seq_len, "residual"),
             seq_in_block=inside,
-            kv_positions=split(batch.seq_len, "attended"),
+            kv_positions=split(batch.seq_len, "kv_seq"),
             heads=split(split(model.heads, "heads"), "attention_heads"),
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             head_dim=_padded_head_dim(model.head_dim, program.target),

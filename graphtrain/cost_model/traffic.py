@@ -153,7 +153,7 @@ def _of_attention(program: ResolvedProgram, sizes: DeviceSizes) -> Iterator[Coll
     model, mesh, use = program.model, program.mesh, program.rules.activations
     assert model.head_dim and model.kv_heads
     times = round(sizes.layers) * program.batch.microbatches
-    ring = _axes(use, ("attended",), mesh)
+    ring = _axes(use, ("kv_seq",), mesh)
     pair = 2 * sizes.sequences * sizes.kv_positions * sizes.kv_heads * model.head_dim
     each = partial(_collective, mesh=mesh)
     hops = max(0, mesh.size(ring) - 1)

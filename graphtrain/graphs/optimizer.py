@@ -57,7 +57,7 @@ def _is_matrix(spec: ArraySpec) -> bool:
     Norms and biases have one axis beside layers, or are the bias of a matrix whose output has two
     axes, such as heads and head_dim.
     """
-    inside = [axis for axis in spec.axes if axis not in ("rounds", "layers")]
+    inside = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers")]
     return ("embed" in inside or "rank" in inside) and len(inside) > 1
 
 

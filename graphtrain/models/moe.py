@@ -54,7 +54,7 @@ class MixtureMLP(nnx.Module):
     def __init__(self, model: Model, keys: init.ParameterKeys):
         assert model.moe is not None
         self.model, self.mixture = model, model.moe
-        self.router = init.normal(model, keys, "embed", "routes")
+        self.router = init.normal(model, keys, "embed", "router")
         if is_gated(model):
             self.gate = init.normal(model, keys, "experts", "embed", "mlp")
         self.up = init.normal(model, keys, "experts", "embed", "mlp")
@@ -132,7 +132,7 @@ class MixtureMLP(nnx.Module):
         padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         taken = jnp.take_along_axis(padded, fill(slots)[:, :-1, None], axis=1)
         buffer = taken.reshape(len(x), count, room, -1)
-        buffer = constrain(buffer, "grouped", "experts", "capacity", "embed")
+        buffer = constrain(buffer, "dispatch_batch", "experts", "capacity", "embed")
         done = self._experts(buffer)
         done = constrain(done, "batch", None, "capacity", "embed").reshape(len(x), count * room, -1)
         done = jnp.pad(done, ((0, 0), (0, 1), (0, 0)))
@@ -145,14 +145,16 @@ class MixtureMLP(nnx.Module):
         """Apply every expert to its slots, (batch, experts, capacity, embed), of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
         wide = [
-            constrain(dot("bxce,xem->bxcm", buffer, w), "grouped", "experts", "capacity", "mlp")
+            constrain(
+                dot("bxce,xem->bxcm", buffer, w), "dispatch_batch", "experts", "capacity", "mlp"
+            )
             for w in self._widths()
         ]
         *gate, up = (checkpoint_name(each, PROJECTION) for each in wide)
         hidden = activate(gate[0]) * up if gate else activate(up)
         down = plain_array(self.down.get_value())
         out = checkpoint_name(dot("bxcm,xme->bxce", hidden, down), PROJECTION)
-        return constrain(out, "grouped", "experts", "capacity", "embed")
+        return constrain(out, "dispatch_batch", "experts", "capacity", "embed")
 
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         activate = ACTIVATIONS[self.model.activation]
@@ -207,7 +209,7 @@ def dropless_experts(
 
 
 def top_k(
-    scores: Float[Array, "batch seq routes"], mixture: MixtureOfExperts
+    scores: Float[Array, "batch seq router"], mixture: MixtureOfExperts
 ) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
     """Return the weights and indices of each token's top-k experts.
 

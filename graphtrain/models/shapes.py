@@ -83,7 +83,7 @@ def _experts(model: Model) -> dict[str, ArraySpec]:
     names = ("gate", "up") if is_gated(model) else ("up",)
     assert model.moe is not None
     arrays = {
-        "router": _array(model, "embed", "routes"),
+        "router": _array(model, "embed", "router"),
         **{name: _array(model, "experts", "embed", "mlp") for name in names},
         "down": _array(model, "experts", "mlp", "embed"),
     }
@@ -105,7 +105,7 @@ def _array(model: Model, *axes: str | None) -> ArraySpec:
 
 def _size(model: Model, axis: str | None) -> int:
     """Return the size of an array axis as models.weights does; None is a pair, gate and up."""
-    if axis in ("experts", "routes", "shared"):
+    if axis in ("experts", "router", "shared"):
         assert model.moe is not None
         return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
     return (

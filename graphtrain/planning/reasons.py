@@ -12,7 +12,7 @@ from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
 
 # Array axes of tokens: a sum over one of them is a sum over tokens.
-_TOKENS = ("batch", "seq", "residual", "attending", "attended", "capacity")
+_TOKENS = ("batch", "seq", "residual", "q_seq", "kv_seq", "capacity")
 # Array axes for the letters of the models' einsums; b and s are token axes.
 _LETTERS = {
     "b": ("batch",),
@@ -20,9 +20,9 @@ _LETTERS = {
     "e": ("embed",),
     "g": ("heads", "attention_heads"),
     "h": ("heads", "kv_heads", "attention_heads", "attention_kv_heads"),
-    "k": ("attended", "seq"),
+    "k": ("kv_seq", "seq"),
     "m": ("mlp",),
-    "q": ("attending", "seq"),
+    "q": ("q_seq", "seq"),
     "s": ("seq", "residual"),
     "v": ("vocab",),
     "x": ("experts",),
@@ -137,7 +137,7 @@ class Reasons:
             by_expert = self._activation(("experts",), mesh_axis)
             return by_expert or (by_head if mesh_axis in self._split("seq") else None)
         if op == "collective-permute":
-            return self._activation(("attended",), mesh_axis)
+            return self._activation(("kv_seq",), mesh_axis)
         if op == "reduce-scatter" and mesh_axis not in self._split("residual"):
             return None
         return self._summed(collective, moved, mesh_axis)
@@ -168,8 +168,8 @@ class Reasons:
             return None if of_features else self._activation(("residual",), mesh_axis)
         if mesh_axis in self._split("seq"):
             if any(path.startswith("batch/") for path in collective.arrays):
-                return self._activation(("attended",), mesh_axis)  # reordering to ring order
-            travels = ("attended", "attention_heads")
+                return self._activation(("kv_seq",), mesh_axis)  # reordering to ring order
+            travels = ("kv_seq", "attention_heads")
             by_kernel = any(mesh_axis in self._split(axis) for axis in travels)
             return None if by_kernel else self._activation(("seq",), mesh_axis)
         return self._activation(("experts",), mesh_axis)

@@ -25,7 +25,7 @@ def feature_needing_native_attention() -> str | None:
             "context, or "
             "graphtrain generate)"
         )
-    if ring := mesh_axes_of("attended"):
+    if ring := mesh_axes_of("kv_seq"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
     return None if cache_offset() is None else "decoding with a KV cache"
 

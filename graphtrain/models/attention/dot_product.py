@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch attended kv_heads head_dim"],
-    value: Float[Array, "batch attended kv_heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads head_dim"],
     scoring: ScoreTransform | None = None,
     window: jax.Array | None = None,
     begin: jax.Array | None = None,
@@ -45,7 +45,7 @@ def dot_product_attention(
 
 def masked_scores(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch attended kv_heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
     scoring: ScoreTransform,
     window: jax.Array | None,
     begin: jax.Array | None = None,

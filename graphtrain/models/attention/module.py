@@ -88,8 +88,8 @@ class Attention(nnx.Module):
 
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch attended kv_heads head_dim"],
-    value: Float[Array, "batch attended kv_heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads head_dim"],
     transform: ScoreTransform,
     window: int | jax.Array | None = None,
     remat: str = "none",
@@ -145,7 +145,7 @@ def _spec(
         window_varies_by_layer=isinstance(window, jax.Array),
         soft_cap=scoring.cap is not None,
         alibi=scoring.slopes is not None,
-        sharded_positions=bool(mesh_axes_of("attending") or mesh_axes_of("attended")),
+        sharded_positions=bool(mesh_axes_of("q_seq") or mesh_axes_of("kv_seq")),
         per_replica=bool(jax.typeof(query).mat.varying),
     )
 
@@ -160,7 +160,7 @@ def _without_kernel(
     unroll: int,
 ) -> jax.Array:
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
-    if ring := mesh_axes_of("attended"):
+    if ring := mesh_axes_of("kv_seq"):
         return ring_attention(query, key, value, scoring, ring, window)
     if uses_fused_operator(scoring) and cache_offset() is None:  # no mask for decoding
         return fused_attention(query, key, value, scoring, window)
@@ -174,8 +174,8 @@ def _without_kernel(
 
 # Array axes inside attention: positions, heads, and the heads within one shard of the heads axis.
 # Ulysses (all-to-all of positions for heads) shards the last and moves nothing along the second.
-QUERY_AXES = ("attending", "heads", "attention_heads")
-KEY_AXES = ("attended", "kv_heads", "attention_kv_heads")
+QUERY_AXES = ("q_seq", "heads", "attention_heads")
+KEY_AXES = ("kv_seq", "kv_heads", "attention_kv_heads")
 
 
 def _to_attention_sharding(

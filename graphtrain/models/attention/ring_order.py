@@ -31,7 +31,7 @@ def positions(length: int) -> jax.Array:
         return of_documents
     if (continued := kv_cache.cache_positions(length)) is not None:
         return continued
-    devices = shards_of("attended")
+    devices = shards_of("kv_seq")
     if devices == 1:
         return jnp.arange(length)
     # ordered(arange) by arithmetic: each device computes its own, where a flip would communicate.
@@ -47,7 +47,7 @@ def to_ring_order(batch: Tree) -> Tree:
         ShardingError: documents are isolated, or the sequence length does not divide as ordered
             requires.
     """
-    if not mesh_axes_of("attended"):
+    if not mesh_axes_of("kv_seq"):
         return batch
     if "documents" in batch:
         raise ShardingError(
@@ -70,14 +70,14 @@ def axis_to_ring_order(x: jax.Array, axis: int) -> jax.Array:
     Raises:
         ShardingError: the positions do not divide into two chunks for each device of the ring.
     """
-    devices = shards_of("attended")
+    devices = shards_of("kv_seq")
     if devices == 1:
         return x
     length = x.shape[axis]
     if length % (2 * devices):
         raise ShardingError(
             f"ring attention divides sequences into 2 chunks for each of the {devices} devices "
-            f"along {' x '.join(mesh_axes_of('attended'))}, which {length} positions do not; use a "
+            f"along {' x '.join(mesh_axes_of('kv_seq'))}, which {length} positions do not; use a "
             f"sequence length that is a multiple of {2 * devices}"
         )
     ends = x.reshape(*x.shape[:axis], 2, devices, length // (2 * devices), *x.shape[axis + 1 :])

@@ -94,7 +94,7 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
 def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
     few = adapter.base_dtype in ("int8", "nf4")
-    return few and path.startswith("layers/") and _is_matrix(spec) and "routes" not in spec.axes
+    return few and path.startswith("layers/") and _is_matrix(spec) and "router" not in spec.axes
 
 
 def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
@@ -104,7 +104,7 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """
     if adapter.base_dtype == "float32" or is_quantized(path, spec, adapter):
         return False
-    return _is_matrix(spec) and "routes" not in spec.axes
+    return _is_matrix(spec) and "router" not in spec.axes
 
 
 def _is_matrix(spec: ArraySpec) -> bool:
@@ -119,7 +119,7 @@ def _can_adapt(path: str, spec: ArraySpec) -> bool:
     return (
         path.startswith("layers/")
         and _is_matrix(spec)
-        and not {"experts", "routes"} & set(spec.axes)
+        and not {"experts", "router"} & set(spec.axes)
     )
 
 

@@ -69,7 +69,7 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[WeightMappin
     experts = f"{block}.experts.{{expert}}"
     return (
         WeightMapping(
-            f"{block}.gate.weight", ("layers/mlp/router",), "routes embed -> embed routes"
+            f"{block}.gate.weight", ("layers/mlp/router",), "router embed -> embed router"
         ),
         WeightMapping(f"{experts}.{gate}.weight", ("layers/mlp/gate",), widen),
         WeightMapping(f"{experts}.{up}.weight", ("layers/mlp/up",), widen),

@@ -58,7 +58,7 @@ def megatron_family(model: Model) -> Family:
         both = "(two m) e -> two e m" if len(names) == 2 else "m e -> e m"
         mlp = (
             WeightMapping(
-                f"{_MLP}.router.weight", ("layers/mlp/router",), "routes embed -> embed routes"
+                f"{_MLP}.router.weight", ("layers/mlp/router",), "router embed -> embed router"
             ),
             _up_projection_rows(f"{one}.linear_fc1", widened, "experts ")[0],
             WeightMapping(
