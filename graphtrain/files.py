@@ -1,11 +1,20 @@
-"""Atomic replacement of files: they appear complete under their name, or not at all."""
+"""Atomic creation of files and directories: they appear complete under their name, or not at all.
+
+Each path must have one writer at a time. The cache, into which several processes write the same
+entries, has its own functions (`graphtrain.cache.writing`): their temporary files have unique names
+that tell whose they are, so that leftovers can be collected.
+"""
 
 import hashlib
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from graphtrain.errors import TrainingError, WeightsError
 
 
 def partial_path(path: Path) -> Path:
@@ -44,6 +53,54 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def create_directory(destination: Path) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it to `destination` if the block succeeds.
+
+    Raises:
+        WeightsError: `destination` exists and is not an empty directory, or writing fails.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise WeightsError(f"{destination} exists already; remove it or choose another name")
+    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if destination.exists():
+            destination.rmdir()
+        unfinished.rename(destination)
+    except OSError as error:
+        raise WeightsError(f"{destination} cannot be written: {error}") from error
+    finally:
+        _remove_directory(unfinished)
+
+
+def _remove_directory(directory: Path) -> None:
+    """Remove a directory, with retries: after an error TensorStore still completes writes."""
+    for _ in range(20):
+        if not directory.exists():
+            return
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.1)
+
+
+@contextmanager
+def write_errors(directory: Path) -> Iterator[None]:
+    """Convert an OSError on writing to a run directory to a TrainingError with a remedy.
+
+    Raises:
+        TrainingError: the block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{directory} cannot be written ({error.strerror or error}); free space there, or set "
+            "run.directory to another path"
+        ) from error
 
 
 def content_digest(path: Path) -> str:

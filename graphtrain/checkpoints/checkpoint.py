@@ -14,10 +14,9 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
-from graphtrain.config.resolve import layer_rows, stages_of
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import TrainingError
-from lowering.machine.target import Target
+from graphtrain.graphs.open_model import open_language_model
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
 
@@ -52,18 +51,18 @@ def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
     return rows and tuple(range(sum(layer is not None for layer in rows)))
 
 
-def layer_order_of(program: Program) -> LayerOrder:
+def layer_order_of(program: ResolvedProgram) -> LayerOrder:
     """Return the order in which a program stacks its layers."""
-    target, imported = Target.parse(program.target), is_imported(program.model)
-    if imported:
-        stages = stages_of(program)
-        rows = None if stages is None else stages.rows
-    else:
-        rows = layer_rows(program)
+    target, stages = program.target, program.stages
+    model, rows = open_language_model(program.model), None
+    if stages is not None:
+        rows = stages.rows
+    elif model.layer_count is not None:
+        rows = tuple(range(model.layer_count))
     return LayerOrder(
         rows,
         lambda described, read: lowering.backend(target).from_shards(described, read),
-        by_shape=imported,
+        by_shape=model.uses_module_names,
     )
 
 

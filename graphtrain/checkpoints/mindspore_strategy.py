@@ -2,23 +2,22 @@
 
 from pathlib import Path
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from lowering.ascend.strategy import strategy_file
 
 _PARAMETERS = "state/parameters/"
 
 
-def write_ckpt(path: Path, program: Program) -> None:
+def write_ckpt(path: Path, program: ResolvedProgram) -> None:
     """Write the shardings of a program's parameters as MindSpore's parameter strategy file.
 
     Parameter names are those of graphtrain's checkpoints with dots, as in layers.attention.query.
 
     Raises:
-        LoweringError: unknown target.
         ShardingError: the rules cannot split an array.
         OSError: the file cannot be written.
     """
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
 
     plan = plan_program(program)
     layouts = {

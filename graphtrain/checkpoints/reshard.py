@@ -26,10 +26,10 @@ from graphtrain.checkpoints.checkpoint import (
 from graphtrain.checkpoints.layer_rows import Index, StackedArray, read_reordered_part
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
-from graphtrain.config.resolve import layer_rows
+from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
-from graphtrain.weights.convert import create_directory
+from graphtrain.files import create_directory
 from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
@@ -103,20 +103,20 @@ def _strategy(to: Path) -> Strategy:
             f"{to}: MindSpore's strategy format does not contain the optimizer state; pass a "
             "configuration, or the output of graphtrain plan CONFIG --save-strategy FILE.json"
         )
-    return read_json(to) if to.suffix == ".json" else strategy_of(load_config(to).program)
+    return read_json(to) if to.suffix == ".json" else strategy_of(resolve(load_config(to).program))
 
 
 def _source_arrays(about: CheckpointInfo, config: Config) -> dict[str, StackedArray]:
-    rows = about.rows or layer_rows(config.program)
+    rows = about.rows or layer_rows(resolve(config.program))
     return {
         path: StackedArray(path, tuple(shape), rows) for path, (shape, _) in about.arrays.items()
     }
 
 
 def _target_arrays(strategy: Strategy) -> dict[str, StackedArray]:
-    rows = layer_rows(strategy.program)
     return {
-        path: StackedArray(path, tuple(one["shape"]), rows) for path, one in strategy.arrays.items()
+        path: StackedArray(path, tuple(one["shape"]), strategy.rows)
+        for path, one in strategy.arrays.items()
     }
 
 
@@ -159,7 +159,7 @@ def _copy_files(
         else:
             shutil.copyfile(path, directory / path.name)
     run = replace(config.run, directory=str(destination))
-    text = render(replace(config, program=strategy.program, run=run))
+    text = render(replace(config, program=strategy.settings, run=run))
     (directory / "config.toml").write_text(text)
 
 
@@ -179,7 +179,7 @@ def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None
     said = {
         "loader": about.data_position,
         "arrays": {path: [one["shape"], one["dtype"]] for path, one in strategy.arrays.items()},
-        "rows": layer_rows(strategy.program),
+        "rows": strategy.rows,
     }
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(

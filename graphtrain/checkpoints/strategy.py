@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
 
@@ -18,24 +19,25 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """A program and the shardings of its state, by path as in "parameters/head"."""
+    """The settings of a program, and its state by path as in "parameters/head"."""
 
-    program: Program
+    settings: Program
+    rows: tuple[int | None, ...]  # layer in each row of stacked arrays; None: padding
     arrays: dict[
         str, dict[str, Any]
     ]  # shape, axes, dtype, memory and split: mesh axes by dimension
 
 
-def strategy_of(program: Program) -> Strategy:
+def strategy_of(program: ResolvedProgram) -> Strategy:
     """Return the strategy of a program. This traces it, which takes seconds.
 
     Raises:
-        LoweringError: unknown target.
+        PlanError: the model is imported from PyTorch.
         ShardingError: the rules cannot split an array.
     """
-    from graphtrain.planning.assess import plan_program
+    from graphtrain.graphs.plan import plan_program
 
-    plan = plan_program(program)
+    rows, plan = layer_rows(program), plan_program(program)
     arrays = {}
     for path, layout in plan.layouts.items():
         if path.startswith("state/"):
@@ -48,20 +50,18 @@ def strategy_of(program: Program) -> Strategy:
                 "split": [list(names) for names in layout.split],
                 "shard": list(plan.shard_shape(path)),
             }
-    return Strategy(program, arrays)
+    return Strategy(program.settings, rows, arrays)
 
 
-def write_json(path: Path, program: Program) -> None:
+def write_json(path: Path, program: ResolvedProgram) -> None:
     """Write a strategy as JSON, for `graphtrain convert reshard` and for other programs."""
-    from graphtrain.config.resolve import layer_rows, mesh_shape
-
     strategy = strategy_of(program)
     about = {
         "graphtrain_strategy": _FORMAT,
-        "mesh": dict(mesh_shape(program).axes),
-        "rows": layer_rows(program),  # layer in each row of stacked arrays; null: padding
+        "mesh": dict(program.mesh.axes),
+        "rows": strategy.rows,
         "arrays": strategy.arrays,
-        "program": asdict(program),
+        "program": asdict(program.settings),
     }
     path.write_text(_lines(about) + "\n", encoding="utf-8")
 
@@ -91,7 +91,8 @@ def read_json(path: Path) -> Strategy:
         if about["graphtrain_strategy"] != _FORMAT:
             raise ValueError(f"format {about['graphtrain_strategy']} is not {_FORMAT}")
         program = TypeAdapter(Program).validate_json(json.dumps(about["program"]))
-        return Strategy(program, {name: dict(one) for name, one in about["arrays"].items()})
+        arrays = {name: dict(one) for name, one in about["arrays"].items()}
+        return Strategy(program, tuple(about["rows"]), arrays)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"{path} is not a strategy file ({error!r}); {_remedy(path)}") from error
 
@@ -100,16 +101,19 @@ def _remedy(path: Path) -> str:
     return f"create it with: graphtrain plan CONFIG --save-strategy {path}"
 
 
-def _write_ckpt(path: Path, program: Program) -> None:
+def _write_ckpt(path: Path, program: ResolvedProgram) -> None:
     from graphtrain.checkpoints.mindspore_strategy import write_ckpt
 
     write_ckpt(path, program)
 
 
-_WRITERS: dict[str, Callable[[Path, Program], None]] = {".json": write_json, ".ckpt": _write_ckpt}
+_WRITERS: dict[str, Callable[[Path, ResolvedProgram], None]] = {
+    ".json": write_json,
+    ".ckpt": _write_ckpt,
+}
 
 
-def save_strategy(path: Path, program: Program) -> None:
+def save_strategy(path: Path, program: ResolvedProgram) -> None:
     """Write the strategy of a program in the format of the file's suffix, .json or .ckpt.
 
     Raises:

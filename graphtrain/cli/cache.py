@@ -123,8 +123,9 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
         return {one.name: extracted_graphs.request_key(one) for one in extracted.values()}
     from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
 
-    return request_keys(load_config(config, overrides, target=target).program)
+    return request_keys(resolve(load_config(config, overrides, target=target).program))
 
 
 @command.command("gc")

@@ -72,8 +72,9 @@ def _requests(
         return None
     from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
 
-    programs = [load_config(path, overrides, target).program for path in configs]
+    programs = [resolve(load_config(path, overrides, target).program) for path in configs]
     return [key.digest for program in programs for key in request_keys(program).values()]
 
 

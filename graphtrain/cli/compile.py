@@ -22,6 +22,7 @@ from graphtrain.cli.options import (
 
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
+    from lowering.machine.target import Target
 
 
 def compile_limit_options(command: Callable) -> Callable:
@@ -98,8 +99,11 @@ def command(
     from graphtrain.compile.driver import compile_tasks
     from graphtrain.compile.tasks import Limits, tasks_of
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
 
-    programs = {str(path): load_config(path, overrides, target).program for path in configs}
+    programs = {
+        str(path): resolve(load_config(path, overrides, target).program) for path in configs
+    }
     store = Cache(cache)
     pull_shared(store, programs.values())
     with progress() as observe:
@@ -185,14 +189,13 @@ def print_report(report: "CompilationReport") -> None:
         click.echo(f"  graphtrain neuron finish {' '.join(map(str, bundles))}")
 
 
-def _print_missing_runtime(target: str, run: str) -> None:
+def _print_missing_runtime(target: "Target", run: str) -> None:
     """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
-    if not target.startswith("ascend"):  # avoids the import
+    if not target.machine.startswith("ascend"):  # avoids the import
         return
     from lowering.ascend.installation import missing_software
-    from lowering.machine.target import Target
 
-    if lacking := missing_software(Target.parse(target)):
+    if lacking := missing_software(target):
         click.echo(
             f"The graphs for {target} are compiled, but this machine cannot run them: it lacks "
             f"{lacking}.\nOn a machine that has it, with this cache, run:\n  {run}"

@@ -52,12 +52,14 @@ def command(
     """
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
 
     settings = load_config(config, overrides, target)
+    program = resolve(settings.program)
     remedy = compile_hint(config, target, overrides, cache)
-    join_run(settings.program.target, coordinator, count, rank)
-    result = checkpoint_loss(settings, Cache(cache), compile_hint=remedy, step=step)
+    join_run(program.target, coordinator, count, rank)
+    result = checkpoint_loss(program, settings.run, Cache(cache), compile_hint=remedy, step=step)
     if not is_rank_zero():
         return
     if bigram:

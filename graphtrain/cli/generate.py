@@ -11,7 +11,7 @@ from graphtrain.cli.options import cache_option, json_option, overrides_option, 
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
-    from graphtrain.data.tokenizers.tokenizer import Tokenizer
+    from graphtrain.data.tokenizers.protocol import Tokenizer
 
 
 @click.command("generate")
@@ -74,6 +74,7 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from graphtrain.run.generate import Generator, Sampling
 
     try:
@@ -84,8 +85,9 @@ def command(
     settings = load_config(file, overrides, target)
     tokenizer = _tokenizer(settings)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    program = resolve(settings.program)
     with progress() as observe:
-        generator = Generator(settings, Cache(cache), observe, step)
+        generator = Generator(program, settings.run, Cache(cache), observe, step)
     given = tokenizer.encode(prompt)
     made: list[int] = []
     for token in generator.tokens(given, tokens, sampling, tokenizer.vocab):
@@ -103,7 +105,7 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         DataError: there is no tokenizer, or it cannot be used.
     """
     from graphtrain.data.indexed.description import dataset_tokenizer
-    from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+    from graphtrain.data.tokenizers.open import load_tokenizer
     from graphtrain.errors import DataError
     from graphtrain.weights.sources import HF_FILES
 

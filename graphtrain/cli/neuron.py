@@ -214,12 +214,12 @@ def collect(
 def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
     """Pass every graph of CONFIG to the Neuron plugin of JAX, as a COMMAND for collect."""
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from lowering.errors import LoweringError
-    from lowering.machine.target import Target
     from lowering.neuron import plugin
 
-    program = load_config(config, overrides, target).program
-    machine = Target.parse(program.target)
+    program = resolve(load_config(config, overrides, target).program)
+    machine = program.target
     if machine.platform != "neuron" or machine.runs_on_cpu:
         raise LoweringError(f"{machine} has no Neuron plugin; name a target such as trn1:32")
     plugin.check_installed(machine)

@@ -4,9 +4,12 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from lowering.machine.target import Target
 
 
 class Size(click.ParamType):
@@ -93,23 +96,23 @@ def process_options(command: Callable) -> Callable:
     return command
 
 
-def join_run(target: str, coordinator: str | None, count: int | None, rank: int | None) -> None:
+def join_run(
+    target: "Target", coordinator: str | None, count: int | None, rank: int | None
+) -> None:
     """Configure the memory of this process and connect it to the other processes of the run.
 
     Raises:
         LoweringError: the target requires another number of processes, or they do not connect.
     """
     from lowering.machine import host
-    from lowering.machine.target import Target
     from lowering.xla import distributed
 
     member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
-    machine = Target.parse(target)
-    if machine.runs_on_cpu:
+    if target.runs_on_cpu:
         host.retain_freed_memory()
-    distributed.check_process_count(machine, member)
+    distributed.check_process_count(target, member)
     if member is not None and member.count > 1:
-        distributed.initialize(member, machine)
+        distributed.initialize(member, target)
 
 
 def pull_shared(store: Any, programs: Iterable[Any]) -> None:

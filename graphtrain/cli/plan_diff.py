@@ -49,14 +49,15 @@ def diff(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from graphtrain.planning.assess import assess_all
     from graphtrain.planning.diff import differences
     from graphtrain.planning.text import changes_table
 
     both = [*overrides, *([f"program.target={target}"] if target else [])]
     programs = {
-        "before": load_config(before, both).program,
-        "after": load_config(after or before, [*both, *changes]).program,
+        "before": resolve(load_config(before, both).program),
+        "after": resolve(load_config(after or before, [*both, *changes]).program),
     }
     with progress() as observe:
         assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)

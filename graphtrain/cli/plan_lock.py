@@ -97,9 +97,10 @@ def _assess(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from graphtrain.planning.assess import assess
 
-    program = load_config(config, overrides, target).program
+    program = resolve(load_config(config, overrides, target).program)
     with progress() as observe:
         assessment = assess(program, Cache(cache), observe, compile=ask_compiler)
     if assessment.note:

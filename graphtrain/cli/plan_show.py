@@ -18,7 +18,7 @@ from graphtrain.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graphtrain.config import Program
+    from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.planning.answer import Answer
 
 DOES_NOT_FIT = 4  # exit status
@@ -97,15 +97,16 @@ def show(
         raise click.UsageError("--results is only shown on a page; add --html FILE")
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
 
-    def vary(change: Sequence[str]) -> "Program":
+    def vary(change: Sequence[str]) -> "ResolvedProgram":
         named = [f"program.target={target}"] if target else []
-        return load_config(config, [*overrides, *named, *change]).program
+        return resolve(load_config(config, [*overrides, *named, *change]).program)
 
     if targets is not None:
         _compare(targets.split(","), vary, Cache(cache), ask_compiler, jobs, as_json)
         return
-    program = load_config(config, overrides, target).program
+    program = resolve(load_config(config, overrides, target).program)
     if strategy is not None:
         from graphtrain.checkpoints.strategy import save_strategy
 
@@ -140,15 +141,12 @@ def show(
         sys.exit(DOES_NOT_FIT)
 
 
-def _print_imported(program: "Program", store: Path) -> None:
+def _print_imported(program: "ResolvedProgram", store: Path) -> None:
     """Print how an imported PyTorch model is traced and sharded."""
-    from graphtrain.config.schema import is_imported
+    from graphtrain.compile.front_end import describe_model
 
-    if is_imported(program.model):
-        from graphtrain.torch_frontend.describe import describe
-
-        for line in describe(program.model, store):
-            click.echo(line)
+    for line in describe_model(program, store):
+        click.echo(line)
 
 
 def console():
@@ -176,8 +174,8 @@ def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json
                 click.echo(f"{row.target}: {remark}")
 
 
-def _print_arrays(program: "Program", pattern: str) -> None:
-    from graphtrain.planning.assess import plan_program
+def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
+    from graphtrain.graphs.plan import plan_program
     from graphtrain.planning.tables import plan_table
     from graphtrain.planning.text import matching_paths
 

@@ -59,26 +59,28 @@ def command(
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
 
     settings = load_config(config, overrides, target)
+    program, run = resolve(settings.program), settings.run
     store = Cache(cache)
-    pull_shared(store, [settings.program])
+    pull_shared(store, [program])
     if compile_missing:
-        _compile_missing(config, settings.program, store)
-    join_run(settings.program.target, coordinator, count, rank)
+        _compile_missing(config, program, store)
+    join_run(program.target, coordinator, count, rank)
     from graphtrain.run.train import train
 
     remedy = compile_hint(config, target, overrides, cache)
-    with progress_reporter(settings.run.steps, settings.run.report_every) as report:
-        summary = train(settings, store, compile_hint=remedy, on_record=report)
+    with progress_reporter(run.steps, run.report_every) as report:
+        summary = train(program, run, store, compile_hint=remedy, on_record=report)
     if is_rank_zero():
-        click.echo(_format_summary(summary, settings.run.directory))
+        click.echo(_format_summary(summary, run.directory))
     if summary.stopped_by:
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
     if is_rank_zero():
-        print_curve(Path(settings.run.directory))
+        print_curve(Path(run.directory))
 
 
 def _compile_missing(config: Path, program, store) -> None:

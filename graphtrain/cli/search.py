@@ -95,7 +95,7 @@ def command(
     if not ranked or not ranked[0].memory.fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
-        winner = replace(loaded, program=ranked[0].program)
+        winner = replace(loaded, program=ranked[0].program.settings)
         write_file(output, render(winner))
         click.echo(f"wrote {output}", err=True)
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import CompilationReport, Limits, Observer, Task, TaskOutcome
 from lowering.errors import OutOfMemory
-from lowering.machine.target import Target
 
 _LONGEST_FIRST = ("train", "init", "evaluate")
 
@@ -63,7 +62,7 @@ def _check_fits_memory(outcome: TaskOutcome, task: Task, cache: Cache) -> TaskOu
 
     The program stays in the cache, for plans.
     """
-    target = Target.parse(task.program.target)
+    target = task.program.target
     if outcome.digest is None or not (target.is_gpu or target.platform == "neuron"):
         return outcome
     from graphtrain.compile.memory_check import check_fits

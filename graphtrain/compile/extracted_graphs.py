@@ -48,10 +48,12 @@ def extracted_graphs(extraction: Extraction, target: str | None) -> dict[str, Ex
         ExtractionError: the target has another number of devices than the script.
         LoweringError: the target is unknown.
     """
-    script, machine = Path(extraction.script).name, target or f"cpu:{extraction.devices}"
-    if (has := Target.parse(machine).devices) != extraction.devices:
+    script = Path(extraction.script).name
+    machine = Target.parse(target or f"cpu:{extraction.devices}")
+    if machine.devices != extraction.devices:
         raise ExtractionError(
-            f"{script} was extracted for {extraction.devices} devices, but {machine} has {has}; "
+            f"{script} was extracted for {extraction.devices} devices, but {target} has "
+            f"{machine.devices}; "
             "extract it again with as many devices (torch_xla.runtime.use_spmd, CPU_NUM_DEVICES), "
             "or choose another target"
         )
@@ -70,9 +72,8 @@ def request_key(extracted: ExtractedGraph) -> CacheKey:
 
     Raises:
         ExtractionError: the file is not an HLO module.
-        LoweringError: the target is unknown.
     """
-    target, module = Target.parse(extracted.target), read_module(extracted.file)
+    target, module = extracted.target, read_module(extracted.file)
     sources = {
         name: digest for name, digest in source_digests().items() if name.startswith(_SOURCES)
     }

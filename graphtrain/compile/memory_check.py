@@ -5,34 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.memory import largest
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.errors import OutOfMemory
-from lowering.machine.target import Target
-from sharding_rules.rules import Rules
 
 
-def check_fits(program: Program | ExtractedGraph, record: Mapping[str, Any]) -> None:
+def check_fits(program: ResolvedProgram | ExtractedGraph, record: Mapping[str, Any]) -> None:
     """Raise if a GPU program's peak is above the memory of the device: XLA only warns of it.
 
     Raises:
         OutOfMemory: the peak that the compiler reports is above the memory of a device.
     """
-    target, peak = Target.parse(program.target), record["memory"]["peak"]
+    target, peak = program.target, record["memory"]["peak"]
     if not target.is_gpu or peak <= target.memory_bytes:
         return
     said = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
     raise with_largest_arrays(OutOfMemory(record["graph"], target, said), program)
 
 
-def with_largest_arrays(error: OutOfMemory, program: Program | ExtractedGraph) -> OutOfMemory:
+def with_largest_arrays(
+    error: OutOfMemory, program: ResolvedProgram | ExtractedGraph
+) -> OutOfMemory:
     """Return the error with the largest arrays, if an estimate of the training step has them."""
-    if isinstance(program, ExtractedGraph) or error.graph != "train" or sizes_unknown(program):
+    if isinstance(program, ExtractedGraph) or error.graph != "train":
         return error
-    held = largest(with_padding_layers(program), Rules.load(program.rules), mesh_shape(program))
+    if sizes_unknown(program.settings):
+        return error
+    held = largest(with_padding_layers(program))
     named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())
     return OutOfMemory(error.graph, error.target, error.compiler_message, named)

@@ -3,20 +3,17 @@
 from collections.abc import Callable
 
 from graphtrain.compile.request_keys import GRAPHS
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.build import build_graph
-from lowering.machine.target import Target
 from lowering.neuron import plugin
 from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 
-def extract_graphs(program: Program, observe: Callable[[str, str], None]) -> None:
+def extract_graphs(program: ResolvedProgram, observe: Callable[[str, str], None]) -> None:
     """Trace and shard every graph for the plugin's devices, and pass it to the plugin.
 
     Args:
-        program: settings.
+        program: the program.
         observe: called with the name and the status of each graph.
 
     Raises:
@@ -24,11 +21,9 @@ def extract_graphs(program: Program, observe: Callable[[str, str], None]) -> Non
             devices than the target.
         ShardingError: an array cannot be sharded.
     """
-    target = Target.parse(program.target)
-    placed_on = plugin.devices(target)
-    rules = Rules.load(program.rules)
+    placed_on = plugin.devices(program.target)
     for name in GRAPHS:
         graph = build_graph(program, name)
-        lowered = xla.lower(graph, rules, mesh_shape(program), target, placed_on)
+        lowered = xla.lower(graph, program.rules, program.mesh, program.target, placed_on)
         plugin.extract_program(lowered)
         observe(name, "extracted")

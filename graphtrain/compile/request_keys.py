@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphtrain.cache.key import CacheKey
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, is_imported
-from lowering.machine.target import Target
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.toolchain import Toolchain
-from sharding_rules.rules import Rules
 
 GRAPHS = ("init", "train", "evaluate")  # the graphs needed to train and evaluate
 
@@ -33,30 +31,26 @@ _SOURCES = (
 )
 
 
-def request_keys(program: Program, names: Sequence[str] | None = None) -> dict[str, CacheKey]:
+def request_keys(
+    program: ResolvedProgram, names: Sequence[str] | None = None
+) -> dict[str, CacheKey]:
     """Return the request key of each graph of a program, by graph name.
 
     Args:
-        program: settings that can change compiled code.
+        program: the program.
         names: graphs to include; None for GRAPHS.
 
     Raises:
         ImportedModelError: the configuration or module of a PyTorch model does not exist.
-        LoweringError: the target is unknown.
-        ShardingError: the rules are unknown, or the mesh does not fill the target.
     """
-    target = Target.parse(program.target)
-    settings = dataclasses.asdict(program)
+    target, settings = program.target, dataclasses.asdict(program.settings)
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
-    if is_imported(program.model):
-        from graphtrain.torch_frontend.source import key_ingredients
-
-        settings["model"] = key_ingredients(program.model)
+    settings["model"] = open_language_model(program.model).key_ingredients()
     parts = {
         "program": settings,
-        "mesh": dict(mesh_shape(program).axes),
-        "rules": dataclasses.asdict(Rules.load(program.rules)),
+        "mesh": dict(program.mesh.axes),
+        "rules": dataclasses.asdict(program.rules),
         "sources": source_digests(),
         "target": target.key_parts(),
         "toolchain": dataclasses.asdict(Toolchain.current(target.platform)),

@@ -1,13 +1,13 @@
 """Compilation tasks, their limits and their outcomes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from os import uname
 from typing import Any, Literal
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
@@ -18,7 +18,7 @@ class Task:
     """One graph to compile into the cache."""
 
     label: str  # name in progress output and reports
-    program: Program | ExtractedGraph
+    program: ResolvedProgram | ExtractedGraph  # a worker traces it with the rules of `request`
     graph: str
     request: CacheKey
 
@@ -73,7 +73,7 @@ class CompilationReport:
         }
 
 
-def tasks_of(programs: dict[str, Program]) -> list[Task]:
+def tasks_of(programs: Mapping[str, ResolvedProgram]) -> list[Task]:
     """Return the tasks of all graphs of programs; a single program's name is left out of labels."""
     return [
         Task(graph if len(programs) == 1 else f"{name} {graph}", program, graph, request)

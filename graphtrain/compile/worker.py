@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,19 +24,20 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
+from graphtrain.compile.front_end import check_model
 from graphtrain.compile.memory_check import with_largest_arrays
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, TorchModel, is_imported
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.decode import TOKENS_PER_CALL
+from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
 from lowering.lowered import Lowered
-from lowering.machine.target import Target
 from lowering.xla import backend as xla  # noqa: F401  (preloaded for the workers; backend() finds it imported)
 from sharding_rules.errors import UserError
-from sharding_rules.rules import Rules
 
 
 class BundleStored(LoweringError):
@@ -49,7 +49,7 @@ class BundleStored(LoweringError):
 
 
 def worker_main(
-    program: Program | ExtractedGraph,
+    program: ResolvedProgram | ExtractedGraph,
     name: str,
     request: CacheKey,
     store: Path,
@@ -92,7 +92,7 @@ def worker_main(
 
 
 def compile_to_cache(
-    program: Program | ExtractedGraph,
+    program: ResolvedProgram | ExtractedGraph,
     name: str,
     request: CacheKey,
     cache: Cache,
@@ -115,16 +115,12 @@ def compile_to_cache(
     Returns:
         The digest of the program, and whether it was compiled now.
     """
-    if isinstance(program, Program) and is_imported(program.model):
-        say("comparing with PyTorch")
-        model, strict = _check_parity(program, name, program.model, cache)
-        program = replace(program, model=model)
-        if strict:
-            say(f"front end: strict, because {strict}")
+    if isinstance(program, ResolvedProgram):
+        program = check_model(program, cache, say, generates=name in TOKENS_PER_CALL)
     say("tracing")
     lowered = lower(program, name)
-    if name == "train" and isinstance(program, Program) and is_imported(program.model):
-        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run has no PyTorch module
+    if name == "train" and isinstance(program, ResolvedProgram) and sizes_unknown(program.settings):
+        lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run builds no module
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -139,37 +135,10 @@ def compile_to_cache(
     return key.digest, new
 
 
-def _check_parity(
-    program: Program, name: str, model: TorchModel, cache: Cache
-) -> tuple[TorchModel, str]:
-    """Return the model with the front end that reproduces PyTorch's results.
-
-    Also return the reason if that is the strict one, else an empty string.
-    """
-    from graphtrain.torch_frontend.versions import check_versions, installed
-
-    check_versions(installed(), hf=model.hf is not None)
-    from graphtrain.torch_frontend.apart import ensure_documents_isolated
-    from graphtrain.torch_frontend.parity import ensure_parity
-
-    target = Target.parse(program.target)
-    lowering.backend(target).compile_devices(target)  # must precede other uses of JAX devices
-    strict = ensure_parity(model, cache.root).strict
-    model = replace(model, front_end="strict") if strict else model
-    ring = Rules.load(program.rules).activations.get("attended", ())
-    split = mesh_shape(program).size(ring) > 1
-    if not program.batch.cross_document_attention or split or name in TOKENS_PER_CALL:
-        ensure_documents_isolated(model, cache.root)
-    return model, strict
-
-
-def _flops_per_token(program: Program) -> dict[str, float]:
-    from graphtrain.cost_model.native_equivalent import with_native_model
-    from graphtrain.errors import PlanError
-    from graphtrain.models.flops import useful_flops_per_token
-
+def _flops_per_token(program: ResolvedProgram) -> dict[str, float]:
+    """Return the useful FLOPs per token by metric name; empty if the module does not show them."""
     try:
-        return useful_flops_per_token(with_native_model(program))
+        return useful_flops_per_token(with_native_model(program.settings))
     except PlanError:
         return {}
 
@@ -194,7 +163,7 @@ def _peak_bytes() -> int:
 
 
 def _compile(
-    program: Program | ExtractedGraph,
+    program: ResolvedProgram | ExtractedGraph,
     lowered: Lowered,
     key: CacheKey,
     request: CacheKey,
@@ -215,24 +184,25 @@ def _compile(
         raise BundleStored(path, error) from None
 
 
-def lower(program: Program | ExtractedGraph, name: str) -> Lowered:
+def lower(program: ResolvedProgram | ExtractedGraph, name: str) -> Lowered:
     """Lower one graph for the program's target; an extracted graph is read from its file."""
-    target = Target.parse(program.target)
     if isinstance(program, ExtractedGraph):
-        return _lower_extracted(program, target)
-    backend = lowering.backend(target)
-    backend.compile_devices(target)  # must precede building the model, which may use JAX devices
-    rules, graph = Rules.load(program.rules), build_graph(program, name)
+        return _lower_extracted(program)
+    backend = lowering.backend(program.target)
+    backend.compile_devices(
+        program.target
+    )  # must precede building the model, which may use JAX devices
+    graph = build_graph(program, name)
     if name == "train":  # the only graph that contains all arrays
-        rules.check_patterns(graph.arrays())
-    return backend.lower(graph, rules, mesh_shape(program), target)
+        program.rules.check_patterns(graph.arrays())
+    return backend.lower(graph, program.rules, program.mesh, program.target)
 
 
-def _lower_extracted(extracted: ExtractedGraph, target: Target) -> Lowered:
+def _lower_extracted(extracted: ExtractedGraph) -> Lowered:
     from lowering.xla.imported_hlo import ImportedHlo, lower
 
     module = read_module(extracted.file)
-    return lower(ImportedHlo("torch-xla", module, extracted.meshes), target)
+    return lower(ImportedHlo("torch-xla", module, extracted.meshes), extracted.target)
 
 
 def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:

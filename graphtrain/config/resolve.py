@@ -1,8 +1,19 @@
-"""Resolution of a program for its target: the mesh, pipeline stages, rows of layers."""
+"""Resolution of a program: the target, mesh, rules and pipeline stages that its settings name."""
 
-import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from graphtrain.config.schema import Program, check_pipeline, is_imported
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Loss,
+    Model,
+    Optimizer,
+    PipelineSettings,
+    Program,
+    check_pipeline,
+    is_imported,
+)
 from graphtrain.errors import PlanError
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
@@ -10,26 +21,86 @@ from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
 
 
-def mesh_shape(program: Program) -> MeshShape:
-    """Return the mesh of a program; one axis may be sized to use all remaining devices."""
-    sizes = dataclasses.asdict(program.mesh)
-    return MeshShape.resolve(sizes, Target.parse(program.target).devices)
+@dataclass(frozen=True)
+class ResolvedProgram:
+    """A program and what the names in its settings stand for.
+
+    A command makes it once and hands it down, also to worker processes. A rule file that is edited
+    meanwhile therefore changes nothing: the rules of a graph are those that its key digests.
+    """
+
+    settings: Program
+    target: Target
+    mesh: MeshShape  # with the size of the axis "rest"
+    rules: Rules
+    stages: Stages | None  # None without a pipeline
+
+    @property
+    def model(self) -> Model:
+        return self.settings.model
+
+    @property
+    def batch(self) -> Batch:
+        return self.settings.batch
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.settings.optimizer
+
+    @property
+    def loss(self) -> Loss:
+        return self.settings.loss
+
+    @property
+    def pipeline(self) -> PipelineSettings:
+        return self.settings.pipeline
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.settings.adapter
+
+    def with_settings(self, settings: Program) -> "ResolvedProgram":
+        """Return a program with other settings, but the same target, mesh and rules.
+
+        Raises:
+            ShardingError: the layers or microbatches cannot be divided among the stages.
+        """
+        mine = self.settings
+        names = settings.target, settings.mesh, settings.rules
+        assert names == (mine.target, mine.mesh, mine.rules), "use resolve()"
+        return replace(self, settings=settings, stages=_stages(settings, self.mesh, self.rules))
 
 
-def stages_of(program: Program) -> Stages | None:
-    """Return the assignment of layers to pipeline stages, or None without a pipeline.
+def resolve(
+    program: Program, load_rules: Callable[[Sequence[str]], Rules] = Rules.load
+) -> ResolvedProgram:
+    """Resolve the names in a program's settings; reads the files of its rules.
+
+    Args:
+        program: settings.
+        load_rules: returns the rules of some names; a search, which resolves thousands of programs,
+            reads each of them once.
 
     Raises:
         LoweringError: the target is unknown.
-        ShardingError: the layers or microbatches cannot be divided among the stages.
+        ShardingError: the rules are unknown, the mesh does not fill the target, or the layers or
+            microbatches cannot be divided among the stages.
     """
-    stages = mesh_shape(program).axes.get("stage", 1)
-    if stages == 1 or "stage" not in Rules.load(program.rules).activations.get("stages", ()):
+    target = Target.parse(program.target)
+    mesh = MeshShape.resolve(asdict(program.mesh), target.devices)
+    rules = load_rules(program.rules)
+    return ResolvedProgram(program, target, mesh, rules, _stages(program, mesh, rules))
+
+
+def _stages(program: Program, mesh: MeshShape, rules: Rules) -> Stages | None:
+    """Return the assignment of layers to pipeline stages, or None without a pipeline."""
+    stages = mesh.axes.get("stage", 1)
+    if stages == 1 or "stage" not in rules.activations.get("stages", ()):
         return None
     return check_pipeline(program, stages)
 
 
-def layer_rows(program: Program) -> tuple[int | None, ...]:
+def layer_rows(program: ResolvedProgram) -> tuple[int | None, ...]:
     """Return the layer in each row of a run's stacked arrays; None for a padding row of a stage.
 
     Raises:
@@ -40,5 +111,5 @@ def layer_rows(program: Program) -> tuple[int | None, ...]:
             "this operation supports only the native decoder, not model.torch or model.hf; "
             "a run can resume their checkpoints on any mesh without it"
         )
-    stages = stages_of(program)
+    stages = program.stages
     return tuple(range(program.model.layers)) if stages is None else stages.rows

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
-from lowering.machine.target import Target
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
-from sharding_rules.rules import Rules
 
 # Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
 _PARTIAL_SUMS = 4
 
 
-def memory(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight] | None = None
-) -> Memory:
+def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = None) -> Memory:
     """Estimate the peak memory of a device in a training step.
 
     The peak is in the backward pass: state, gradients so far, activations that the forward pass
@@ -30,26 +26,24 @@ def memory(
     the logits exist instead of the layers' gradients and the current layer's arrays.
 
     Args:
-        program: Settings.
-        rules: Sharding rules.
-        mesh: Mesh.
-        weights: Result of shard_weights, if the caller has it.
+        program: the program.
+        weights: result of shard_weights, if the caller has it.
     """
-    target = Target.parse(program.target)
+    mesh = program.mesh
     if weights is None:
-        weights = shard_weights(program, rules, mesh)
-    sizes = DeviceSizes.of(program, rules, mesh)
-    flash = step_uses_flash_kernel(program, rules, mesh)
-    kept = _saved_activations(program, sizes, mesh, flash)
-    gradients = _gradients(program, weights, mesh)
-    beside = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights, mesh)
-    temporaries = _current_layer(program, sizes, target, flash) + beside
-    temporaries += _partial_sums(program, rules, mesh, sizes)
+        weights = shard_weights(program)
+    sizes = DeviceSizes.of(program)
+    flash = step_uses_flash_kernel(program)
+    kept = _saved_activations(program, sizes, flash)
+    gradients = _gradients(program, weights)
+    beside = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights)
+    temporaries = _current_layer(program, sizes, flash) + beside
+    temporaries += _partial_sums(program, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
-        fullest = (gradients, temporaries), _at_logits(program, weights, mesh, sizes, target)
+        fullest = (gradients, temporaries), _at_logits(program, weights, sizes)
         gradients, temporaries = max(fullest, key=sum)
     else:
-        temporaries = max(temporaries, _logits_of_stages(program, sizes, mesh) + beside)
+        temporaries = max(temporaries, _logits_of_stages(program, sizes) + beside)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
@@ -62,45 +56,42 @@ def memory(
         activations=round(kept),
         temporaries=round(temporaries),
         peak=round(peak),
-        capacity=target.memory_bytes,
+        capacity=program.target.memory_bytes,
         source="estimate",
         frozen=frozen,
     )
 
 
-def lower_bound(program: Program, rules: Rules, mesh: MeshShape) -> int:
+def lower_bound(program: ResolvedProgram) -> int:
     """Return a lower bound, in bytes, for any schedule of a remat policy.
 
     It counts the state, one gradient of each trained weight, and the saved activations.
     """
-    weights, sizes = shard_weights(program, rules, mesh), DeviceSizes.of(program, rules, mesh)
+    weights, sizes = shard_weights(program), DeviceSizes.of(program)
     assert program.model.head_dim
     sizes = replace(sizes, head_dim=program.model.head_dim)  # without padding
     held = sum(weight.parameter_bytes for weight in weights)
     if not program.optimizer.offload_to_host:
         held += sum(weight.moment_bytes for weight in weights)
-    kept = _saved_activations(program, sizes, mesh, step_uses_flash_kernel(program, rules, mesh))
-    return round(held + _one_gradient(program, weights, mesh) + kept)
+    kept = _saved_activations(program, sizes, step_uses_flash_kernel(program))
+    return round(held + _one_gradient(program, weights) + kept)
 
 
-def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> dict[str, int]:
+def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     """Return the largest arrays, and groups of them, per device at the peak: bytes by name.
 
     The order is largest first.
     """
-    weights = shard_weights(program, rules, mesh)
-    sizes, target = DeviceSizes.of(program, rules, mesh), Target.parse(program.target)
-    flash = step_uses_flash_kernel(program, rules, mesh)
-    kept, at_work = (
-        _saved_activations(program, sizes, mesh, flash),
-        _current_layer(program, sizes, target, flash),
-    )
+    weights, sizes = shard_weights(program), DeviceSizes.of(program)
+    flash = step_uses_flash_kernel(program)
+    kept = _saved_activations(program, sizes, flash)
+    at_work = _current_layer(program, sizes, flash)
     found = {
         f"activations that {sizes.layers:g} layers save for the backward pass": kept,
         "one layer's scores or MLP hidden values with gradients": at_work,
         "logits and their gradient": _logits(sizes),
-        "gathered weights of two layers": _gathered(weights, mesh),
-        "gradients of all weights": _gradients(program, weights, mesh),
+        "gathered weights of two layers": _gathered(weights, program.mesh),
+        "gradients of all weights": _gradients(program, weights),
     }
     for weight in weights:
         kind = "frozen" if weight.frozen else "parameters"
@@ -111,13 +102,13 @@ def largest(program: Program, rules: Rules, mesh: MeshShape, count: int = 5) -> 
     return {name: round(found[name]) for name in ranked[:count]}
 
 
-def _saved_activations(program: Program, sizes: DeviceSizes, mesh: MeshShape, flash: bool) -> float:
+def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes of activations that the forward pass saves for the backward pass.
 
     A pipeline stage saves the input of every tick (1F1B: two inputs per stage) and recomputes one
     chunk at a time; with remat "none", except under 1F1B, it saves all activations of all chunks.
     """
-    layer, stages = _saved_per_layer(program, sizes, flash), mesh.axes.get("stage", 1)
+    layer, stages = _saved_per_layer(program, sizes, flash), program.mesh.axes.get("stage", 1)
     if stages == 1:
         return sizes.layers * layer
     schedule, rounds = program.pipeline.schedule, program.pipeline.virtual_stages
@@ -131,13 +122,13 @@ def _saved_activations(program: Program, sizes: DeviceSizes, mesh: MeshShape, fl
     return ticks * stream + chunk * layer
 
 
-def _gradients(program: Program, weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
+def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of float32 gradients.
 
     During gradient accumulation these are the sums and, for the layers, the newest gradients. XLA
     shards the sums as the moments are, where each microbatch's gradients are reduced.
     """
-    sums = _one_gradient(program, weights, mesh)
+    sums, mesh = _one_gradient(program, weights), program.mesh
     if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
         return sums
     role: Role = "gradient" if program.batch.gradient_reduction == "per_step" else "optimizer"
@@ -147,9 +138,9 @@ def _gradients(program: Program, weights: Sequence[ShardedWeight], mesh: MeshSha
     return sums + 4 * newest
 
 
-def _one_gradient(program: Program, weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
+def _one_gradient(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of one float32 gradient of each trained weight."""
-    batch = program.batch
+    batch, mesh = program.batch, program.mesh
     role: Role = "optimizer"
     if mesh.axes.get("stage", 1) > 1:
         role = "parameter"
@@ -158,7 +149,7 @@ def _one_gradient(program: Program, weights: Sequence[ShardedWeight], mesh: Mesh
     return 4 * sum(weight.elements(role, mesh) for weight in weights if not weight.frozen)
 
 
-def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float:
+def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes that the forward pass of a layer saves for its backward pass."""
     model = program.model
     assert model.head_dim
@@ -171,7 +162,7 @@ def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float
         mixed = inside * sizes.heads * (sizes.head_dim * sizes.item_bytes + 4)
         return _saved_with_kernel(program, stream, hidden, heads, mixed)
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
-    if Target.parse(program.target).platform == "cpu":  # computed again: models/blocked.py
+    if program.target.platform == "cpu":  # computed again: models/blocked.py
         scores = 0
     normed = stream * (2 if model.post_norm else 0) + heads * model.qk_norm
     everything = 2 * products + 2 * stream + normed
@@ -185,7 +176,7 @@ def _saved_per_layer(program: Program, sizes: DeviceSizes, flash: bool) -> float
 
 
 def _saved_with_kernel(
-    program: Program, stream: float, hidden: float, heads: float, mixed: float
+    program: ResolvedProgram, stream: float, hidden: float, heads: float, mixed: float
 ) -> float:
     """Return the bytes that a layer saves where attention is a kernel.
 
@@ -207,11 +198,7 @@ def _saved_with_kernel(
 
 
 def _at_logits(
-    program: Program,
-    weights: Sequence[ShardedWeight],
-    mesh: MeshShape,
-    sizes: DeviceSizes,
-    target: Target,
+    program: ResolvedProgram, weights: Sequence[ShardedWeight], sizes: DeviceSizes
 ) -> tuple[float, float]:
     """Return the bytes of gradients and of temporaries when the backward pass begins.
 
@@ -219,8 +206,9 @@ def _at_logits(
     layers. Temporaries are logits with their gradient in bfloat16 and, on TPUs, gradients of the
     weights outside of the layers before they are scattered.
     """
+    mesh, target = program.mesh, program.target
     outside = [each for each in weights if not each.in_layers]
-    gradients = _gradients(program, outside, mesh) if target.platform == "cuda" else 0.0
+    gradients = _gradients(program, outside) if target.platform == "cuda" else 0.0
     if program.batch.microbatches > 1:
         sums = sum(each.elements("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
@@ -232,7 +220,7 @@ def _at_logits(
     return gradients, logits
 
 
-def _current_layer(program: Program, sizes: DeviceSizes, target: Target, flash: bool) -> float:
+def _current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes of the current layer: its attention scores, or the MLP's hidden values.
 
     Scores and the gradient of their softmax are float32, and products read them in bfloat16: on
@@ -241,30 +229,30 @@ def _current_layer(program: Program, sizes: DeviceSizes, target: Target, flash: 
     """
     inside = sizes.sequences * sizes.seq_in_block
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions
-    each = 2 * 4 + (2 + 1 if target.platform == "tpu" else 2 * 2)
+    each = 2 * 4 + (2 + 1 if program.target.platform == "tpu" else 2 * 2)
     wide = inside * sizes.mlp * sizes.item_bytes * (4 if is_gated(program.model) else 2)
     return wide if flash else max(each * scores, wide)
 
 
-def _partial_sums(program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes) -> float:
+def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of float32 partial sums between devices that shard heads or the MLP.
 
     A GPU program transposes each partial sum before it is reduced and scattered by position.
     """
+    rules, platform = program.rules, program.target.platform
     summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
     scattered = summed & set(rules.activations.get("residual", ()))
-    target = Target.parse(program.target)
-    if target.platform not in ("cuda", "tpu") or mesh.size(tuple(scattered)) == 1:
+    if platform not in ("cuda", "tpu") or program.mesh.size(tuple(scattered)) == 1:
         return 0.0
     return _PARTIAL_SUMS * 4 * sizes.sequences * sizes.seq_in_block * program.model.embed
 
 
-def _logits_of_stages(program: Program, sizes: DeviceSizes, mesh: MeshShape) -> float:
+def _logits_of_stages(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of a pipeline's logits and their rounded gradient.
 
     1F1B shards them over the stages by position.
     """
-    if (stages := mesh.axes.get("stage", 1)) == 1:
+    if (stages := program.mesh.axes.get("stage", 1)) == 1:
         return _logits(sizes)
     whole = (4 + sizes.item_bytes) * sizes.sequences * sizes.logit_positions * sizes.vocab
     return whole / stages if program.pipeline.schedule == "1f1b" else whole
@@ -276,7 +264,7 @@ def _logits(sizes: DeviceSizes) -> float:
 
 
 def _pending_head_gradient(
-    program: Program, sizes: DeviceSizes, weights: Sequence[ShardedWeight], mesh: MeshShape
+    program: ResolvedProgram, sizes: DeviceSizes, weights: Sequence[ShardedWeight]
 ) -> float:
     """Return the bytes that wait until the LM head's gradient is scattered.
 
@@ -286,9 +274,11 @@ def _pending_head_gradient(
     """
     head = _head(weights)
     if sizes.in_chunks:
-        return _summed_head(weights, mesh) if set(head.optimizer) - set(head.in_use) else 0.0
+        return (
+            _summed_head(weights, program.mesh) if set(head.optimizer) - set(head.in_use) else 0.0
+        )
     gathered = head.path == "head" and "fsdp" in head.stored
-    if Target.parse(program.target).platform != "cuda" or not gathered:
+    if program.target.platform != "cuda" or not gathered:
         return 0.0
     return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
 

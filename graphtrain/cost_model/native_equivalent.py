@@ -11,7 +11,7 @@ def sizes_unknown(program: Program) -> bool:
 
     Callers that must not build the module, such as a run, check this first.
     """
-    return is_imported(program.model) and (program.model.hf is None or _native(program) is None)
+    return _native(program, build=False) is None
 
 
 def with_native_model(program: Program) -> Program:
@@ -32,9 +32,11 @@ def with_native_model(program: Program) -> Program:
     return replace(program, model=native, loss=loss)
 
 
-def _native(program: Program) -> Model | None:
-    if not is_imported(program.model):
-        return program.model
-    from graphtrain.torch_frontend.sizes import native_equivalent
+def _native(program: Program, *, build: bool = True) -> Model | None:
+    """Return the native model of the same sizes; None if they are unknown, or need `build`."""
+    model = program.model
+    if not is_imported(model):
+        return model
+    from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
-    return native_equivalent(program.model)
+    return native_equivalent(model) if build or model.hf is not None else None

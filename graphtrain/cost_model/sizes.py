@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.models.chunk_size import loss_chunk
 from lowering.machine.target import Target
-from sharding_rules.mesh import MeshShape
-from sharding_rules.rules import Rules
 
 _LANES = 128  # elements in a row of a TPU's memory layout
 
@@ -32,15 +30,16 @@ class DeviceSizes:
     item_bytes: int  # bytes per element of activations
 
     @classmethod
-    def of(cls, program: Program, rules: Rules, mesh: MeshShape) -> DeviceSizes:
-        """Return the sizes for a program, sharded by rules on a mesh."""
+    def of(cls, program: ResolvedProgram) -> DeviceSizes:
+        """Return the sizes for a program."""
         model, batch = program.model, program.batch
+        rules, mesh = program.rules, program.mesh
         assert model.kv_heads and model.head_dim
 
         def split(size: float, axis: str) -> float:
             return size / mesh.size(rules.activations.get(axis, ()))
 
-        inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program, rules, mesh)
+        inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.global_batch_size // batch.microbatches, "batch"),
@@ -49,7 +48,7 @@ class DeviceSizes:
             kv_positions=split(batch.seq_len, "attended"),
             heads=split(split(model.heads, "heads"), "attention_heads"),
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
-            head_dim=_padded_head_dim(model.head_dim, program),
+            head_dim=_padded_head_dim(model.head_dim, program.target),
             mlp=split(model.mlp, "mlp"),
             vocab=split(model.vocab, "vocab"),
             logit_positions=min(chunk or inside, inside),
@@ -59,8 +58,8 @@ class DeviceSizes:
         )
 
 
-def _padded_head_dim(head_dim: int, program: Program) -> int:
+def _padded_head_dim(head_dim: int, target: Target) -> int:
     """Return head_dim with padding: TPUs pad the last dimension of an array to rows of 128."""
-    if Target.parse(program.target).platform != "tpu":
+    if target.platform != "tpu":
         return head_dim
     return -(-head_dim // _LANES) * _LANES

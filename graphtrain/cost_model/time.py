@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import (
@@ -28,8 +28,7 @@ _LATENCY = 5e-6
 
 
 def step_time(
-    program: Program,
-    mesh: MeshShape,
+    program: ResolvedProgram,
     memory: Memory,
     collectives: Iterable[Collective],
     bubble: float = 0.0,
@@ -39,16 +38,15 @@ def step_time(
     """Estimate the time of a training step by roofline.
 
     Args:
-        program: Settings.
-        mesh: Mesh.
+        program: the program.
         memory: Memory of a device, from the compiler or an estimate.
         collectives: Read from a compiled program, or predicted.
         bubble: Fraction of a pipeline's ticks in which a stage is idle.
         efficiency: Fraction of the machine's peak that products reach; 1.0 is the roofline.
         flash: Whether attention is a kernel, which skips the masked half of its scores.
     """
-    target = Target.parse(program.target)
-    compute = _seconds_of_compute(program, mesh, target, flash) / efficiency
+    mesh, target = program.mesh, program.target
+    compute = _seconds_of_compute(program, flash) / efficiency
     communication = _communication(collectives, mesh, target)
     hideable = sum(
         seconds
@@ -58,40 +56,40 @@ def step_time(
     work = compute + sum(communication.values()) - hideable
     return StepTime(
         compute=compute,
-        memory=_seconds_of_memory(program, memory, target),
+        memory=_seconds_of_memory(program, memory),
         communication=communication,
         bubble=work * bubble / (1 - bubble),
         overlapped=min(hideable, compute),
     )
 
 
-def mfu(program: Program, seconds: float, *, causal: bool = False) -> float:
+def mfu(program: ResolvedProgram, seconds: float, *, causal: bool = False) -> float:
     """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
 
     The result is 0.0 if the target's peak is not known.
 
     Args:
-        program: Settings.
+        program: the program.
         seconds: Time of a step.
         causal: Count only the half of attention's scores that the causal mask leaves.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
-    peak = Target.parse(program.target).peak_flops(program.model.dtype)
-    batch = program.batch
-    useful = step_flops_per_token(with_native_model(program), causal=causal) * batch.tokens
+    peak = program.target.peak_flops(program.model.dtype)
+    native = with_native_model(program.settings)
+    useful = step_flops_per_token(native, causal=causal) * program.batch.tokens
     return useful / (seconds * peak) if peak and seconds else 0.0
 
 
-def _seconds_of_compute(program: Program, mesh: MeshShape, target: Target, flash: bool) -> float:
-    peak = target.peak_flops(program.model.dtype)
+def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float:
+    peak = program.target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    done = step_flops_per_token(program, causal=flash) + _recomputed(program, mesh, flash)
+    done = step_flops_per_token(program.settings, causal=flash) + _recomputed(program, flash)
     return done * program.batch.tokens / peak
 
 
-def _recomputed(program: Program, mesh: MeshShape, flash: bool) -> float:
+def _recomputed(program: ResolvedProgram, flash: bool) -> float:
     """Return the operations per token that the backward pass recomputes.
 
     Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
@@ -105,19 +103,19 @@ def _recomputed(program: Program, mesh: MeshShape, flash: bool) -> float:
     if flash:
         forward, in_kernel = forward - attention / 2, 3 / 2 * attention / 2
         by_policy = in_kernel + (forward if model.remat == "full" else 0.0)
-    in_stages = mesh.axes.get("stage", 1) > 1
+    in_stages = program.mesh.axes.get("stage", 1) > 1
     if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
         return forward + (by_policy if model.remat != "full" else 0.0)
     return by_policy
 
 
-def _seconds_of_memory(program: Program, memory: Memory, target: Target) -> float:
+def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float:
     """Return the seconds of memory traffic.
 
     State is read and written once per step; weights are read twice per microbatch, activations are
     written and read once per microbatch.
     """
-    bandwidth = target.specification.get("bandwidth")
+    bandwidth = program.target.specification.get("bandwidth")
     if not bandwidth:
         return 0.0
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)

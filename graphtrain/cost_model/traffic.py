@@ -6,54 +6,48 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from lowering.hlo.collectives import Collective
-from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import bubble_fraction
-from sharding_rules.rules import Rules
 
 
 def predict_collectives(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight] | None = None
+    program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = None
 ) -> tuple[Collective, ...]:
     """Predict the collectives of a training step, without those of negligible size.
 
     Args:
-        program: Settings.
-        rules: Sharding rules.
-        mesh: Mesh.
-        weights: Result of shard_weights, if the caller has it.
+        program: the program.
+        weights: result of shard_weights, if the caller has it.
     """
     if weights is None:
-        weights = shard_weights(program, rules, mesh)
-    found = [*_of_weights(program, rules, mesh, weights), *_of_activations(program, rules, mesh)]
+        weights = shard_weights(program)
+    found = [*_of_weights(program, weights), *_of_activations(program)]
     return tuple(one for one in found if one.devices > 1 and one.bytes and one.count)
 
 
-def bubble_of(program: Program, mesh: MeshShape) -> float:
+def bubble_of(program: ResolvedProgram) -> float:
     """Return the fraction of a pipeline's ticks in which a stage is idle."""
-    pipeline, stages = program.pipeline, mesh.axes.get("stage", 1)
+    pipeline, stages = program.pipeline, program.mesh.axes.get("stage", 1)
     return bubble_fraction(
         pipeline.schedule, stages, pipeline.virtual_stages, program.batch.microbatches
     )
 
 
-def _of_weights(
-    program: Program, rules: Rules, mesh: MeshShape, weights: Sequence[ShardedWeight]
-) -> Iterator[Collective]:
+def _of_weights(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> Iterator[Collective]:
     """Yield the collectives that gather weights for use and reduce gradients to their shards."""
-    batch = program.batch
-    spread = _axes(rules.activations, ("batch", "seq"), mesh)
+    batch, mesh = program.batch, program.mesh
+    spread = _axes(program.rules.activations, ("batch", "seq"), mesh)
     width, dtype = (2, "bf16") if program.model.dtype == "bfloat16" else (4, "f32")
-    rows = _looked_up_rows(program, rules, mesh)
+    rows = _looked_up_rows(program)
     deferred = batch.gradient_reduction == "per_step" and "data" in spread
     # XLA for GPUs moves an all-reduce out of the accumulation loop. It gathers the head once, and
     # also, by an option in lowering/xla/backend.py, what a layer's backward pass uses twice.
-    on_cards = Target.parse(program.target).platform == "cuda"
+    on_cards = program.target.platform == "cuda"
     for weight in weights:
         if weight.elements_per_layer < 1e5:
             continue  # norms and biases
@@ -88,14 +82,14 @@ def _of_weights(
         yield _collective("all-gather", back, 1, held * layers * 4, mesh=mesh, dtype="f32")
 
 
-def _looked_up_rows(program: Program, rules: Rules, mesh: MeshShape) -> tuple[float, str]:
+def _looked_up_rows(program: ResolvedProgram) -> tuple[float, str]:
     """Return bytes and dtype of the gradients of the embedding rows that a device looks up.
 
     TPU programs convert them to float32 before they send them.
     """
-    sizes = DeviceSizes.of(program, rules, mesh)
+    sizes = DeviceSizes.of(program)
     numbers = sizes.sequences * sizes.seq_residual * program.model.embed
-    wide = Target.parse(program.target).platform == "tpu" or sizes.item_bytes == 4
+    wide = program.target.platform == "tpu" or sizes.item_bytes == 4
     return (numbers * 4, "f32") if wide else (numbers * 2, "bf16")
 
 
@@ -118,16 +112,16 @@ def _gradient_reduction(
     return _collective("reduce-scatter", axes, count, size, mesh=mesh, dtype="f32")
 
 
-def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator[Collective]:
+def _of_activations(program: ResolvedProgram) -> Iterator[Collective]:
     """Yield the collectives of activations, of all kinds of parallelism."""
-    model, batch = program.model, program.batch
-    sizes, use = DeviceSizes.of(program, rules, mesh), rules.activations
+    model, batch, mesh = program.model, program.batch, program.mesh
+    sizes, use = DeviceSizes.of(program), program.rules.activations
     times = round(sizes.layers) * batch.microbatches
     stream = sizes.sequences * sizes.seq_in_block * model.embed
     summed = tuple(axis for axis in _axes(use, ("heads", "mlp"), mesh))
     pieces = [axis for axis in _axes(use, ("residual",), mesh) if axis in summed]
     again = 1 if model.remat == "full" else 0
-    on_chip = Target.parse(program.target).platform in ("cuda", "rocm", "tpu")
+    on_chip = program.target.platform in ("cuda", "rocm", "tpu")
     reduced = (
         sizes.item_bytes if on_chip else 4
     )  # the dtype of partial sums in graphtrain/models/matmul.py
@@ -146,19 +140,17 @@ def _of_activations(program: Program, rules: Rules, mesh: MeshShape) -> Iterator
     yield each(joined, vocab, batch.microbatches, stream * reduced)  # gradient of hidden
     if pieces:
         yield each("all-gather", vocab, batch.microbatches * 3, stream * sizes.item_bytes)
-    yield from _of_attention(program, rules, mesh, sizes)
-    yield from _of_experts(program, rules, mesh, sizes)
+    yield from _of_attention(program, sizes)
+    yield from _of_experts(program, sizes)
     stages = ("stage",) if mesh.axes.get("stage", 1) > 1 else ()
     residual = sizes.sequences * sizes.seq_residual * model.embed * sizes.item_bytes
     ticks = batch.microbatches * program.pipeline.virtual_stages + mesh.axes.get("stage", 1) - 1
     yield _collective("collective-permute", stages, 2 * ticks, residual, mesh=mesh, dtype="bf16")
 
 
-def _of_attention(
-    program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes
-) -> Iterator[Collective]:
+def _of_attention(program: ResolvedProgram, sizes: DeviceSizes) -> Iterator[Collective]:
     """Yield the collectives of ring attention and of Ulysses (heads exchanged for positions)."""
-    model, use = program.model, rules.activations
+    model, mesh, use = program.model, program.mesh, program.rules.activations
     assert model.head_dim and model.kv_heads
     times = round(sizes.layers) * program.batch.microbatches
     ring = _axes(use, ("attended",), mesh)
@@ -178,15 +170,13 @@ def _of_attention(
     yield each("all-to-all", swapped, 4 * times, key, dtype="bf16")
 
 
-def _of_experts(
-    program: Program, rules: Rules, mesh: MeshShape, sizes: DeviceSizes
-) -> Iterator[Collective]:
+def _of_experts(program: ResolvedProgram, sizes: DeviceSizes) -> Iterator[Collective]:
     """Yield the collectives that send tokens to their experts and back, forward and backward."""
-    model = program.model
+    model, mesh = program.model, program.mesh
     if model.moe is None:
         return
     times = round(sizes.layers) * program.batch.microbatches
-    over = _axes(rules.activations, ("experts",), mesh)
+    over = _axes(program.rules.activations, ("experts",), mesh)
     stream = sizes.sequences * sizes.seq_in_block * model.embed
     each = partial(_collective, mesh=mesh, dtype="bf16")
     if (capacity := model.moe.capacity_factor) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.models.lora.trainable import CODES, SCALES, frozen_arrays, trained_arrays
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec, Role
@@ -55,27 +55,28 @@ class ShardedWeight:
         return self.elements_per_layer / mesh.size(self.in_use)
 
 
-def shard_weights(program: Program, rules: Rules, mesh: MeshShape) -> tuple[ShardedWeight, ...]:
+def shard_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
     """Return the sharding of a program's weights, whatever its microbatches and remat.
 
     Raises:
         ShardingError: a dimension does not divide, or there are fewer layers than stages.
     """
-    stages, pipeline = mesh.axes.get("stage", 1), program.pipeline
+    stages, pipeline = program.mesh.axes.get("stage", 1), program.pipeline
     divided = divide_layers(
         program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage
     )
     trained = tuple(
-        _place(path, _stacked(path, spec, len(divided.rows)), program, rules, mesh)
-        for path, spec in trained_arrays(program).items()
+        _place(path, _stacked(path, spec, len(divided.rows)), program)
+        for path, spec in trained_arrays(program.settings).items()
     )
-    return trained + _place_frozen(program, rules, mesh)
+    return trained + _place_frozen(program)
 
 
-def _place_frozen(program: Program, rules: Rules, mesh: MeshShape) -> tuple[ShardedWeight, ...]:
+def _place_frozen(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
     """Return the sharding of frozen weights; a weight's codes and scales are one."""
+    rules, mesh = program.rules, program.mesh
     rest: dict[str, list[ArrayLayout]] = {}
-    for path, spec in frozen_arrays(program, rules, mesh).items():
+    for path, spec in frozen_arrays(program).items():
         stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
         rest.setdefault(stem, []).append(make_layout(f"frozen/{path}", spec, rules, mesh))
     arrays = parameter_arrays(program.model)
@@ -102,9 +103,8 @@ def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
     return replace(spec, shape=(rows, *spec.shape[1:]))
 
 
-def _place(
-    path: str, spec: ArraySpec, program: Program, rules: Rules, mesh: MeshShape
-) -> ShardedWeight:
+def _place(path: str, spec: ArraySpec, program: ResolvedProgram) -> ShardedWeight:
+    rules, mesh = program.rules, program.mesh
     rest = make_layout(f"state/parameters/{path}", spec, rules, mesh)
     gradient = make_layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
     moments = [

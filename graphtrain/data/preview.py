@@ -10,7 +10,7 @@ from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import dataset_tokenizer, read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
-from graphtrain.data.tokenizers.tokenizer import Tokenizer
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 
 

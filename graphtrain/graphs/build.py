@@ -12,16 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from graphtrain.config.resolve import mesh_shape, stages_of
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.decode import TOKENS_PER_CALL, generation_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
-from graphtrain.graphs.dispatch import (
-    initialize,
-    parameter_specs,
-    pipeline_specs,
-    to_pipeline_layout,
-)
 from graphtrain.graphs.objectives import (
     answer_log_probs,
     cross_entropy_objective,
@@ -34,6 +27,7 @@ from graphtrain.graphs.objectives import (
     step_key,
     token_losses,
 )
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
 from graphtrain.models.attention.ring_order import to_ring_order
@@ -45,20 +39,19 @@ from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, to_device_memory
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.rules import Rules
 
 _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
-def build_graph(program: Program, name: str) -> Graph:
+def build_graph(program: ResolvedProgram, name: str) -> Graph:
     """Build a graph by its name in `requests.GRAPHS` or, for generation, in `extending.TOKENS`."""
     if name in TOKENS_PER_CALL:
         return generation_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
 
 
-def _init(program: Program) -> Graph:
-    stages = stages_of(program)
+def _init(program: ResolvedProgram) -> Graph:
+    stages = program.stages
 
     def init(seed: jax.Array) -> Tree:
         weights_key, dropout_key = jax.random.split(
@@ -66,7 +59,8 @@ def _init(program: Program) -> Graph:
         )
         parameters = _initialise(program, weights_key)
         if stages is not None:
-            parameters = to_pipeline_layout(program.model, parameters, stages)
+            model = open_language_model(program.model)
+            parameters = model.to_pipeline_layout(parameters, stages)
         return {
             "state": {
                 "parameters": parameters,
@@ -81,7 +75,7 @@ def _init(program: Program) -> Graph:
     return Graph("init", init, {"seed": seed}, outputs, runs_once=True)
 
 
-def _initialise(program: Program, key: jax.Array) -> Tree:
+def _initialise(program: ResolvedProgram, key: jax.Array) -> Tree:
     """Return newly initialized trainable parameters.
 
     LoRA factors are initialized as in PEFT, so that their product is zero. Arrays that are trained
@@ -90,8 +84,8 @@ def _initialise(program: Program, key: jax.Array) -> Tree:
     Source: PEFT's LoraLayer.reset_lora_parameters, https://github.com/huggingface/peft
     """
     if program.adapter is None:
-        return initialize(program.model, key)
-    specs = trained_arrays(program)
+        return open_language_model(program.model).initialize(key)
+    specs = trained_arrays(program.settings)
 
     def begin(path: str, index: int) -> jax.Array:
         spec = specs[path]
@@ -104,7 +98,7 @@ def _initialise(program: Program, key: jax.Array) -> Tree:
     return unflatten({path: begin(path, index) for index, path in enumerate(sorted(specs))})
 
 
-def _train(program: Program) -> Graph:
+def _train(program: ResolvedProgram) -> Graph:
     optimizer = _optimizer(program)
     specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
@@ -157,7 +151,7 @@ def _train(program: Program) -> Graph:
 
 
 def accumulate_gradients(
-    program: Program, state: Tree, batch: Tree, frozen: Tree | None = None
+    program: ResolvedProgram, state: Tree, batch: Tree, frozen: Tree | None = None
 ) -> tuple[Tree, Tree]:
     """Return gradients and metrics of all microbatches; each target, or pair, weighs the same.
 
@@ -170,7 +164,7 @@ def accumulate_gradients(
     batch = to_ring_order(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
-    if (stages := stages_of(program)) is not None:
+    if (stages := program.stages) is not None:
         gradients, loss = pipelined_gradients(
             program, stages, state, batch, step_key(program, state)
         )
@@ -198,8 +192,8 @@ def accumulate_gradients(
     return sums
 
 
-def _evaluate(program: Program) -> Graph:
-    stages = stages_of(program)
+def _evaluate(program: ResolvedProgram) -> Graph:
+    stages = program.stages
 
     def loss_of(parameters: Tree, frozen: Tree | None, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """Return the sum of the loss and the number of targets; for DPO, the number of pairs."""
@@ -207,7 +201,7 @@ def _evaluate(program: Program) -> Graph:
         weights = batch["weights"]
         if stages is not None:
             return pipelined_loss(program, stages, parameters, batch), weights.sum()
-        combined = apply_lora(program, parameters, frozen)
+        combined = apply_lora(program.settings, parameters, frozen)
         with isolate_documents(batch.get("documents")):
             if program.loss.kind == "cross_entropy":
                 return token_losses(program, combined, batch)[0][1], weights.sum()
@@ -235,21 +229,21 @@ def _evaluate(program: Program) -> Graph:
     )
 
 
-def parameter_specs_of(program: Program) -> Tree:
+def parameter_specs_of(program: ResolvedProgram) -> Tree:
     """Return the ArraySpecs of the trained parameters, as a run stores them."""
-    adapted = program.adapter is not None
-    specs = unflatten(trained_arrays(program)) if adapted else parameter_specs(program.model)
-    stages = stages_of(program)
-    return specs if stages is None else pipeline_specs(program.model, specs, stages)
+    model, adapted = open_language_model(program.model), program.adapter is not None
+    specs = unflatten(trained_arrays(program.settings)) if adapted else model.specs()
+    stages = program.stages
+    return specs if stages is None else model.pipeline_specs(specs, stages)
 
 
-def _frozen_input(program: Program) -> dict[str, Tree]:
+def _frozen_input(program: ResolvedProgram) -> dict[str, Tree]:
     """Return the input of frozen weights; there is none if all weights are trained."""
-    frozen = frozen_arrays(program, Rules.load(program.rules), mesh_shape(program))
+    frozen = frozen_arrays(program)
     return {"frozen": unflatten(frozen)} if frozen else {}
 
 
-def state_specs_of(program: Program) -> Tree:
+def state_specs_of(program: ResolvedProgram) -> Tree:
     """Return the ArraySpecs of the training state."""
     parameters = parameter_specs_of(program)
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
@@ -261,14 +255,14 @@ def state_specs_of(program: Program) -> Tree:
     }
 
 
-def _key_shape(program: Program) -> tuple[int, ...]:
+def _key_shape(program: ResolvedProgram) -> tuple[int, ...]:
     key = jax.eval_shape(
         lambda: jax.random.key_data(jax.random.key(0, impl=key_implementation(program)))
     )
     return key.shape
 
 
-def _optimizer(program: Program) -> optax.GradientTransformation:
+def _optimizer(program: ResolvedProgram) -> optax.GradientTransformation:
     return make_optimizer(program.optimizer, parameter_specs_of(program))
 
 
@@ -276,7 +270,7 @@ def _shapes(specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
 
 
-def _batch(program: Program, *, train: bool) -> Tree:
+def _batch(program: ResolvedProgram, *, train: bool) -> Tree:
     """Return the ArraySpecs of a batch: one microbatch, with a leading axis of them in training."""
     batch = program.batch
     shape: tuple[int, ...] = (batch.global_batch_size // batch.microbatches, batch.seq_len)

@@ -7,29 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
-from graphtrain.graphs.dispatch import forward, has_dropout, head_inputs
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.block import AuxiliaryLosses
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import cross_entropy, dpo_loss, log_probabilities
-from lowering.machine.target import Target
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
-from sharding_rules.rules import Rules
 
 
-def metric_names(program: Program) -> tuple[str, ...]:
+def metric_names(program: ResolvedProgram) -> tuple[str, ...]:
     """Return the names of the metrics that the loss reports."""
     return ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
 
 
 def cross_entropy_objective(
-    program: Program, state: Tree, frozen: Tree | None, batch: Tree
+    program: ResolvedProgram, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
     """Return the objective of one microbatch; summed over microbatches it is that of the step.
 
@@ -50,7 +47,7 @@ def cross_entropy_objective(
 
 
 def token_losses(
-    program: Program,
+    program: ResolvedProgram,
     weights: Tree,
     batch: Tree,
     dropout_key: jax.Array | None = None,
@@ -66,25 +63,27 @@ def token_losses(
         dropout_key: Random key; without it there is no dropout.
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
-    model, tokens, (targets, counts) = program.model, batch["tokens"], _targets_and_weights(batch)
+    settings, model = program.model, open_language_model(program.model)
+    tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
     z_loss = program.loss.z_loss
-    chunk = loss_chunk(program, Rules.load(program.rules), mesh_shape(program))
+    chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
-        out, auxiliary = forward(model, weights, tokens, dropout_key=dropout_key)
+        out, auxiliary = model.forward(weights, tokens, dropout_key=dropout_key)
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
-    hidden, head, auxiliary = head_inputs(model, weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(chunk, model.tie_word_embeddings, model.final_logit_softcap, z_loss)
+    hidden, head, auxiliary = model.head_inputs(weights, tokens, dropout_key=dropout_key)
+    scored = LossHead(chunk, settings.tie_word_embeddings, settings.final_logit_softcap, z_loss)
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
 
 
 def answer_log_probs(
-    program: Program, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
+    program: ResolvedProgram, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, AuxiliaryLosses]:
     """Return log p of each row's answer (batch,), and the layers' auxiliary losses."""
-    out, auxiliary = forward(program.model, weights, batch["tokens"], dropout_key=dropout_key)
+    model = open_language_model(program.model)
+    out, auxiliary = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
     return log_probabilities(out, *_targets_and_weights(batch)), auxiliary
 
 
@@ -93,7 +92,7 @@ def _targets_and_weights(batch: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def preference_objective(
-    program: Program, state: Tree, frozen: Tree | None, batch: Tree
+    program: ResolvedProgram, state: Tree, frozen: Tree | None, batch: Tree
 ) -> Objective:
     """Return DPO's objective of one microbatch: rows 2i are chosen answers, rows 2i + 1 rejected.
 
@@ -117,7 +116,7 @@ def preference_objective(
 
 
 def _forward_with(
-    program: Program, state: Tree, frozen: Tree | None, compute: Callable[..., Any]
+    program: ResolvedProgram, state: Tree, frozen: Tree | None, compute: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that applies `compute` to a microbatch with the trained parameters.
 
@@ -126,11 +125,11 @@ def _forward_with(
     """
     key, adapter = step_key(program, state), program.adapter
     in_adapter = adapter is not None and bool(adapter.dropout)
-    in_model = has_dropout(program.model)
+    in_model = open_language_model(program.model).has_dropout
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
         dropout = replica_key(jax.random.fold_in(key, index)) if in_adapter or in_model else None
-        weights = apply_lora(program, parameters, vary_tree(frozen), dropout)
+        weights = apply_lora(program.settings, parameters, vary_tree(frozen), dropout)
         of_model = dropout if in_model else None
         with isolate_documents(microbatch.get("documents")):
             found, auxiliary = compute(program, weights, microbatch, of_model)
@@ -139,13 +138,13 @@ def _forward_with(
     return run
 
 
-def reference_log_probs(program: Program, frozen: Tree | None, batch: Tree) -> jax.Array:
+def reference_log_probs(program: ResolvedProgram, frozen: Tree | None, batch: Tree) -> jax.Array:
     """Return log p of each row's answer (batch,) by the reference model.
 
     The reference model is the frozen weights alone, without LoRA.
     """
     with isolate_documents(batch.get("documents")):
-        found, _ = answer_log_probs(program, reference_parameters(program, frozen), batch)
+        found, _ = answer_log_probs(program, reference_parameters(program.settings, frozen), batch)
     return jax.lax.stop_gradient(found)
 
 
@@ -163,16 +162,16 @@ def pair_count(weights: jax.Array) -> jax.Array:
     return pair_mask(weights).sum()
 
 
-def step_key(program: Program, state: Tree) -> jax.Array:
+def step_key(program: ResolvedProgram, state: Tree) -> jax.Array:
     """Return the random key of the current step."""
     key = jax.random.wrap_key_data(state["key"], impl=key_implementation(program))
     return jax.random.fold_in(key, state["step"])
 
 
-def key_implementation(program: Program) -> Hashable | None:
+def key_implementation(program: ResolvedProgram) -> Hashable | None:
     """Return the random key implementation: JAX's default, unless the target requires another.
 
     On CPUs it is an unrolled Threefry, which is faster there.
     """
-    target = Target.parse(program.target)
+    target = program.target
     return UNROLLED_THREEFRY if target.platform == "cpu" else target.random_bits

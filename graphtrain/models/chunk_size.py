@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.models.flops import step_flops_per_token
-from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
-from sharding_rules.mesh import MeshShape
-from sharding_rules.rules import Rules
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
 # be at most 1/50 of the step's time, on a machine with 300 operations per byte of memory traffic;
@@ -52,28 +49,29 @@ class Logits:
         return (4 + self.item) * tokens * self.vocab
 
 
-def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
+def loss_chunk(program: ResolvedProgram) -> int | None:
     """Return the positions per chunk of a program's loss; None: all that a device has.
 
     With loss.chunk = "auto" only programs for GPUs and TPUs have chunks: a CPU's is slower with
     them and its memory is rarely short, and other machines are untested. A sharded vocabulary would
     need collectives for each chunk, and its logits are sharded already.
 
+    Args:
+        program: settings; the model is native, as others have no separate LM head.
+
     Raises:
         ShardingError: as check_chunk.
     """
-    how = program.loss.chunk
+    how, rules, mesh = program.loss.chunk, program.rules, program.mesh
     if how == "none":
         return None
     positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
     if how != "auto":
         check_chunk(how, positions)
         return how
-    target = Target.parse(program.target)
-    model, batch = program.model, program.batch
+    model, batch, target = program.model, program.batch, program.target
     if (
         not (target.is_gpu or target.platform == "tpu")
-        or is_imported(model)
         or program.loss.kind != "cross_entropy"
         or mesh.axes.get("stage", 1) > 1
         or mesh.size(rules.activations.get("vocab", ())) > 1
@@ -87,7 +85,7 @@ def loss_chunk(program: Program, rules: Rules, mesh: MeshShape) -> int | None:
         vocab=model.vocab,
         embed=model.embed,
         item=2 if model.dtype == "bfloat16" else 4,
-        step_flops=step_flops_per_token(program),
+        step_flops=step_flops_per_token(program.settings),
     )
     return best_chunk(logits, target.memory_bytes)
 

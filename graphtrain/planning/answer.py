@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphtrain.cache import Cache
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
@@ -16,15 +16,13 @@ from graphtrain.planning.assess import assess
 from graphtrain.planning.blame import CollectiveOrigin, explain_collectives
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
-from lowering.machine.target import Target
-from sharding_rules.rules import Rules
 
 
 @dataclass(frozen=True)
 class Answer:
     """Complete answer of `graphtrain plan` for one program on one target."""
 
-    program: Program
+    program: ResolvedProgram
     assessment: Assessment
     error_bars: Mapping[str, ErrorBar]  # by quantity, from earlier runs on this target
     remedies: Sequence[Remedy] = ()  # changes that would fit; empty if the program fits
@@ -32,7 +30,7 @@ class Answer:
 
 
 def answer(
-    program: Program,
+    program: ResolvedProgram,
     vary: WithOverrides,
     cache: Cache,
     *,
@@ -63,17 +61,18 @@ def answer(
     return Answer(program, assessment, bars, remedies, causes)
 
 
-def _causes(program: Program, assessment: Assessment, cache: Cache) -> tuple[CollectiveOrigin, ...]:
+def _causes(
+    program: ResolvedProgram, assessment: Assessment, cache: Cache
+) -> tuple[CollectiveOrigin, ...]:
     """Explain each compiled collective. Estimated ones follow from the rules: return nothing."""
     compiled = cache.get_by_request(request_keys(program)["train"])
     if compiled is None or assessment.collectives_source != "compiler":
         return ()
-    mesh, target = assessment.plan.mesh, Target.parse(program.target)
-    speeds = {axis: bandwidth_of((axis,), mesh, target) for axis in mesh.axes}
+    mesh = program.mesh
+    speeds = {axis: bandwidth_of((axis,), mesh, program.target) for axis in mesh.axes}
     return explain_collectives(
         program,
         assessment.plan,
-        Rules.load(program.rules),
         assessment.collectives,
         annotations=compiled.record["annotations"],
         bytes_per_second={axis: speed for axis, speed in speeds.items() if speed},

@@ -13,37 +13,22 @@ from typing import Any
 from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import mfu, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
+from graphtrain.graphs.plan import plan_program
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from lowering.hlo.collectives import Collective
-from sharding_rules.plan import Plan, make_plan
-from sharding_rules.rules import Rules
-
-
-def plan_program(program: Program) -> Plan:
-    """Return the plan of all inputs of the training step, on the program's target.
-
-    Raises:
-        LoweringError: unknown target.
-        ShardingError: the rules cannot split an array over the mesh.
-    """
-    from graphtrain.graphs.build import build_graph  # imports JAX and Flax
-    from lowering.trees import flatten
-
-    mesh, rules = mesh_shape(program), Rules.load(program.rules)
-    return make_plan(flatten(dict(build_graph(program, "train").inputs)), rules, mesh)
+from sharding_rules.plan import Plan
 
 
 def assess(
-    program: Program,
+    program: ResolvedProgram,
     cache: Cache,
     observe: Observer = lambda label, stage: None,
     *,
@@ -61,7 +46,6 @@ def assess(
         compile: if False, only estimate.
 
     Raises:
-        LoweringError: unknown target.
         PlanError: tracing found that the rules cannot split an array.
         ShardingError: the rules cannot split an array.
     """
@@ -69,10 +53,10 @@ def assess(
 
 
 def assess_all(
-    programs: Mapping[str, Program],
+    programs: Mapping[str, ResolvedProgram],
     cache: Cache,
     observe: Observer = lambda label, stage: None,
-    plan: Callable[[Program], Plan] = plan_program,
+    plan: Callable[[ResolvedProgram], Plan] = plan_program,
     *,
     compile: bool = True,
     jobs: int | None = None,
@@ -90,26 +74,26 @@ def assess_all(
     }
 
 
-def estimate(program: Program, plan: Plan | None = None) -> Assessment:
+def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
     """Estimate a program without the compiler. If a plan is given, do not import JAX."""
-    mesh, rules = mesh_shape(program), Rules.load(program.rules)
     filled = with_padding_layers(program)
-    memory = estimated_memory(filled, rules, mesh)
     return _assessment(
         program,
         plan or plan_program(program),
-        memory,
-        predict_collectives(filled, rules, mesh),
+        estimated_memory(filled),
+        predict_collectives(filled),
         "estimate",
     )
 
 
-def _train_task(name: str, program: Program) -> Any:
+def _train_task(name: str, program: ResolvedProgram) -> Any:
     (task,) = (task for task in tasks_of({name: program}) if task.graph == "train")
     return replace(task, label=f"{name} train".strip())
 
 
-def _from_outcome(program: Program, plan: Plan, outcome: TaskOutcome, cache: Cache) -> Assessment:
+def _from_outcome(
+    program: ResolvedProgram, plan: Plan, outcome: TaskOutcome, cache: Cache
+) -> Assessment:
     artifact = cache.get(outcome.digest) if outcome.digest else None
     if artifact is None:
         if outcome.kind == "ShardingError":
@@ -139,9 +123,9 @@ def _missing_reason(outcome: TaskOutcome) -> str:
     return f"the compiler failed: {outcome.error}; StableHLO and log are in {outcome.failure}"
 
 
-def _memory_by_part(peak: int, program: Program, plan: Plan) -> Memory:
+def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
     """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
-    guess = estimated_memory(with_padding_layers(program), Rules.load(program.rules), plan.mesh)
+    guess = estimated_memory(with_padding_layers(program))
     parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))
     rest = max(0, peak - parameters - frozen - optimizer)
     gradients = min(guess.gradients, rest)
@@ -160,19 +144,17 @@ def _memory_by_part(peak: int, program: Program, plan: Plan) -> Memory:
 
 
 def _assessment(
-    program: Program,
+    program: ResolvedProgram,
     plan: Plan,
     memory: Memory,
     collectives: tuple[Collective, ...],
     source: Any,
 ) -> Assessment:
-    bubble = bubble_of(program, plan.mesh)
     filled = with_padding_layers(program)
-    rules = Rules.load(program.rules)
-    flash = step_uses_flash_kernel(filled, rules, plan.mesh)
-    time = step_time(filled, plan.mesh, memory, collectives, bubble, flash=flash)
+    flash = step_uses_flash_kernel(filled)
+    time = step_time(filled, memory, collectives, bubble_of(program), flash=flash)
     return Assessment(
-        target=program.target,
+        target=program.settings.target,
         plan=plan,
         memory=memory,
         collectives=collectives,
@@ -180,5 +162,5 @@ def _assessment(
         time=time,
         mfu=mfu(program, time.total),
         mfu_causal=mfu(program, time.total, causal=True),
-        chunk=loss_chunk(filled, rules, plan.mesh),
+        chunk=loss_chunk(filled),
     )

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from graphtrain.planning.reasons import Reason, Reasons
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
-from sharding_rules.rules import Rules
 
 _VERBS = {
     "all-reduce": "summed",
@@ -43,9 +42,8 @@ class CollectiveOrigin:
 
 
 def explain_collectives(
-    program: Program,
+    program: ResolvedProgram,
     plan: Plan,
-    rules: Rules,
     collectives: Sequence[Collective],
     *,
     annotations: Sequence[Mapping[str, Any]] = (),
@@ -56,12 +54,11 @@ def explain_collectives(
     Args:
         program: The compiled program.
         plan: Layouts of its arrays.
-        rules: Sharding rules of the plan.
         collectives: Collectives read from the compiled program, or from its record.
         annotations: "annotations" of the record: axes and lines of constrain() calls.
         bytes_per_second: Bandwidth of one device along each mesh axis.
     """
-    parameters = ParameterIndex(plan, rules)
+    parameters = ParameterIndex(plan, program.rules)
     reasons = Reasons(program, parameters)
     speeds = bytes_per_second or {}
 

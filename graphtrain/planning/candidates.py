@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.memory import memory
@@ -38,11 +39,14 @@ _MAX_VIRTUAL_STAGES = 8
 class Candidate:
     """One strategy and its estimate."""
 
-    program: Program
-    mesh: MeshShape
+    program: ResolvedProgram
     memory: Memory
     time: StepTime | None = None  # None if the program does not fit
     mfu: float = 0.0
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.program.mesh
 
     @property
     def seconds(self) -> float:
@@ -56,7 +60,7 @@ class Candidate:
 
     def choice(self, family: str) -> str:
         """Return the candidate's choice in a family, for example "16" for tensor."""
-        rules, sizes = self.program.rules, self.mesh.axes
+        rules, sizes = self.program.settings.rules, self.mesh.axes
         if family == "zero":
             return next((name[-1] for name in ("zero1", "zero2") if name in rules), "none")
         if family == "sequence":
@@ -77,7 +81,7 @@ class Candidate:
         staged = {"schedule": pipeline.schedule, "rounds": pipeline.virtual_stages}
         return {
             "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
-            "rules": list(self.program.rules),
+            "rules": list(self.program.settings.rules),
             "microbatches": self.program.batch.microbatches,
             "remat": self.program.model.remat,
             **({"pipeline": staged} if self.mesh.axes["stage"] > 1 else {}),
@@ -104,47 +108,36 @@ def candidates(
         attained: fraction of the machine's peak FLOP/s that matrix products reach.
         choices: restrictions of the search.
     """
-    devices = Target.parse(program.target).devices
-    for sizes in _meshes(program, devices, choices):
-        mesh = MeshShape.resolve(sizes, devices)
-        batch = replace(program.batch, microbatches=mesh.axes["stage"])
-        for names in _rules(program, mesh):
-            rules = _load(names)
+    load_rules = cache(Rules.load)  # once for this search, also the user's files
+    for sizes in _meshes(program, Target.parse(program.target).devices, choices):
+        batch = replace(program.batch, microbatches=sizes["stage"])
+        for names in _rules(program, sizes):
             here = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
-            for pipeline in _pipelines(mesh.axes["stage"], program):
-                placed = replace(here, pipeline=pipeline)
+            for pipeline in _pipelines(sizes["stage"], program):
+                placed = resolve(replace(here, pipeline=pipeline), load_rules)
                 try:
-                    weights = shard_weights(placed, rules, mesh)
-                    step_uses_flash_kernel(placed, rules, mesh)
-                    loss_chunk(placed, rules, mesh)
+                    weights = shard_weights(placed)
+                    step_uses_flash_kernel(placed)
+                    loss_chunk(placed)
                     if choices.arrays is not None:
-                        make_plan(state_arrays(choices.arrays, placed.optimizer), rules, mesh)
+                        arrays = state_arrays(choices.arrays, placed.optimizer)
+                        make_plan(arrays, placed.rules, placed.mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes do not divide or there is no kernel; the schedule is irrelevant
-                for variant in _variants(placed, mesh, choices.remats):
-                    yield _candidate(variant, mesh, rules, weights, attained)
-
-
-@cache
-def _load(names: tuple[str, ...]) -> Rules:
-    return Rules.load(names)
+                for variant in _variants(placed, choices.remats):
+                    yield _candidate(variant, weights, attained)
 
 
 def _candidate(
-    program: Program,
-    mesh: MeshShape,
-    rules: Rules,
-    weights: Sequence[ShardedWeight],
-    attained: float,
+    program: ResolvedProgram, weights: Sequence[ShardedWeight], attained: float
 ) -> Candidate:
-    held = memory(program, rules, mesh, weights)
+    held = memory(program, weights)
     if not held.fits:
-        return Candidate(program, mesh, held)
-    collectives = predict_collectives(program, rules, mesh, weights)
-    flash = step_uses_flash_kernel(program, rules, mesh)
-    bubble = bubble_of(program, mesh)
-    spent = step_time(program, mesh, held, collectives, bubble, attained, flash)
-    return Candidate(program, mesh, held, spent, mfu(program, spent.total))
+        return Candidate(program, held)
+    collectives = predict_collectives(program, weights)
+    flash = step_uses_flash_kernel(program)
+    spent = step_time(program, held, collectives, bubble_of(program), attained, flash)
+    return Candidate(program, held, spent, mfu(program, spent.total))
 
 
 def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:
@@ -190,32 +183,34 @@ def indivisible_size(model: Model, tensor: int) -> str:
     return next((f"{name} = {size}" for name, size in sizes.items() if size % tensor), "")
 
 
-def _rules(program: Program, mesh: MeshShape) -> Iterator[tuple[str, ...]]:
+def _rules(program: Program, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
     """Yield rule tables with variants for data and tensor; keep ulysses and the user's files."""
     context = "ulysses" if "ulysses" in program.rules else "context"
     own = [name for name in program.rules if name.endswith(".toml")]
-    for first in ("data", "zero1", "zero2") if mesh.axes["data"] > 1 else ("data",):
-        for last in (["sequence"], []) if mesh.axes["tensor"] > 1 else (["sequence"],):
+    for first in ("data", "zero1", "zero2") if sizes["data"] > 1 else ("data",):
+        for last in (["sequence"], []) if sizes["tensor"] > 1 else (["sequence"],):
             yield (first, "fsdp", "pipeline", "expert", context, "tensor", *last, *own)
 
 
-def _variants(program: Program, mesh: MeshShape, remats: tuple[Remat, ...]) -> Iterator[Program]:
+def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[ResolvedProgram]:
     """Yield variants in the number of microbatches and in remat."""
+    settings, mesh = program.settings, program.mesh
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
     for microbatches in divisors(
         program.batch.global_batch_size // copies, program.batch.global_batch_size
     ):
-        if microbatches % stages or (microbatches == 1 and "zero2" in program.rules):
+        if microbatches % stages or (microbatches == 1 and "zero2" in settings.rules):
             continue
         rows = program.batch.global_batch_size // microbatches
         if program.loss.kind == "dpo" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
-            yield replace(
-                program,
+            varied = replace(
+                settings,
                 model=replace(program.model, remat=remat),
                 batch=replace(program.batch, microbatches=microbatches),
             )
+            yield program.with_settings(varied)
 
 
 def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:

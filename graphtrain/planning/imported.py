@@ -23,13 +23,15 @@ class TorchSearch:
     @classmethod
     def of(cls, program: Program) -> TorchSearch:
         """Create the module, to find its arrays and whether it supports pipeline parallelism."""
-        from graphtrain.torch_frontend.model import open_model
+        from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
         assert isinstance(program.model, TorchModel)
-        opened = open_model(program.model)
+        opened = TorchLanguageModel(program.model).opened()
+        from graphtrain.torch_frontend.pipeline_parts import parts_of
+
         not_tried = {"context": "not tried for PyTorch models; see docs/torch.md, Attention"}
         try:
-            assert opened.parts
+            parts_of(opened)
         except ShardingError as error:
             not_tried["stage"] = f"not tried: {error}"
         return cls(program, opened.specs(), not_tried)
@@ -43,4 +45,5 @@ class TorchSearch:
         """Return a candidate with the native model replaced by the PyTorch model."""
         found = candidate.program
         model = replace(self.program.model, remat=found.model.remat)
-        return replace(candidate, program=replace(found, model=model))
+        program = found.with_settings(replace(found.settings, model=model))
+        return replace(candidate, program=program)

@@ -9,8 +9,7 @@ from typing import Any
 
 from graphtrain.cache.programs import timestamp
 from graphtrain.compile.request_keys import request_keys
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import step_time
@@ -19,12 +18,11 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, LedgerEntry
 from lowering.hlo.collectives import Collective
-from sharding_rules.rules import Rules
 
 
 def record_run(
     store: Path,
-    program: Program,
+    program: ResolvedProgram,
     record: Mapping[str, Any],
     journal: Sequence[Mapping[str, Any]],
     peak_bytes: float | None,
@@ -44,7 +42,7 @@ def record_run(
     path = ledger.ledger_path(store)
     spent = [one["step_seconds"] for one in journal if "step_seconds" in one][1:]
     entry = LedgerEntry(
-        target=program.target,
+        target=program.settings.target,
         request=request_keys(program)["train"].digest,
         when=timestamp(),
         steps=len(spent),
@@ -59,16 +57,17 @@ def record_run(
     ledger.append(path, entry)
 
 
-def _predicted(path: Path, program: Program, record: Mapping[str, Any]) -> Costs:
+def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) -> Costs:
     """Return the costs that a plan predicts for the same compiled program."""
-    mesh, size = mesh_shape(program), record["stablehlo_bytes"]
+    size = record["stablehlo_bytes"]
     collectives = [Collective.from_record(one) for one in record["collectives"]]
     filled = with_padding_layers(program)
-    rules = Rules.load(program.rules)
-    held, flash = memory(filled, rules, mesh), step_uses_flash_kernel(filled, rules, mesh)
-    time = step_time(filled, mesh, held, collectives, bubble_of(program, mesh), flash=flash)
+    held, flash = memory(filled), step_uses_flash_kernel(filled)
+    time = step_time(filled, held, collectives, bubble_of(program), flash=flash)
     return Costs(
-        compile_seconds=ledger.predict_compile_seconds(ledger.read(path), program.target, size),
+        compile_seconds=ledger.predict_compile_seconds(
+            ledger.read(path), program.settings.target, size
+        ),
         step_seconds=time.total,
         peak_bytes=record["memory"]["peak"],
     )

@@ -13,11 +13,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import PlanError
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.text import answer_as_json, fit_summary
-from lowering.machine.target import Target
 from sharding_rules.pipeline import bubble_fraction, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -36,12 +35,12 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
         PlanError: vl-convert is not installed.
     """
     program, assessment = answer.program, answer.assessment
-    on_cpu = Target.parse(program.target).platform == "cpu"
+    on_cpu = program.target.platform == "cpu"
     data = answer_as_json(answer) | {
-        "rules": list(program.rules),
+        "rules": list(program.settings.rules),
         "verdict": fit_summary(assessment),
         "capacity_source": "this machine" if on_cpu else "datasheet",
-        "pipeline": _pipeline(program, assessment.plan.mesh.size(("stage",))),
+        "pipeline": _pipeline(program),
         "search": list(searched),
     }
     return Template(_read("plan.html")).substitute(
@@ -53,8 +52,9 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
     )
 
 
-def _pipeline(program: Program, stages: int) -> dict[str, Any] | None:
+def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
     """Return the schedule of a pipeline; None without a pipeline, or if it is too long to draw."""
+    stages = program.mesh.size(("stage",))
     rounds, microbatches = program.pipeline.virtual_stages, program.batch.microbatches
     if stages == 1 or 2 * stages * rounds * microbatches > _MAX_RECTANGLES:
         return None

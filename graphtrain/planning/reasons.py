@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
@@ -46,12 +46,12 @@ class Reason:
 class Reasons:
     """Lookup of the rules of a program that require a collective."""
 
-    def __init__(self, program: Program, parameters: ParameterIndex) -> None:
+    def __init__(self, program: ResolvedProgram, parameters: ParameterIndex) -> None:
         self.program = program
         self.parameters = parameters
         self.rules = parameters.rules
         self.mesh = parameters.plan.mesh
-        self._strategies = {name: Rules.load((name,)) for name in program.rules}
+        self._strategies = {name: Rules.load((name,)) for name in program.settings.rules}
 
     def find(self, collective: Collective, moved: MovedArrays, mesh_axis: str) -> Reason | None:
         """Return why the collective crosses one of its mesh axes; None if no rule requires it."""

@@ -10,22 +10,19 @@ from dataclasses import dataclass, replace
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.render import toml
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.assess import assess_all, estimate
-from lowering.machine.target import Target
 from sharding_rules.errors import UserError
 from sharding_rules.plan import make_plan
-from sharding_rules.rules import Rules
 
 # A change of settings, as arguments of --set: ("program.model.remat=full",).
 Change = tuple[str, ...]
 # Returns the program with changed settings; raises ConfigError if they are invalid.
-WithOverrides = Callable[[Sequence[str]], Program]
+WithOverrides = Callable[[Sequence[str]], ResolvedProgram]
 
 _MAX_REMEDIES = 3  # number of remedies to return
 _COMPILATIONS = 6  # maximum number of candidates to compile
@@ -57,7 +54,7 @@ class Remedy:
 
 def find_remedies(
     failed: Assessment,
-    program: Program,
+    program: ResolvedProgram,
     vary: WithOverrides,
     cache: Cache,
     *,
@@ -84,7 +81,9 @@ def find_remedies(
     return found
 
 
-def _fitting_candidates(failed: Assessment, program: Program, vary: WithOverrides) -> list[Remedy]:
+def _fitting_candidates(
+    failed: Assessment, program: ResolvedProgram, vary: WithOverrides
+) -> list[Remedy]:
     """Return fitting changes by estimate: single ones, then combinations until enough are found."""
     error = max(1.0, failed.memory.peak / _estimate(program).memory.peak)
     families = [list(family) for family in _families(program)]
@@ -105,17 +104,15 @@ def _fitting_candidates(failed: Assessment, program: Program, vary: WithOverride
     return sorted(remedies, key=lambda one: (one.devices > now, one.device_seconds))
 
 
-def _estimate(program: Program) -> Assessment:
+def _estimate(program: ResolvedProgram) -> Assessment:
     """Estimate a program without tracing, in less than a millisecond."""
-    rules, mesh = Rules.load(program.rules), mesh_shape(program)
     filled = with_padding_layers(program)
-    arrays = state_arrays(trained_arrays(filled), program.optimizer)
-    frozen = frozen_arrays(filled, rules, mesh)
-    arrays |= {f"frozen/{path}": spec for path, spec in frozen.items()}
-    return estimate(program, make_plan(arrays, rules, mesh))
+    arrays = state_arrays(trained_arrays(filled.settings), program.optimizer)
+    arrays |= {f"frozen/{path}": spec for path, spec in frozen_arrays(filled).items()}
+    return estimate(program, make_plan(arrays, program.rules, program.mesh))
 
 
-def _families(program: Program) -> Iterator[Iterator[Change]]:
+def _families(program: ResolvedProgram) -> Iterator[Iterator[Change]]:
     """Yield families of changes; at most one change of each family is applied."""
     yield _remat(program)
     yield _microbatches(program)
@@ -124,38 +121,37 @@ def _families(program: Program) -> Iterator[Iterator[Change]]:
     yield _devices(program)
 
 
-def _remat(program: Program) -> Iterator[Change]:
-    now, imported = program.model.remat, is_imported(program.model)
+def _remat(program: ResolvedProgram) -> Iterator[Change]:
+    now = program.model.remat
     known = _REMAT.index(now) if now in _REMAT else 0
     for remat in _REMAT[known + 1 :]:
         yield (f"program.model.remat={remat}",)
-    if not imported and now != "offload" and Target.parse(program.target).platform != "cpu":
+    if now != "offload" and program.target.platform != "cpu":
         yield ("program.model.remat=offload",)
 
 
-def _microbatches(program: Program) -> Iterator[Change]:
-    mesh, batch = mesh_shape(program), program.batch
-    shards = mesh.size(("data", "fsdp"))
+def _microbatches(program: ResolvedProgram) -> Iterator[Change]:
+    batch, shards = program.batch, program.mesh.size(("data", "fsdp"))
     count = 2 * batch.microbatches
     while count <= batch.global_batch_size // shards:
         yield (f"program.batch.microbatches={count}",)
         count *= 2
 
 
-def _optimizer(program: Program) -> Iterator[Change]:
+def _optimizer(program: ResolvedProgram) -> Iterator[Change]:
     if program.optimizer.moment_dtype == "float32":
         yield ("program.optimizer.moment_dtype=bfloat16",)
-    if not program.optimizer.offload_to_host and Target.parse(program.target).platform != "cpu":
+    if not program.optimizer.offload_to_host and program.target.platform != "cpu":
         yield ("program.optimizer.offload_to_host=true",)
 
 
-def _mesh(program: Program) -> Iterator[Change]:
+def _mesh(program: ResolvedProgram) -> Iterator[Change]:
     """Yield changes that shard weights, or their gradients and moments, further."""
-    mesh = mesh_shape(program).axes
+    mesh, rules = program.mesh.axes, program.settings.rules
     if mesh["data"] > 1:
         for name in ("zero1", "zero2"):
-            if name not in program.rules:
-                yield (f"program.rules={toml([*program.rules, name])}",)
+            if name not in rules:
+                yield (f"program.rules={toml([*rules, name])}",)
         yield (_mesh_change(mesh, data=1, fsdp="rest"),)
     tensor = 2 * mesh["tensor"]
     while tensor <= min(8, math.prod(mesh.values())):
@@ -169,9 +165,9 @@ def _mesh_change(mesh: object, **sizes: object) -> str:
     return f"program.mesh={toml(changed)}"
 
 
-def _devices(program: Program) -> Iterator[Change]:
+def _devices(program: ResolvedProgram) -> Iterator[Change]:
     """Yield changes to two and four times the devices, added to the fsdp axis."""
-    target, mesh = Target.parse(program.target), mesh_shape(program).axes
+    target, mesh = program.target, program.mesh.axes
     sizes = list(target.topology)
     for _ in range(2):
         smallest = sizes.index(min(sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import StepTime
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.time import OVERLAPPED_AXES, crosses_hosts
@@ -23,7 +23,6 @@ from graphtrain.planning.candidates import (
     divisors,
     indivisible_size,
 )
-from lowering.machine.target import Target
 
 FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule", "remat")
 
@@ -58,7 +57,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
             "experts; use graphtrain plan with a mesh and rules of your choice"
         )
     choices = SearchOptions()
-    if is_imported(asked.model):
+    if program is not asked:  # a native model of the same sizes stands in for a PyTorch model
         from graphtrain.planning.imported import TorchSearch
 
         imported = TorchSearch.of(asked)
@@ -105,7 +104,8 @@ def _why_lost(
     for (family, choice), best in best_of.items():
         if winner is None or winner.choice(family) != choice:
             reasons[f"{family} {choice}"] = _reason(winner, best)
-    for tensor in divisors(Target.parse(program.target).devices, MAX_TENSOR):
+    devices = next(iter(best_of.values())).mesh.devices  # the same for every candidate
+    for tensor in divisors(devices, MAX_TENSOR):
         if size := indivisible_size(program.model, tensor):
             reasons[f"tensor {tensor}"] = f"does not divide {size}"
     if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
@@ -145,11 +145,12 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
         f"{limit} {work:.2f} s": work - max(other.compute, other.memory),
         f"pipeline bubble {time.bubble:.2f} s": time.bubble - other.bubble,
     }
-    target = Target.parse(best.program.target)
     for axes, seconds in time.communication.items():
         names = tuple(axes.split("+"))
         if not set(names) <= OVERLAPPED_AXES:
-            crosses = " across hosts" if crosses_hosts(names, best.mesh, target) else ""
+            crosses = (
+                " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
+            )
             said = f"communication over {axes}{crosses} {seconds:.2f} s"
             excess[said] = seconds - other.communication.get(axes, 0.0)
     hidden = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.remedies import WithOverrides
@@ -33,7 +33,7 @@ def compare_targets(
     observe: Observer = lambda label, stage: None,
 ) -> list[TargetRow]:
     """Assess a program on every target, compiling in parallel; errors are stored in the rows."""
-    programs: dict[str, Program] = {}
+    programs: dict[str, ResolvedProgram] = {}
     errors: dict[str, str] = {}
     for target in targets:
         try:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.planning.blame import unexplained
 from graphtrain.planning.tables import plan_as_json, plan_table
 from graphtrain.planning.traffic import sum_by_axes
-from lowering.machine.target import Target
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from graphtrain.planning.diff import PlanChange
     from graphtrain.planning.remedies import Remedy
     from graphtrain.planning.targets import TargetRow
+    from lowering.machine.target import Target
     from sharding_rules.plan import Plan
 
 # Parts of device memory that the compiler reports. Of the others it reports only the sum.
@@ -67,7 +67,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
     plan, fits = assessment.plan, assessment.memory.fits
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
     for block in (
-        f"{program.target}: mesh {plan.mesh}, rules {', '.join(program.rules)}",
+        f"{program.settings.target}: mesh {plan.mesh}, rules {', '.join(program.settings.rules)}",
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         *_chunk_line(assessment),
@@ -80,7 +80,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print()
     for line in _error_bars(answer):
         console.print(line, soft_wrap=True)
-    if not Target.parse(program.target).specification:
+    if not program.target.specification:
         console.print(_NO_SPEEDS, soft_wrap=True)
     if assessment.note:
         console.print(f"note: {assessment.note}", soft_wrap=True)
@@ -238,7 +238,7 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
     return about
 
 
-def memory_table(memory: "Memory", target: str) -> "Table":
+def memory_table(memory: "Memory", target: "Target") -> "Table":
     """Return the table of one device's memory by kind, with the source of each number."""
     table = _table("memory per device", ">MB", ">of device", "source")
     for part, source in memory_sources(memory).items():
@@ -246,7 +246,7 @@ def memory_table(memory: "Memory", target: str) -> "Table":
         if part == "frozen" and not size:
             continue  # there are no frozen weights
         table.add_row(part, _megabytes(size), f"{size / memory.capacity:.1%}", source)
-    source = "this machine" if Target.parse(target).platform == "cpu" else "datasheet"
+    source = "this machine" if target.platform == "cpu" else "datasheet"
     table.add_row("device", _megabytes(memory.capacity), "", source)
     return table
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graphtrain.errors import TrainingError
-from graphtrain.run.metrics import write_errors
+from graphtrain.files import write_errors
 
 
 @contextmanager

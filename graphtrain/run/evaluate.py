@@ -11,7 +11,8 @@ import numpy as np
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
-from graphtrain.config.schema import Config, Data, Program
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
@@ -103,7 +104,7 @@ def validation_batches(
 
 
 def checkpoint_loss(
-    config: Config, cache: Cache, *, compile_hint: str, step: int | None
+    program: ResolvedProgram, run: Run, cache: Cache, *, compile_hint: str, step: int | None
 ) -> dict[str, float]:
     """Return the validation loss and perplexity of a checkpoint, the last one if `step` is None.
 
@@ -117,19 +118,19 @@ def checkpoint_loss(
         TrainingError: there is no such checkpoint.
         DataError: there is no validation set.
     """
-    run, program = config.run, config.program
     if run.data.validation is None:  # checked before anything is loaded
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    beginning = None if step and not steps else InitialWeights.open(config, resuming=bool(steps))
+    beginning = None
+    if steps or not step:
+        beginning = InitialWeights.open(program, run, resuming=bool(steps))
     if (beginning is None or steps) and (not steps or (step is not None and step not in steps)):
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
     step = steps[-1] if steps and step is None else step or 0
     evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
-    target = Target.parse(program.target)
-    with lowering.backend(target).forbid_tracing():
+    with lowering.backend(program.target).forbid_tracing():
         described = evaluate.inputs("parameters")
         if steps:
             parameters = restore_parameters(directory, step, described, layer_order_of(program))
@@ -137,10 +138,10 @@ def checkpoint_loss(
             assert beginning is not None
             parameters = beginning.parameters(described)
         weights = (parameters,)
-        if beginning is not None and has_frozen_weights(program):
+        if beginning is not None and has_frozen_weights(program.settings):
             weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
-        batches = validation_batches(run.data, program, program.model.vocab, None)
-        loss = validation_loss(evaluate, weights, batches, target)
+        batches = validation_batches(run.data, program.settings, program.model.vocab, None)
+        loss = validation_loss(evaluate, weights, batches, program.target)
     return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
 
 

@@ -15,13 +15,11 @@ from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
-from graphtrain.config.resolve import mesh_shape
-from graphtrain.config.schema import Batch, Config, Loss, Optimizer, PipelineSettings, Program
+from graphtrain.config.resolve import ResolvedProgram, resolve
+from graphtrain.config.schema import Batch, Loss, Optimizer, PipelineSettings, Run
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.run.programs import LoadedPrograms
-from lowering.machine.target import Target
 from lowering.trees import Tree, flatten, unflatten
-from sharding_rules.rules import Rules
 
 _NAMES = ("prefill", "decode")
 # Rules that split the sequence axis, which has length 1 in decode.
@@ -69,7 +67,7 @@ def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Gener
     return int(random.choice(best, p=shares))
 
 
-def generation_program(program: Program) -> Program:
+def generation_program(program: ResolvedProgram) -> ResolvedProgram:
     """Return the program that generates with the weights of `program`, on the same mesh.
 
     LoRA adapters are merged into the weights. Every data-parallel replica computes the same
@@ -78,35 +76,44 @@ def generation_program(program: Program) -> Program:
     Raises:
         GraphtrainError: the mesh has pipeline stages or context parallelism.
     """
-    shape = mesh_shape(program)
     for axis in ("stage", "context"):
-        if shape.axes.get(axis, 1) > 1:
+        if (size := program.mesh.axes.get(axis, 1)) > 1:
             raise GraphtrainError(
                 f"`graphtrain generate` does not support pipeline or context parallelism "
-                f"(program.mesh.{axis} = {shape.axes[axis]}); use --set program.mesh.{axis}=1 and "
+                f"(program.mesh.{axis} = {size}); use --set program.mesh.{axis}=1 and "
                 "a --target with correspondingly fewer devices, for example --target cpu:1"
             )
-    rules = tuple(name for name in program.rules if name not in _SEQUENCE_RULES)
-    copies = shape.size(Rules.load(rules).activations.get("batch", ()))
-    return replace(
-        program,
-        rules=rules,
-        batch=Batch(global_batch_size=copies, seq_len=program.batch.seq_len),
-        optimizer=Optimizer(),
-        loss=Loss(),
-        pipeline=PipelineSettings(),
-        adapter=None,
+    resolved = resolve(
+        replace(
+            program.settings,
+            rules=tuple(name for name in program.settings.rules if name not in _SEQUENCE_RULES),
+            optimizer=Optimizer(),
+            loss=Loss(),
+            pipeline=PipelineSettings(),
+            adapter=None,
+        )
     )
+    copies = resolved.mesh.size(resolved.rules.activations.get("batch", ()))
+    batch = Batch(global_batch_size=copies, seq_len=program.batch.seq_len)
+    return resolved.with_settings(replace(resolved.settings, batch=batch))
 
 
 class Generator:
     """Model on its devices that generates tokens."""
 
-    def __init__(self, config: Config, cache: Cache, observe: Observer, step: int | None) -> None:
+    def __init__(
+        self,
+        program: ResolvedProgram,
+        run: Run,
+        cache: Cache,
+        observe: Observer,
+        step: int | None,
+    ) -> None:
         """Compile the two graphs if they are not in the cache, and load them and the weights.
 
         Args:
-            config: Settings of the run whose weights are used.
+            program: the program that was trained.
+            run: the run whose weights are used.
             cache: Cache of compiled programs.
             observe: Called with the progress of the compilation.
             step: Step of the checkpoint; None for the last, or for run.init_from if there is none.
@@ -114,18 +121,18 @@ class Generator:
         Raises:
             GraphtrainError: a graph cannot be compiled, or there are no weights.
         """
-        self._program = generation_program(config.program)
-        step = _checkpoint_step(config, step)
+        self._program = generation_program(program)
+        step = _checkpoint_step(run, step)
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
             if outcome.status not in ("compiled", "cached"):
                 raise GraphtrainError(f"{outcome.label} {outcome.status}: {outcome.error}")
-        self._backend = lowering.backend(Target.parse(self._program.target))
+        self._backend = lowering.backend(self._program.target)
         self._graphs = LoadedPrograms(self._program, cache, _NAMES, "graphtrain generate")
         with self._backend.forbid_tracing():
             described = self._graphs["prefill"].inputs("parameters")
-            self._parameters = _weights(config, self._program, described, step)
+            self._parameters = _weights(program, run, self._program, described, step)
 
     def tokens(
         self,
@@ -184,22 +191,22 @@ class Generator:
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
-def _checkpoint_step(config: Config, step: int | None) -> int | None:
+def _checkpoint_step(run: Run, step: int | None) -> int | None:
     """Return the step of the checkpoint to read, the last by default; None for run.init_from.
 
     Raises:
         TrainingError: there is neither, or the run would start from an adapter.
     """
-    directory = Path(config.run.directory) / "checkpoints"
+    directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
     if steps and step is None:
         return steps[-1]
     if step in steps:
         return step
-    if step is not None or config.run.init_from is None:
+    if step is not None or run.init_from is None:
         there = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
-    if config.run.init_adapter_from is not None:
+    if run.init_adapter_from is not None:
         raise TrainingError(
             f"no checkpoint in {directory}, and generate does not read run.init_adapter_from; "
             "remove "
@@ -208,19 +215,27 @@ def _checkpoint_step(config: Config, step: int | None) -> int | None:
     return None
 
 
-def _weights(config: Config, program: Program, described: Tree, step: int | None) -> Any:
+def _weights(
+    trained: ResolvedProgram,
+    run: Run,
+    program: ResolvedProgram,
+    described: Tree,
+    step: int | None,
+) -> Any:
     """Return the weights of a checkpoint; if `step` is None, those of run.init_from."""
-    fill = lowering.backend(Target.parse(program.target)).from_shards
-    directory = Path(config.run.directory)
-    if step is not None and config.program.adapter is None:
+    fill = lowering.backend(program.target).from_shards
+    directory, adapter = Path(run.directory), trained.adapter
+    if step is not None and adapter is None:
         arrangement = layer_order_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
-    from graphtrain.weights.sources import open_weights
+    from graphtrain.weights.open import open_weights
     from graphtrain.weights.start import load_initial_parameters, open_initial_weights
     from graphtrain.weights.torch_modules import HuggingFaceWeights
 
-    adapter = config.program.adapter
-    weights = open_initial_weights(config) if step is None else open_weights(directory, step)
+    if step is None:
+        weights = open_initial_weights(trained.model, run)
+    else:
+        weights = open_weights(directory, step)
     if step is None and adapter is not None:
         from graphtrain.weights.merged import QuantizedBase
 

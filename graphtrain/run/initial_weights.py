@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lowering
-from graphtrain.config.schema import Config, Program
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Run
+from graphtrain.files import write_errors
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.metrics import write_errors
-from lowering.machine.target import Target
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 class InitialWeights:
     """Initial weights, opened and checked before anything is loaded onto a device."""
 
-    program: Program
+    program: ResolvedProgram
     weights: WeightSource | HuggingFaceWeights
     adapter: PeftAdapter | None  # initial LoRA adapter, from run.init_adapter_from
 
     @classmethod
-    def open(cls, config: Config, *, resuming: bool) -> InitialWeights | None:
+    def open(cls, program: ResolvedProgram, run: Run, *, resuming: bool) -> InitialWeights | None:
         """Open run.init_from and run.init_adapter_from.
 
         Args:
-            config: Settings.
-            resuming: Whether the run resumes from a checkpoint.
+            program: the program.
+            run: settings of the run.
+            resuming: whether the run resumes from a checkpoint.
 
         Returns:
             The initial weights; None if the run starts from random weights, or if it resumes and
@@ -43,23 +44,24 @@ class InitialWeights:
             WeightsError: the weights are incomplete or of another model, or, when resuming, not
                 those that the run started from.
         """
-        keeps = has_frozen_weights(config.program)
-        if config.run.init_from is None or (resuming and not keeps):
+        keeps = has_frozen_weights(program.settings)
+        if run.init_from is None or (resuming and not keeps):
             return None
         from graphtrain.weights.start import open_initial_weights
 
-        weights = open_initial_weights(config)
+        weights = open_initial_weights(program.model, run)
         assert weights is not None
         if not keeps:
-            return cls(config.program, weights, None)
+            return cls(program, weights, None)
         from graphtrain.weights.base import verify_adapter_settings, verify_base
         from graphtrain.weights.frozen import open_adapter
 
         weights = _as_source(weights)
         if resuming:
-            verify_adapter_settings(config, Path(config.run.directory))
-            verify_base(weights, Path(config.run.directory))
-        return cls(config.program, weights, None if resuming else open_adapter(config, weights))
+            verify_adapter_settings(program.adapter, Path(run.directory))
+            verify_base(weights, Path(run.directory))
+        adapter = None if resuming else open_adapter(program.settings, run, weights)
+        return cls(program, weights, adapter)
 
     def save_run_files(self, directory: Path) -> None:
         """Write the files into a new run directory that exporting and resuming it need.
@@ -72,7 +74,7 @@ class InitialWeights:
 
         with write_errors(directory):
             copy_hf_files_to_run(self.weights, directory)
-        if has_frozen_weights(self.program):
+        if has_frozen_weights(self.program.settings):
             record_base(_as_source(self.weights), directory)
 
     def parameters(self, array_specs: Tree, init_parameters: Tree | None = None) -> Tree:
@@ -106,7 +108,7 @@ class InitialWeights:
 
     @property
     def _fill(self):
-        return lowering.backend(Target.parse(self.program.target)).from_shards
+        return lowering.backend(self.program.target).from_shards
 
 
 def _as_source(weights: WeightSource | HuggingFaceWeights) -> WeightSource:

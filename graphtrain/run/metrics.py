@@ -1,13 +1,12 @@
 """Metrics of a run: one record per step, as JSON lines and TensorBoard events."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graphtrain.errors import TrainingError
+from graphtrain.files import atomic_write, write_errors
 from graphtrain.importing import import_without
 
 Record = Mapping[str, float | int | None]
@@ -66,22 +65,6 @@ class Journal:
             self._tensorboard_writer.close()
 
 
-@contextmanager
-def write_errors(directory: Path) -> Iterator[None]:
-    """Convert an OSError on writing to a run directory to a TrainingError with a remedy.
-
-    Raises:
-        TrainingError: the block raised an OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"{directory} cannot be written ({error.strerror or error}); free space there, or set "
-            "run.directory to another path"
-        ) from error
-
-
 def read_journal(directory: Path) -> list[dict[str, Any]]:
     """Return the records of a run in order, without a last line that was written only in part."""
     records = []
@@ -98,6 +81,5 @@ def _drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_journal(path.parent) if record["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(temporary, path)
+    with atomic_write(path) as file:
+        file.write("".join(json.dumps(record) + "\n" for record in kept).encode())

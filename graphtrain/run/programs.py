@@ -8,9 +8,8 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import MissingProgram
-from lowering.machine.target import Target
 
 
 class LoadedPrograms:
@@ -20,11 +19,13 @@ class LoadedPrograms:
     the run begins. Loading on use lets one graph compute while the next is loaded.
     """
 
-    def __init__(self, program: Program, cache: Cache, names: Sequence[str], remedy: str) -> None:
+    def __init__(
+        self, program: ResolvedProgram, cache: Cache, names: Sequence[str], remedy: str
+    ) -> None:
         """Look up the named graphs; nothing is traced.
 
         Args:
-            program: Settings that determine the compiled code.
+            program: the program.
             cache: Cache to look in.
             names: Names of graphs, for example "train".
             remedy: Command that compiles the graphs, for the error message.
@@ -40,7 +41,7 @@ class LoadedPrograms:
         self.keys = {name: keys[name] for name in names}
         self._artifacts = found
         self._loaded: dict[str, Any] = {}
-        self._target = Target.parse(program.target)
+        self._target = program.target
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each executable that is not loaded yet, by graph name."""

@@ -18,16 +18,18 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, saved_steps
 from graphtrain.config import render
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
+from graphtrain.files import atomic_write, write_errors
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import check_same_checkpoints, check_same_executables, on_all_ranks
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
-from graphtrain.run.metrics import Journal, Record, read_journal, write_errors
+from graphtrain.run.metrics import Journal, Record, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import host
@@ -51,14 +53,17 @@ class RunSummary:
     stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
 
 
-def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report) -> RunSummary:
+def train(
+    program: ResolvedProgram, run: Run, cache: Cache, *, compile_hint: str, on_record: Report
+) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
     Args:
-        config: Settings of the program and of the run.
-        cache: Cache with the compiled programs.
-        compile_hint: Command that compiles missing programs, for error messages.
-        on_record: Called on rank 0 with every record that is written to the journal.
+        program: the program.
+        run: settings of the run.
+        cache: cache with the compiled programs.
+        compile_hint: command that compiles missing programs, for error messages.
+        on_record: called on rank 0 with every record that is written to the journal.
 
     Raises:
         MissingProgram: a graph is not in the cache.
@@ -66,7 +71,6 @@ def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report)
         DataError: a dataset cannot be used.
         WeightsError: the initial weights cannot be used.
     """
-    run, program = config.run, config.program
     directory = Path(run.directory)
     first = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     with ExitStack() as stack:
@@ -76,16 +80,16 @@ def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report)
         saved = saved_steps(directory / "checkpoints")
         check_same_checkpoints(run.directory, saved)
         start = saved[-1] if saved else 0
-        beginning = on_all_ranks(lambda: InitialWeights.open(config, resuming=bool(saved)))
+        beginning = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=bool(saved)))
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
-        ahead = _preallocate_memory(programs, Target.parse(program.target))
+        ahead = _preallocate_memory(programs, program.target)
         stack.callback(ahead.stop)
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
-        stack.enter_context(lowering.backend(Target.parse(program.target)).forbid_tracing())
+        stack.enter_context(lowering.backend(program.target).forbid_tracing())
         given = ahead.stop()
         began = host.reset_peak() - given
         checkpoints = Checkpoints(
@@ -96,32 +100,39 @@ def train(config: Config, cache: Cache, *, compile_hint: str, on_record: Report)
         if saved:
             restored = checkpoints.restore(start, programs["train"].inputs("state"))
             state = restored.state
-            loader = _open_data(run, program, stack)
+            loader = _open_data(run, program.settings, stack)
         else:
             # Open the data in a thread, since loading programs and computing init release the GIL.
             # Load programs in this thread: a backend's helper processes end with the thread that
             # started them.
             with ThreadPoolExecutor(1) as aside:
-                opened = aside.submit(_open_data, run, program, stack)
+                opened = aside.submit(_open_data, run, program.settings, stack)
                 state = _init_state(programs, run.seed)
             loader = opened.result()
             if beginning is not None:
                 state = _load_initial_weights(beginning, programs, state)
         step = programs["train"]
         frozen = ()
-        if beginning is not None and has_frozen_weights(program):
+        if beginning is not None and has_frozen_weights(program.settings):
             frozen = (beginning.frozen(step.inputs("frozen")),)
         if restored is not None:
             loader.restore(restored.data_position)
         if first:
-            stack.callback(_record_measurements, config, cache, programs, start, began)
+            stack.callback(_record_measurements, program, run, cache, programs, start, began)
         kept = None if saved else beginning
         opens = (
-            partial(_open_journal, config, kept, start, on_record, stack)
+            partial(
+                _open_journal,
+                Config(program=program.settings, run=run),
+                kept,
+                start,
+                on_record,
+                stack,
+            )
             if first
             else _discard_journal
         )
-        loop = TrainingLoop(config, programs, frozen, loader, checkpoints, opens, start)
+        loop = TrainingLoop(program, run, programs, frozen, loader, checkpoints, opens, start)
         gc.freeze()  # imported objects are not garbage; `graphtrain run` disabled collection so far
         gc.enable()
         return loop.run_steps(state, stop)
@@ -178,8 +189,8 @@ def _open_journal(
     Called only after the first step has been started, when the run can no longer be refused.
     """
     directory = Path(config.run.directory)
-    with write_errors(directory):
-        (directory / "config.toml").write_text(render(config))
+    with write_errors(directory), atomic_write(directory / "config.toml") as file:
+        file.write(render(config).encode())
     _copy_hf_files(config, beginning)
     journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
     stack.callback(journal.close)
@@ -230,7 +241,12 @@ def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
 
 
 def _record_measurements(
-    config: Config, cache: Cache, programs: LoadedPrograms, start: int, began: int
+    program: ResolvedProgram,
+    run: Run,
+    cache: Cache,
+    programs: LoadedPrograms,
+    start: int,
+    began: int,
 ) -> None:
     """Record the measured time and memory in the ledger, however the run ended.
 
@@ -238,15 +254,15 @@ def _record_measurements(
     """
     from graphtrain.planning.measured import record_run
 
-    steps = [one for one in read_journal(Path(config.run.directory)) if one["step"] > start]
-    if not steps or sizes_unknown(config.program):
+    steps = [one for one in read_journal(Path(run.directory)) if one["step"] > start]
+    if not steps or sizes_unknown(program.settings):
         return
-    target = Target.parse(config.program.target)
+    target = program.target
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
     each = (peak - began) / target.devices if target.runs_on_cpu else peak
     try:
-        record_run(cache.root, config.program, programs["train"].record, steps, each)
+        record_run(cache.root, program, programs["train"].record, steps, each)
     except (OSError, ShardingError) as error:
         warnings.warn(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",
@@ -258,7 +274,8 @@ def _record_measurements(
 class TrainingLoop:
     """Training loop without its state; reads the metrics of a step while the next one computes."""
 
-    config: Config
+    program: ResolvedProgram
+    run: Run
     programs: LoadedPrograms
     frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
     loader: Any
@@ -269,12 +286,10 @@ class TrainingLoop:
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
     _pending: tuple[int, Tree, float, float] | None = None
     _last_finished_at: float = field(default_factory=time.perf_counter)
-    _target: Target = field(init=False)
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
     def __post_init__(self) -> None:
-        program = self.config.program
-        self._target = Target.parse(program.target)
+        program = self.program.settings
         if sizes_unknown(program):
             self._flops = self.programs["train"].record.get("flops_per_token", {})
         else:
@@ -282,8 +297,8 @@ class TrainingLoop:
 
     def run_steps(self, state: Tree, stop: StopRequest) -> RunSummary:
         """Run the steps from the first to run.steps, with evaluations and checkpoints."""
-        run = self.config.run
-        put = lowering.backend(self._target).to_devices
+        run, target = self.run, self.program.target
+        put = lowering.backend(target).to_devices
         step, batches = self.programs["train"], self.programs["train"].inputs("batch")
         validation, done = None, self.start
         for index in range(self.start, run.steps):
@@ -294,7 +309,7 @@ class TrainingLoop:
             if index == self.start:
                 self._write = self.open_journal()  # while the step computes
             self._finish_pending_step()
-            if index == self.start + 1 and self._target.platform == "cpu":
+            if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
             self._pending = done, outputs["metrics"], rate, waited
             last = done == run.steps
@@ -303,7 +318,7 @@ class TrainingLoop:
             stopping = stop.should_stop(done)
             if last or done % run.save_every == 0 or stopping:
                 self._finish_pending_step()  # checks that the loss is finite before saving
-                storable = lowering.backend(self._target).checkpoint_arrays(state)
+                storable = lowering.backend(target).checkpoint_arrays(state)
                 self.checkpoints.save(done, storable, self.loader.state())
             if stopping:
                 break
@@ -314,7 +329,7 @@ class TrainingLoop:
     def _next_batch(self) -> tuple[Tree, float]:
         """Return the next batch, split into microbatches, and the seconds waited for it."""
         began = time.perf_counter()
-        batch, count = next(self.loader), self.config.program.batch.microbatches
+        batch, count = next(self.loader), self.program.batch.microbatches
         waited = time.perf_counter() - began
         return {
             name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()
@@ -336,7 +351,7 @@ class TrainingLoop:
         seconds, self._last_finished_at = now - self._last_finished_at, now
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(self._not_finite(done, loss, norm))
-        tokens_per_second = self.config.program.batch.tokens / seconds
+        tokens_per_second = self.program.batch.tokens / seconds
         self._write(
             {
                 "step": done,
@@ -349,13 +364,13 @@ class TrainingLoop:
                 "data_wait_seconds": round(waited, 6),
                 "tokens_per_second": round(tokens_per_second, 2),
                 **self._utilization(tokens_per_second),
-                "memory_bytes": lowering.backend(self._target).memory_in_use(),
+                "memory_bytes": lowering.backend(self.program.target).memory_in_use(),
             }
         )
 
     def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
         """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
-        peak, known = self._target.peak_flops(self.config.program.model.dtype), self._flops
+        peak, known = self.program.target.peak_flops(self.program.model.dtype), self._flops
         return {
             name: round(known[name] * tokens_per_second / peak, 6) if peak and known else None
             for name in ("mfu", "mfu_causal")
@@ -363,24 +378,24 @@ class TrainingLoop:
 
     def _not_finite(self, done: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # until the last checkpoint is complete
-        saved = saved_steps(Path(self.config.run.directory) / "checkpoints")
+        saved = saved_steps(Path(self.run.directory) / "checkpoints")
         return (
             f"step {done}: loss {loss}, gradient norm {norm}; the batch contains "
             f"{self.loader.describe(done - 1)}; last good checkpoint: "
-            + (f"{self.config.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
+            + (f"{self.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
         )
 
     def _validate(self, done: int, state: Tree) -> float | None:
-        run, program = self.config.run, self.config.program
+        run = self.run
         if run.data.validation is None:
             return None
         from graphtrain.run.evaluate import validation_loss
 
         self._finish_pending_step()
-        batches = _validation(run, program)
+        batches = _validation(run, self.program.settings)
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen
-        loss = validation_loss(evaluate, weights, batches, self._target)
+        loss = validation_loss(evaluate, weights, batches, self.program.target)
         self._write({"step": done, "validation_loss": loss})
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

@@ -35,9 +35,13 @@ from graphtrain.torch_frontend.attention import (
     dense_attention,
     feature_needing_native_attention,
 )
-from graphtrain.torch_frontend.causes import current_user_line, innermost_user_line, user_code_error
 from graphtrain.torch_frontend.functions import apply_function
 from graphtrain.torch_frontend.joint import buffer_changed_error
+from graphtrain.torch_frontend.silent_failures import (
+    current_user_line,
+    innermost_user_line,
+    user_code_error,
+)
 from lowering.tracing.constrain import constrain, in_shard_map
 
 # Operations of several tensors, some of which may be scalars (0-dimensional).

@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.causes import (
+from graphtrain.torch_frontend.meta_module import MetaModule
+from graphtrain.torch_frontend.silent_failures import (
     InPlaceWriteRecorder,
     innermost_user_line,
     user_code_error,
 )
-from graphtrain.torch_frontend.making import MetaModule
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 # Not decomposed: JAX computes these better than their decompositions.

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,13 +23,13 @@ from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
-from graphtrain.torch_frontend.balance import LoadBalancing
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
-from graphtrain.torch_frontend.causes import user_code_error
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
-from graphtrain.torch_frontend.making import InitOperation, MetaModule, build_on_meta
-from graphtrain.torch_frontend.scanning import BlocksDiffer, Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.load_balancing import LoadBalancing
+from graphtrain.torch_frontend.meta_module import InitOperation, MetaModule, build_on_meta
+from graphtrain.torch_frontend.scan_blocks import BlocksDiffer, Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.silent_failures import user_code_error
 from graphtrain.torch_frontend.source import add_working_directory, find_module_file, split_name
 from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
 from lowering.tracing.constrain import constrain, in_shard_map
@@ -41,7 +40,6 @@ from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
-    from graphtrain.torch_frontend.staged import PipelineParts
 
 _TOKENS = (2, 4)  # (batch, seq) of the trace that checks which blocks are identical
 
@@ -181,7 +179,7 @@ def _check_parameters(made: MetaModule) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
 class OpenedModel:
     """An imported module without weights, and the layout of its parameters as arrays."""
 
@@ -238,17 +236,6 @@ class OpenedModel:
             specs[path] = ArraySpec(shape, axes, "float32", "parameter")
         return specs
 
-    @cached_property
-    def parts(self) -> PipelineParts:
-        """Paths of the parameters before, inside and after the blocks.
-
-        Raises:
-            ShardingError: the model cannot be split into pipeline stages; the message says why.
-        """
-        from graphtrain.torch_frontend.staged import find_parts
-
-        return find_parts(self)
-
     def check(self) -> None:
         """Trace the module once, to check that it can be traced and that stacked blocks agree.
 
@@ -271,7 +258,7 @@ class OpenedModel:
             key,
         )
 
-    def initialise(self, key: jax.Array) -> Tree:
+    def initialize(self, key: jax.Array) -> Tree:
         """Return new parameters, initialised as the module's constructor initialises its own.
 
         Raises:
@@ -312,7 +299,7 @@ class OpenedModel:
         """Return float32 logits, and the terms that the layers add to the loss, by name.
 
         Args:
-            parameters: as from initialise.
+            parameters: as from initialize.
             tokens: token ids, (batch, seq).
             dropout_key: None disables dropout.
         """

@@ -25,10 +25,10 @@ from graphtrain.cache.writing import replace_file, write_errors
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.bridge import to_numpy
-from graphtrain.torch_frontend.causes import likely_causes, user_code_error
 from graphtrain.torch_frontend.joint import autocast_on_cpu
 from graphtrain.torch_frontend.model import OpenedModel, extract_logits, factory, open_uncached
 from graphtrain.torch_frontend.shrink import shrink_model
+from graphtrain.torch_frontend.silent_failures import likely_causes, user_code_error
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.transformers_model import use_transformers_implementations
 from lowering.trees import unflatten

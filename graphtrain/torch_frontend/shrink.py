@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.making import build_on_meta, parameter_count
+from graphtrain.torch_frontend.meta_module import build_on_meta, parameter_count
 from graphtrain.torch_frontend.model import factory
 
 if TYPE_CHECKING:

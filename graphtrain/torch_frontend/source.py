@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
-    *("attention.py", "axes.py", "balance.py", "blocks.py", "bridge.py", "causes.py"),
-    *("continuing.py", "experts.py", "functions.py", "interface.py", "joint.py", "making.py"),
-    *("model.py", "names.toml", "scanning.py", "sizes.py", "source.py", "staged.py", "strict.py"),
-    "transformers_model.py",
+    *("attention.py", "axes.py", "blocks.py", "bridge.py", "decode.py", "experts.py"),
+    *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),
+    *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "scan_blocks.py"),
+    *("silent_failures.py", "source.py", "strict.py", "transformers_model.py"),
 )
 
 

@@ -22,7 +22,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     from transformers.utils import logging
 
-    from graphtrain.torch_frontend import interface
+    from graphtrain.torch_frontend import hf_attention
 
     logging.set_verbosity_error()
     settings = {name: value for name, value in config.items() if name != "model_type"}
@@ -48,9 +48,9 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
-    if interface.uses_attention_interface(AutoModelForCausalLM._model_mapping[type(made)], made):
-        interface.register()
-        options["attn_implementation"] = interface.IMPLEMENTATION
+    if hf_attention.uses_attention_interface(AutoModelForCausalLM._model_mapping[type(made)], made):
+        hf_attention.register()
+        options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(kind):
         return AutoModelForCausalLM.from_config(made, **options)
 

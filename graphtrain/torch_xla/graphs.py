@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import ExtractionError
+from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
 
@@ -48,7 +49,7 @@ class ExtractedGraph:
     hash: str
     file: Path
     meshes: tuple[MeshShape, ...]
-    target: str
+    target: Target
 
 
 def read_extraction(directory: Path) -> Extraction:

@@ -6,17 +6,16 @@ the folder of the base weights and a digest of each file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from graphtrain.config import load_config
-from graphtrain.config.schema import Config
+from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
-from graphtrain.run.metrics import write_errors
-from graphtrain.weights.sources import WeightSource, open_weights
+from graphtrain.files import atomic_write, content_digest, write_errors
+from graphtrain.weights.sources import WeightSource
 
 _NAME = "base.json"
 
@@ -28,9 +27,8 @@ def record_base(weights: WeightSource, directory: Path) -> None:
         TrainingError: the run directory is not writable.
     """
     about = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
-    with write_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _NAME).write_text(json.dumps(about, indent=2) + "\n")
+    with write_errors(directory), atomic_write(directory / _NAME) as file:
+        file.write((json.dumps(about, indent=2) + "\n").encode())
 
 
 def verify_base(weights: WeightSource, directory: Path) -> None:
@@ -51,7 +49,7 @@ def verify_base(weights: WeightSource, directory: Path) -> None:
             )
 
 
-def verify_adapter_settings(config: Config, directory: Path) -> None:
+def verify_adapter_settings(adapter: Adapter | None, directory: Path) -> None:
     """Raise unless the adapter settings are those with which the run was started.
 
     Array shapes do not reveal such a change; for example another alpha would rescale the saved
@@ -60,7 +58,7 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
     Raises:
         WeightsError: settings differ; the message names them.
     """
-    file, mine = directory / "config.toml", config.program.adapter
+    file, mine = directory / "config.toml", adapter
     theirs = load_config(file).program.adapter if file.is_file() else None
     if mine is None or theirs is None:
         return
@@ -76,17 +74,13 @@ def verify_adapter_settings(config: Config, directory: Path) -> None:
         )
 
 
-def open_base_weights(config: Config, directory: Path) -> WeightSource:
-    """Open a run's base weights, from run.init_from if it is a directory, else as recorded.
+def recorded_folder(directory: Path) -> Path:
+    """Return the folder of the base weights that a run started from.
 
     Raises:
-        WeightsError: the base weights are missing or differ from the recorded ones.
+        WeightsError: the record cannot be read.
     """
-    assert config.run.init_from is not None
-    named = Path(config.run.init_from)
-    weights = open_weights(named if named.is_dir() else Path(_read_record(directory)["folder"]))
-    verify_base(weights, directory)
-    return weights
+    return Path(_read_record(directory)["folder"])
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
@@ -110,8 +104,7 @@ def _describe(weights: WeightSource, known: dict[str, Any]) -> dict[str, Any]:
         before = known.get(_name(weights, path), {})
         if about.items() <= before.items():
             return before
-        with path.open("rb") as file:
-            return about | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return about | {"sha256": content_digest(path)}
 
     files = weights.files
     with ThreadPoolExecutor() as pool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from graphtrain.config.render import render_model
-from graphtrain.config.schema import Model, Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram, resolve
+from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
+from graphtrain.files import create_directory
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
 from graphtrain.weights.families import (
     Family,
@@ -32,7 +33,8 @@ from graphtrain.weights.families.family import (
     to_hugging_face,
 )
 from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
-from graphtrain.weights.sources import HF_FILES, checkpoint_step, open_weights, stored_name
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.writer import SafetensorsWriter
 
 Progress = Callable[[int, int], None]  # called with the numbers of finished and of all pieces
@@ -137,18 +139,19 @@ def export_hugging_face(
     return summarize(family, model, arrays)
 
 
-def _run_of_pytorch(source: Path) -> Program | None:
+def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
     """Return the program of a run directory if its model is imported from PyTorch, else None."""
     if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
         return None
     from graphtrain.config import load_config
 
     program = load_config(source / "config.toml").program
-    return program if is_imported(program.model) else None
+    uses_names = open_language_model(program.model).uses_module_names
+    return resolve(program) if uses_names else None
 
 
 def _export(
-    program: Program, source: Path, destination: Path, progress: Progress, step: int | None
+    program: ResolvedProgram, source: Path, destination: Path, progress: Progress, step: int | None
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
@@ -271,38 +274,6 @@ def copy_hf_files(source: Path, destination: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not _WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, destination / path.name)
-
-
-@contextmanager
-def create_directory(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `destination` if the block succeeds.
-
-    Raises:
-        WeightsError: `destination` exists and is not an empty directory, or writing fails.
-    """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise WeightsError(f"{destination} exists already; remove it or choose another name")
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if destination.exists():
-            destination.rmdir()
-        unfinished.rename(destination)
-    except OSError as error:
-        raise WeightsError(f"{destination} cannot be written: {error}") from error
-    finally:
-        _remove(unfinished)
-
-
-def _remove(directory: Path) -> None:
-    """Remove a directory, with retries: after an error TensorStore still completes writes."""
-    for _ in range(20):
-        if not directory.exists():
-            return
-        shutil.rmtree(directory, ignore_errors=True)
-        time.sleep(0.1)
 
 
 def summarize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.config.schema import Config, Program
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Model, Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
 from graphtrain.models.shapes import parameter_arrays
@@ -16,25 +17,25 @@ from graphtrain.weights.start import ArrayLoader, Index, PartReader, part_reader
 from lowering.trees import Tree, flatten, unflatten
 
 
-def open_adapter(config: Config, weights: WeightSource) -> PeftAdapter | None:
+def open_adapter(program: Program, run: Run, weights: WeightSource) -> PeftAdapter | None:
     """Open the adapter that run.init_adapter_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the adapter does not match [program.adapter].
     """
-    if config.run.init_adapter_from is None:
+    if run.init_adapter_from is None:
         return None
-    return PeftAdapter(Path(config.run.init_adapter_from), config.program, weights.side)
+    return PeftAdapter(Path(run.init_adapter_from), program, weights.side)
 
 
 def load_frozen_parameters(
-    weights: WeightSource, program: Program, described: Tree, fill: ArrayLoader
+    weights: WeightSource, program: ResolvedProgram, described: Tree, fill: ArrayLoader
 ) -> Tree:
     """Load the frozen weights, quantized to the base dtype of the adapter settings."""
     read, adapter = part_reader(weights, program), program.adapter
     if adapter is None or adapter.base_dtype not in ("int8", "nf4"):
         return fill(described, read)
-    blocks = _QuantizedWeights(read, program, adapter.base_dtype)
+    blocks = _QuantizedWeights(read, program.model, adapter.base_dtype)
 
     def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         stem, _, kind = path.rpartition("/")
@@ -48,7 +49,7 @@ def load_frozen_parameters(
 def load_trainable_parameters(
     weights: WeightSource,
     adapter: PeftAdapter | None,
-    program: Program,
+    program: ResolvedProgram,
     described: Tree,
     fill: ArrayLoader,
     new: Tree | None,
@@ -58,7 +59,7 @@ def load_trainable_parameters(
     Args:
         weights: Base weights.
         adapter: Initial adapter; None to start with a new one.
-        program: Settings of the program.
+        program: the program.
         described: Tree of parameters with their shapes, dtypes and shardings.
         fill: The backend's function that loads arrays onto devices.
         new: Parameters from the graph `init`. Without them, the factors of a new adapter are zeros,
@@ -86,10 +87,10 @@ def load_trainable_parameters(
 class _QuantizedWeights:
     """Codes and scales of block-wise quantized weights; caches the weight that was read last."""
 
-    def __init__(self, read: PartReader, program: Program, kind: QuantizationKind) -> None:
+    def __init__(self, read: PartReader, model: Model, kind: QuantizationKind) -> None:
         self._read = read
         self._kind: QuantizationKind = kind
-        self._arrays = parameter_arrays(program.model)
+        self._arrays = parameter_arrays(model)
         self._held: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._stem = ""
 

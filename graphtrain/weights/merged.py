@@ -8,7 +8,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from graphtrain.config import load_config
 from graphtrain.config.schema import Adapter, Model
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.lora.trainable import (
@@ -20,22 +19,17 @@ from graphtrain.models.lora.trainable import (
     lora_paths,
 )
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.weights.base import open_base_weights
 from graphtrain.weights.sources import RunCheckpoint, WeightSource
 
 
 class MergedWeights:
-    """Weights of a run with the adapter merged into its (rounded or quantized) base weights.
+    """Weights of a run with the adapter merged into its (rounded or quantized) base weights."""
 
-    Raises:
-        WeightsError: the base weights are missing, or are not those of the run.
-    """
-
-    def __init__(self, run: RunCheckpoint) -> None:
+    def __init__(self, run: RunCheckpoint, base: WeightSource) -> None:
         assert run.program.adapter is not None
         self.run, self.adapter = run, run.program.adapter
         self.directory, self.side, self.model = run.directory, run.side, run.model
-        self.base = open_base_weights(load_config(run.directory / "config.toml"), run.directory)
+        self.base = base
         self._adapted = set(lora_paths(self.model, self.adapter))
         self._whole = set(fully_trained_paths(self.model, self.adapter))
 

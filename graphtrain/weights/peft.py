@@ -15,8 +15,9 @@ import numpy as np
 
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
+from graphtrain.files import create_directory
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
-from graphtrain.weights.convert import ConversionSummary, create_directory
+from graphtrain.weights.convert import ConversionSummary
 from graphtrain.weights.factors import (
     EMBEDDING,
     AdapterTable,

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from graphtrain.config.resolve import layer_rows
+from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays
@@ -123,7 +123,8 @@ class RunCheckpoint:
         self.step = checkpoint_step(directory, step)
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
-        rows = read_checkpoint_info(self._checkpoints, self.step).rows or layer_rows(program)
+        about = read_checkpoint_info(self._checkpoints, self.step)
+        rows = about.rows or layer_rows(resolve(program))
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
 
@@ -173,35 +174,6 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
         there = ", ".join(map(str, steps)) or "none"
         raise WeightsError(f"no such checkpoint in {directory}; existing steps: {there}")
     return steps[-1] if step is None else step
-
-
-def open_weights(directory: Path, step: int | None = None) -> WeightSource:
-    """Open a converted folder or a run directory; the adapter of a run is merged.
-
-    Args:
-        directory: Converted folder or run directory.
-        step: Step of the run's checkpoint; None for the last.
-
-    Raises:
-        WeightsError: the directory is neither, or has no such checkpoint.
-    """
-    if (directory / "model.toml").is_file():
-        if step is not None:
-            raise WeightsError(
-                f"{directory} is a converted folder, which has no checkpoints; do not pass a step"
-            )
-        return ConvertedFolder(directory)
-    if (directory / "checkpoints").is_dir():
-        run = RunCheckpoint(directory, step)
-        if run.program.adapter is None:
-            return run
-        from graphtrain.weights.merged import MergedWeights
-
-        return MergedWeights(run)
-    raise WeightsError(
-        f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
-        "checkpoints); convert weights of other formats first: graphtrain convert -h"
-    )
 
 
 def read_model(path: Path) -> Model:

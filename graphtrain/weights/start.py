@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.config.resolve import layer_rows, stages_of
-from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.config.resolve import ResolvedProgram, layer_rows
+from graphtrain.config.schema import Model, Run
 from graphtrain.errors import WeightsError
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
-from graphtrain.weights.sources import HF_FILES, WeightSource, open_weights
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.sources import HF_FILES, WeightSource
 from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
@@ -28,19 +30,19 @@ PartReader = Callable[
 ArrayLoader = Callable[["Tree", PartReader], "Tree"]  # loads the described arrays onto the devices
 
 
-def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | None:
-    """Open the weights that run.init_from names, or return None if it is not set.
+def open_initial_weights(model: Model, run: Run) -> WeightSource | HuggingFaceWeights | None:
+    """Open the weights of `model` that run.init_from names, or return None if it is not set.
 
     Raises:
         WeightsError: the weights are incomplete, or do not match program.model.
     """
-    if config.run.init_from is None:
+    if run.init_from is None:
         return None
-    directory = Path(config.run.init_from)
-    if is_imported(config.program.model):
+    directory = Path(run.init_from)
+    if open_language_model(model).uses_module_names:
         return HuggingFaceWeights(directory)
     weights = open_weights(directory)
-    theirs, mine = weights.model, config.program.model
+    theirs, mine = weights.model, model
     if mine.vocab < theirs.vocab:
         raise WeightsError(
             f"run.init_from: {directory} has a vocabulary of {theirs.vocab}, but "
@@ -62,15 +64,18 @@ def open_initial_weights(config: Config) -> WeightSource | HuggingFaceWeights | 
 
 
 def load_initial_parameters(
-    weights: WeightSource | HuggingFaceWeights, program: Program, described: Tree, fill: ArrayLoader
+    weights: WeightSource | HuggingFaceWeights,
+    program: ResolvedProgram,
+    described: Tree,
+    fill: ArrayLoader,
 ) -> Tree:
     """Load a program's parameters onto its devices; each host reads only its devices' shards."""
     if isinstance(weights, HuggingFaceWeights):
-        return weights.parameters(described, fill, stages_of(program))
+        return weights.parameters(described, fill, program.stages)
     return fill(described, part_reader(weights, program))
 
 
-def part_reader(weights: WeightSource, program: Program) -> PartReader:
+def part_reader(weights: WeightSource, program: ResolvedProgram) -> PartReader:
     """Return a function that reads parts of the weights in a program's layout.
 
     Layers are in the order of the program's pipeline stages. Padding rows of stages and of the

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphtrain.config.hf_config import read_config
-from graphtrain.config.resolve import stages_of
 from graphtrain.errors import WeightsError
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Program, TorchModel
+    from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import TorchModel
     from sharding_rules.pipeline import Stages
 
 Index = tuple[slice, ...]
@@ -133,7 +133,7 @@ def _existing_rows(
 
 
 def export(
-    program: Program,
+    program: ResolvedProgram,
     directory: Path,
     step: int,
     destination: Path,
@@ -142,7 +142,7 @@ def export(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        program: settings of the run; its model is imported.
+        program: the program of the run; its model is imported.
         directory: of the run.
         step: of the checkpoint.
         destination: folder to write.
@@ -159,7 +159,7 @@ def export(
     model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
-    opened, stages = open_model(model), stages_of(program)
+    opened, stages = open_model(model), program.stages
     shapes = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
     writer = SafetensorsWriter(
         destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()}

@@ -10,11 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
+from programs import CUBE, LLAMA, batch, loaded, lower, placed_inputs, program, state_of
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
-from graphtrain.graphs.build import build_graph
 from lowering.ascend import backend, mindir
 from lowering.ascend.emitter import NUMPY
 from lowering.ascend.per_rank import fill_in_rank, rank_groups
@@ -25,7 +23,6 @@ from lowering.machine.target import Target
 from lowering.per_device.normalize import normalize_module
 from lowering.trees import flatten
 from lowering.xla.spmd_module import partition_spmd
-from sharding_rules.rules import Rules
 
 BFLOAT16 = dataclasses.replace(LLAMA, dtype="bfloat16")
 ROOMY = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.0)
@@ -35,10 +32,7 @@ RATE = np.float32(1e-3)
 
 def compiled(of, graph, target):
     of = dataclasses.replace(of, target=target)
-    lowered = backend.lower(
-        build_graph(of, graph), Rules.load(of.rules), mesh_shape(of), Target.parse(target)
-    )
-    return backend.compile(lowered)
+    return backend.compile(lower(of, graph, backend))
 
 
 @pytest.fixture(scope="module")

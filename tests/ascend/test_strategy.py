@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from graphtrain.checkpoints.mindspore_strategy import write_ckpt
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from lowering.ascend.strategy import strategy_file
 from lowering.errors import LoweringError
@@ -87,7 +88,7 @@ def test_the_strategy_of_a_program_has_its_parameters(mindspore, tmp_path):
         mesh=Mesh(fsdp=2, tensor=2),
         target="ascend910b:4",
     )
-    write_ckpt(tmp_path / "strategy.ckpt", program)
+    write_ckpt(tmp_path / "strategy.ckpt", resolve(program))
     read = mindspore.build_searched_strategy(str(tmp_path / "strategy.ckpt"))
     assert {name for name in read if "mlp." in name} == {
         f"layers.mlp.{name}" for name in ("up", "down", "gate")

@@ -24,10 +24,11 @@ def fill(root: Path, count: int) -> None:
     from graphtrain.cache.key import CacheKey
     from graphtrain.compile.request_keys import request_keys
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from lowering.artifact import Artifact
 
     cache = Cache(root)
-    program = load_config(ROOT / "examples/quickstart.toml", [], None).program
+    program = resolve(load_config(ROOT / "examples/quickstart.toml", [], None).program)
     request = request_keys(program)["train"].to_json()
     for number in range(count):
         key = CacheKey.of(graph="train", text=str(number), toolchain=request["toolchain"])

@@ -31,13 +31,16 @@ _TIMES = ("trace_seconds", "compile_seconds")
 def measure(layers: int) -> None:
     """Compile once and print what it took."""
     from graphtrain.compile.worker import lower
+    from graphtrain.config.resolve import resolve
     from graphtrain.config.schema import Batch, Mesh, Model, Program
     from lowering.xla import backend as xla
 
     model = Model(layers=layers, embed=128, heads=4, mlp=352, vocab=1024)
     batch = Batch(global_batch_size=8, seq_len=128)
     began = time.perf_counter()
-    lowered = lower(Program(target="cpu:1", mesh=Mesh(), model=model, batch=batch), "train")
+    lowered = lower(
+        resolve(Program(target="cpu:1", mesh=Mesh(), model=model, batch=batch)), "train"
+    )
     traced = time.perf_counter() - began
     artifact = xla.compile(lowered)
     sizes = {"stablehlo_bytes": len(lowered.text), "executable_bytes": len(artifact.payload)}

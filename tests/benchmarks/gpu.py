@@ -54,18 +54,17 @@ def program(model: str, target: str) -> Any:
 def compile_to(directory: Path, model: str, target: str, graphs: list[str]) -> dict[str, Any]:
     """Compile graphs with no card, leave them in a directory, and describe the training step."""
     from graphtrain.compile import worker
-    from graphtrain.config.resolve import mesh_shape
+    from graphtrain.config.resolve import resolve
     from graphtrain.cost_model.memory import memory
     from lowering.xla import backend as xla
-    from sharding_rules.rules import Rules
 
-    of, record = program(model, target), {}
+    of, record = resolve(program(model, target)), {}
     for name in graphs:
         lowered = worker.lower(of, name)
         artifact = xla.compile(lowered)
         (directory / name).write_bytes(pickle.dumps(artifact))
         record = artifact.record | {"options": lowered.options, "payload": len(artifact.payload)}
-    predicted = memory(of, Rules.load(of.rules), mesh_shape(of))
+    predicted = memory(of)
     return {
         "target": target,
         "compile_seconds": record["compile_seconds"],
@@ -82,20 +81,17 @@ def graphtrain_step(directory: Path | None, model: str, target: str) -> Step:
     """The training step, from artifacts of a directory; else compiled by JAX on the card."""
     import numpy as np
 
-    from graphtrain.config.resolve import mesh_shape
+    from graphtrain.config.resolve import resolve
     from graphtrain.graphs.build import build_graph
-    from lowering.machine.target import Target
     from lowering.xla import backend as xla
-    from sharding_rules.rules import Rules
 
-    of, there = program(model, target), Target.parse(target)
+    of = resolve(program(model, target))
 
     def loaded(name: str) -> Any:
         if directory is not None:  # written by this script a moment ago
-            return xla.load(pickle.loads((directory / name).read_bytes()), there)
-        graph, rules = build_graph(of, name), Rules.load(of.rules)
-        card = xla.devices(there)
-        lowered = xla.lower(graph, rules, mesh_shape(of), there, card)
+            return xla.load(pickle.loads((directory / name).read_bytes()), of.target)
+        card = xla.devices(of.target)
+        lowered = xla.lower(build_graph(of, name), of.rules, of.mesh, of.target, card)
         return lowered.handle.compile()  # with XLA's own options: it tunes all of its products
 
     init, step = loaded("init"), loaded("train")
@@ -167,9 +163,10 @@ def serve(name: str, model: str, target: str, directory: Path) -> None:
 
 def compare(turns: dict[str, list[Any]], model: str, target: str) -> dict[str, Any]:
     """Rates, utilisation in both conventions, and how many times a program's rate ours is."""
+    from graphtrain.config.resolve import resolve
     from graphtrain.cost_model.time import mfu
 
-    of, found = program(model, target), {}
+    of, found = resolve(program(model, target)), {}
     rates = {name: [turn["rate"] for turn in taken] for name, taken in turns.items()}
     for name, taken in rates.items():
         rate = summary(taken)["median"]

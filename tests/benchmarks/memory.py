@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, PipelineSettings, Program
 
 SMALL = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4, "mlp": 2816, "vocab": 32000}
@@ -100,7 +101,7 @@ def program(target, mesh, rules, model, batch, pipeline=PipelineSettings()) -> P
     )
 
 
-def compiled(of: Program) -> tuple[int, list[str]]:
+def compiled(of: ResolvedProgram) -> tuple[int, list[str]]:
     """The peak, and lines of XLA's report of what it has planned for: sizes, and the arrays that
     share them."""
     import lowering
@@ -118,9 +119,8 @@ def compiled(of: Program) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    from graphtrain.config.resolve import mesh_shape
+    from graphtrain.config.resolve import resolve
     from graphtrain.cost_model.memory import lower_bound, memory
-    from sharding_rules.rules import Rules
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
@@ -147,11 +147,11 @@ def main() -> None:
         of = program(target, *settings)
         model = replace(of.model, attention=arguments.attention)
         of = replace(of, model=model, loss=Loss(chunk=chunk))
-        rules, mesh = Rules.load(of.rules), mesh_shape(of)
-        predicted, minimum = memory(of, rules, mesh), lower_bound(of, rules, mesh)
+        made = resolve(of)
+        predicted, minimum = memory(made), lower_bound(made)
         compiler, buffers = known.get((name, target)), []
         if compiler is None:
-            compiler, buffers = compiled(of)
+            compiler, buffers = compiled(made)
         error = predicted.peak / compiler - 1
         errors.append(abs(error))
         sizes = f"{predicted.peak / 1e9:>9.2f}G{compiler / 1e9:>9.2f}G"

@@ -66,11 +66,13 @@ def smallest(name: str) -> int:
 def measure(name: str, devices: int) -> None:
     """Compile once and print what it took."""
     from graphtrain.compile import worker
-    from graphtrain.planning.assess import estimate, plan_program
+    from graphtrain.config.resolve import resolve
+    from graphtrain.graphs.plan import plan_program
+    from graphtrain.planning.assess import estimate
     from lowering.errors import OutOfMemory
     from lowering.xla import backend as xla
 
-    of = program(name, devices)
+    of = resolve(program(name, devices))
     ends, texts = _ends_of_phases(), _texts_read()
     worker.build_graph(of, "evaluate")  # what the first of all graphs imports is not the phases'
     began = time.process_time()

@@ -202,14 +202,15 @@ def stages() -> None:
     import graphtrain.run.train  # noqa: F401
     import lowering
     from graphtrain.compile.request_keys import request_keys
-    from lowering.machine.target import Target
+    from graphtrain.config.resolve import resolve
 
-    target = Target.parse(settings.program.target)
+    program = resolve(settings.program)
+    target = program.target
     backend = lowering.backend(target)
     marks.mark("import graphtrain.run.train")
     backend.devices(target)
     marks.mark("devices")
-    keys, cache = request_keys(settings.program), Cache(Path("cache"))
+    keys, cache = request_keys(program), Cache(Path("cache"))
     found = {name: cache.get_by_request(keys[name]) for name in ("init", "train")}
     marks.mark("find and check executables")
     loaded = {name: backend.load(artifact, target) for name, artifact in found.items()}

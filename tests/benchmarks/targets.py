@@ -35,11 +35,12 @@ def measure(name: str) -> None:
     """Compile once and print what it took."""
     from graphtrain.compile.worker import lower
     from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from lowering.errors import OutOfMemory
     from lowering.xla import backend as xla
 
     path, target, overrides = ROWS[name]
-    program = load_config(path, _divisible(target, overrides), target).program
+    program = resolve(load_config(path, _divisible(target, overrides), target).program)
     began = time.perf_counter()
     lowered = lower(program, "train")
     traced = time.perf_counter() - began

@@ -58,23 +58,19 @@ def graphtrain_step(dtype: str, overrides: list[str]) -> Step:
 
     import lowering
     from graphtrain.config import load_config
-    from graphtrain.config.resolve import mesh_shape
+    from graphtrain.config.resolve import resolve
     from graphtrain.graphs.build import build_graph
-    from lowering.machine.target import Target
-    from sharding_rules.rules import Rules
 
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "config.toml"
         file.write_text(_settings(dtype))
-        program = load_config(file, overrides).program
-    target, rules = Target.parse(program.target), Rules.load(program.rules)
-    backend = lowering.backend(target)
+        program = resolve(load_config(file, overrides).program)
+    target, backend = program.target, lowering.backend(program.target)
 
     def loaded(name: str) -> Any:
         graph = build_graph(program, name)
-        return backend.load(
-            backend.compile(backend.lower(graph, rules, mesh_shape(program), target)), target
-        )
+        lowered = backend.lower(graph, program.rules, program.mesh, target)
+        return backend.load(backend.compile(lowered), target)
 
     step = loaded("train")
     state = loaded("init")(np.uint32(0))["state"]

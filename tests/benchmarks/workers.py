@@ -20,6 +20,8 @@ from typing import Any
 
 from measuring import ENVIRONMENT, finish, summary
 
+from graphtrain.config.resolve import resolve
+
 
 def measure(jobs: int) -> None:
     """Compile the set into an empty cache and print the report."""
@@ -39,7 +41,11 @@ def measure(jobs: int) -> None:
     }
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:jobs])  # one compilation, one core
     with tempfile.TemporaryDirectory() as store:
-        report = compile_tasks(tasks_of(programs), Cache(Path(store)), Limits(jobs))
+        report = compile_tasks(
+            tasks_of({name: resolve(one) for name, one in programs.items()}),
+            Cache(Path(store)),
+            Limits(jobs),
+        )
     busy = sum(outcome.seconds for outcome in report.outcomes) / jobs / report.seconds
     used = {"processor_seconds": _processor_seconds(), "busy": busy}
     print(json.dumps(report.as_json() | used))

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from graphtrain.cache import Cache
 from graphtrain.cli.generate import command
 from graphtrain.config import render
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
 from graphtrain.errors import GraphtrainError
 from graphtrain.run.generate import Generator, Sampling, generation_program, sample_token
@@ -75,7 +76,9 @@ def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
     tokens = torch.tensor([prompt])
     made = model.generate(tokens, settings, attention_mask=torch.ones_like(tokens))
     want = made[0, length:].tolist()
-    generator = Generator(config, cache, lambda label, stage: None, None)
+    generator = Generator(
+        resolve(config.program), config.run, cache, lambda label, stage: None, None
+    )
     assert list(generator.tokens(prompt, 24, Sampling(), 257)) == want
     assert len(set(want)) > 3  # it does not repeat itself
     # The longest sequence ends it; a second prompt does not see the first.
@@ -123,18 +126,20 @@ def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, t
     adapted = dataclasses.replace(config.program, adapter=Adapter(rank=2, alpha=2.0))
     run = dataclasses.replace(config.run, init_adapter_from="adapter")
     with pytest.raises(GraphtrainError, match=r"does not read run\.init_adapter_from"):
-        Generator(Config(program=adapted, run=run), cache, lambda label, stage: None, None)
+        Generator(resolve(adapted), run, cache, lambda label, stage: None, None)
 
 
 def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
     config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
-    assert generation_program(config.program).batch == Batch(global_batch_size=4, seq_len=96)
+    assert generation_program(resolve(config.program)).batch == Batch(
+        global_batch_size=4, seq_len=96
+    )
     batch = Batch(global_batch_size=16, seq_len=96, microbatches=2)
     staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
     with pytest.raises(
         GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"
     ):
-        generation_program(staged)
+        generation_program(resolve(staged))
 
 
 def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):

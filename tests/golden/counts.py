@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from graphtrain.compile import worker
 from graphtrain.config import load_config
+from graphtrain.config.resolve import resolve
 from lowering.hlo.text import arrays, item_bits, parse
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
@@ -74,7 +75,7 @@ _PRODUCTS = ("__cublas", "__cudnn", "__triton")  # custom calls that are matrix 
 def count(config: Config) -> dict[str, Counts]:
     """By form of the program: what it is made of."""
     path = ROOT / f"examples/{config.example}.toml"
-    lowered = worker.lower(load_config(path, [], config.target).program, "train")
+    lowered = worker.lower(resolve(load_config(path, [], config.target).program), "train")
     counted = {"arrays": _of_plan(lowered), "stablehlo": of_stablehlo(lowered.text)}
     if config.optimized:
         counted["optimized"] = _of_optimized(lowered)

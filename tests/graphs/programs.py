@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from unoptimized import OPTIONS
 
-from graphtrain.config.resolve import mesh_shape, stages_of
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
-from graphtrain.graphs.dispatch import parameter_specs, to_pipeline_layout
+from graphtrain.graphs.open_model import open_language_model
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
@@ -19,7 +19,6 @@ from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla.backend import Executable
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.rules import Rules
 
 LLAMA = Model(
     layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, dtype="float32", remat="none"
@@ -71,12 +70,17 @@ def loaded(
         optimized: with the options of `graphtrain compile`; else in less time.
         traced_for: a target whose program it is to be; what suits a CPU rounds otherwise.
     """
-    built = gradients_graph(of) if graph == "gradients" else build_graph(of, graph)
-    target = Target.parse(of.target)
-    lowered = xla.lower(built, Rules.load(of.rules), mesh_shape(of), target, traced_for=traced_for)
+    lowered = lower(of, graph, traced_for=traced_for)
     if not optimized:
         lowered = unoptimized(lowered)
-    return xla.load(xla.compile(lowered), target)
+    return xla.load(xla.compile(lowered), lowered.target)
+
+
+def lower(of: Program, graph: str, backend: Any = xla, **options: Any) -> Lowered:
+    """Lower one graph for the program's target."""
+    made = resolve(of)
+    built = gradients_graph(of) if graph == "gradients" else build_graph(made, graph)
+    return backend.lower(built, made.rules, made.mesh, made.target, **options)
 
 
 def unoptimized(lowered: Lowered) -> Lowered:
@@ -88,12 +92,13 @@ def unoptimized(lowered: Lowered) -> Lowered:
 
 def gradients_graph(of: Program) -> Graph:
     """The loss and gradients that the training step of a program computes."""
-    train = build_graph(of, "train")
+    made = resolve(of)
+    train = build_graph(made, "train")
     inputs = {name: spec for name, spec in train.inputs.items() if name != "learning_rate"}
 
     def gradients(state: Tree, *inputs: Tree) -> Tree:
         *frozen, batch = inputs
-        grads, metrics = accumulate_gradients(of, state, batch, *frozen)
+        grads, metrics = accumulate_gradients(made, state, batch, *frozen)
         return {"gradients": grads, "loss": metrics["loss"]}
 
     loss = ArraySpec((), (), "float32", "activation")
@@ -114,11 +119,12 @@ def alone(of: Program) -> Program:
 
 def stored(of: Program, tree: Tree) -> Tree:
     """Parameters, or what mirrors them, as a program stores them for its stages."""
-    stages = stages_of(of)
+    stages = resolve(of).stages
     if stages is None or not isinstance(tree, dict):
         return tree
-    if tree.keys() == parameter_specs(of.model).keys():
-        return jax.device_get(to_pipeline_layout(of.model, tree, stages))
+    model = open_language_model(of.model)
+    if tree.keys() == model.specs().keys():
+        return jax.device_get(model.to_pipeline_layout(tree, stages))
     return {name: stored(of, part) for name, part in tree.items()}
 
 

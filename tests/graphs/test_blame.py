@@ -4,11 +4,10 @@ import dataclasses
 
 import jax
 import pytest
-from programs import LLAMA, program, unoptimized
+from programs import LLAMA, lower, program, unoptimized
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings
-from graphtrain.graphs.build import build_graph
 from graphtrain.models.decoder import Decoder
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import MLP
@@ -16,10 +15,8 @@ from graphtrain.models.projection import project
 from graphtrain.planning.blame import explain_collectives, unexplained
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import ProgramFacts
-from lowering.machine.target import Target
 from lowering.tracing.constrain import constrain
 from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 MODEL = dataclasses.replace(LLAMA, layers=4, kv_heads=4, remat="dots")
 ACCUMULATED = {"batch": Batch(global_batch_size=16, seq_len=64, microbatches=2)}
@@ -61,17 +58,15 @@ def causes(target, **settings):
     """Why each collective of a training step is in its compiled program."""
     defaults = {"model": MODEL, "batch": Batch(global_batch_size=16, seq_len=64)}
     of = program(target=target, **defaults | settings)
-    on, rules = Target.parse(target), Rules.load(of.rules)
     try:
-        lowered = xla.lower(build_graph(of, "train"), rules, mesh_shape(of), on)
+        lowered = lower(of, "train")
     except LoweringError as error:
         pytest.skip(str(error))
     record = xla.compile(unoptimized(lowered)).record
     assert record["unknown_loops"] == 0
     return explain_collectives(
-        of,
+        resolve(of),
         lowered.plan,
-        rules,
         ProgramFacts.from_record(record).collectives,
         annotations=record["annotations"],
         bytes_per_second=dict.fromkeys(of.mesh.__dict__, 1e9),

@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import CUBE, GEMMA, batch, gradients_graph, loaded, placed_inputs, program, state_of
+from programs import CUBE, GEMMA, batch, loaded, lower, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
-from lowering.machine.target import Target
-from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
-from sharding_rules.rules import Rules
 
 LENGTH, CHUNK, VOCAB = 16, 4, 64
 LAST = Batch(global_batch_size=8, seq_len=LENGTH, gradient_reduction="per_step")
@@ -54,8 +50,7 @@ def test_no_chunk_sends_anything(mesh):
 def test_all_logits_never_exist():
     def most_rows(loss):
         of = program(loss=loss)
-        target = Target.parse(of.target)
-        text = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+        text = lower(of, "gradients").text
         shapes = re.findall(rf"tensor<([\dx]+)x{VOCAB}xf32>", text)
         return max(math.prod(map(int, shape.split("x"))) for shape in shapes)
 

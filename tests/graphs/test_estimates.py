@@ -4,16 +4,13 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-from programs import program
+from programs import lower, program
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model
 from graphtrain.cost_model.traffic import predict_collectives
-from graphtrain.graphs.build import build_graph
 from lowering.hlo.collectives import Collective
-from lowering.machine.target import Target
 from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("jax_plugins"), reason="needs the extra gpu"
@@ -39,9 +36,7 @@ def case(request):
     )
     model = replace(MODEL, remat=remat[0]) if remat else MODEL
     of = program(target="h100:8", model=model, rules=rules, mesh=mesh, batch=batch)
-    target, table = Target.parse(of.target), Rules.load(of.rules)
-    lowered = xla.lower(build_graph(of, "train"), table, mesh_shape(of), target)
-    return of, table, xla.compile(lowered).record
+    return of, xla.compile(lower(of, "train")).record
 
 
 def sent(collectives):
@@ -49,6 +44,6 @@ def sent(collectives):
 
 
 def test_predicted_bytes_on_the_wire_are_those_of_the_program(case):
-    of, table, record = case
+    of, record = case
     read = sent(Collective.from_record(one) for one in record["collectives"])
-    assert sent(predict_collectives(of, table, mesh_shape(of))) == pytest.approx(read, rel=0.03)
+    assert sent(predict_collectives(resolve(of))) == pytest.approx(read, rel=0.03)

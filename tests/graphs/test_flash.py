@@ -12,7 +12,7 @@ from programs import LLAMA, batch, loaded, program, state_of
 from torch_families import imported
 
 from graphtrain.compile import worker
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.cost_model.time import mfu
 from graphtrain.models.attention import flash, module
@@ -50,7 +50,7 @@ def test_a_step_has_the_kernels_once_and_no_scores(target):
     assert not re.search(r"\[(?:\d+,)*512,(?:\d+,)?512\]", text)
 
     # Scores are computed three times, and with them what a gradient needs: nine products, not six.
-    counted = read(text, mesh_shape(of)).flops
+    counted = read(text, resolve(of).mesh).flops
     further = attention_flops_per_token(of.model, 512) / 2
     assert counted == pytest.approx(
         (step_flops_per_token(of) + further) * of.batch.tokens / 8, rel=0.02
@@ -70,11 +70,11 @@ def test_stages_of_an_imported_model_have_kernels_though_its_head_takes_parts_of
         model=model,
         batch=Batch(global_batch_size=16, seq_len=128, microbatches=2),
     )
-    assert TARGETS["h100:8"][1] in worker.lower(of, "train").text
+    assert TARGETS["h100:8"][1] in worker.lower(resolve(of), "train").text
 
 
 def _compiled(of: Program) -> str:
-    lowered = worker.lower(of, "train")
+    lowered = worker.lower(resolve(of), "train")
     return lowered.handle.compile(compiler_options=lowered.options).as_text()
 
 
@@ -100,6 +100,6 @@ def _gradients(of: Program):
 
 def test_utilisation_is_less_where_causal_attention_counts_in_half():
     of = Program(target="h100:8", model=NARROW, batch=Batch(global_batch_size=16, seq_len=512))
-    whole, half = mfu(of, 1.0), mfu(of, 1.0, causal=True)
+    whole, half = mfu(resolve(of), 1.0), mfu(resolve(of), 1.0, causal=True)
     attended = attention_flops_per_token(NARROW, 512) / step_flops_per_token(of)
     assert half == pytest.approx(whole * (1 - attended / 2))

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import programs
 import pytest
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 from unoptimized import OPTIONS
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory
@@ -27,7 +28,6 @@ from lowering.per_device.normalize import entry_of, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla import private
 from lowering.xla.spmd_module import partition_spmd
-from sharding_rules.rules import Rules
 
 STAGES = {
     "target": "cpu:8",
@@ -43,8 +43,7 @@ RECOMPUTED = CUBE | {"model": dataclasses.replace(LLAMA, dtype="bfloat16", remat
 
 
 def lower(of, graph, of_backend=backend):
-    rules = Rules.load(of.rules)
-    return of_backend.lower(build_graph(of, graph), rules, mesh_shape(of), Target.parse(of.target))
+    return programs.lower(of, graph, of_backend)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def test_inputs_and_outputs_have_names(module):
 
 
 def test_the_whole_state_is_updated_in_place(module):
-    state = build_graph(program(**CUBE), "train").inputs["state"]
+    state = build_graph(resolve(program(**CUBE)), "train").inputs["state"]
     entries = module.input_output_alias.entries
     assert len(entries) == len(jax.tree.leaves(state))
     parameters = module.host_program_shape.parameters

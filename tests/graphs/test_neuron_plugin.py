@@ -5,6 +5,7 @@ import pytest
 from programs import CUBE, program
 
 from graphtrain.compile.neuron_plugin import extract_graphs
+from graphtrain.config.resolve import resolve
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import plugin
@@ -26,7 +27,7 @@ def test_every_graph_of_a_run_is_given_to_the_plugin_while_it_extracts(installed
         compiled.append(compile(self))
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
-    extract_graphs(OF, lambda graph, stage: said.append((graph, stage)))
+    extract_graphs(resolve(OF), lambda graph, stage: said.append((graph, stage)))
     assert said == [(graph, "extracted") for graph in ("init", "train", "evaluate")]
     assert len(compiled) == 3
     for each in compiled:
@@ -36,7 +37,7 @@ def test_every_graph_of_a_run_is_given_to_the_plugin_while_it_extracts(installed
 def test_a_plugin_that_would_compile_is_given_nothing(installed, monkeypatch):
     monkeypatch.delenv("NEURON_EXTRACT_GRAPHS_ONLY", raising=False)
     with pytest.raises(LoweringError, match="run this command through graphtrain neuron collect"):
-        extract_graphs(OF, lambda graph, stage: None)
+        extract_graphs(resolve(OF), lambda graph, stage: None)
 
 
 def test_devices_without_a_plugin_are_refused():

@@ -7,13 +7,9 @@ import re
 from collections import Counter
 
 import pytest
-from programs import LLAMA, gradients_graph, program
+from programs import LLAMA, lower, program
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings
-from lowering.machine.target import Target
-from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed"
@@ -39,8 +35,7 @@ def compiled(schedule, microbatches):
         batch=Batch(global_batch_size=4 * microbatches, seq_len=512, microbatches=microbatches),
         pipeline=SCHEDULES[schedule],
     )
-    target = Target.parse(of.target)
-    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target)
+    lowered = lower(of, "gradients")
     return lowered.handle.compile(compiler_options=lowered.options)
 
 
@@ -103,7 +98,6 @@ def test_one_forward_one_backward_takes_less_memory_for_many_microbatches():
 def test_no_array_of_the_logits_shape_enters_a_loop():
     sizes = Batch(global_batch_size=8, seq_len=512, microbatches=2)
     of = program(target="v5e:2x2", mesh=Mesh(data=2, stage=2), model=MODEL, batch=sizes)
-    target = Target.parse(of.target)
-    text = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), target).text
+    text = lower(of, "gradients").text
     loops = re.findall(r"stablehlo\.while\(.*", text)
     assert loops and not [loop for loop in loops if f"2x512x{MODEL.vocab}x" in loop]

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import CUBE, GPT2, LLAMA, program
+from programs import CUBE, GPT2, LLAMA, lower, program
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model
-from graphtrain.graphs.build import build_graph
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.hlo.proto import read_module
 from lowering.machine.target import Target
@@ -20,7 +18,6 @@ from lowering.neuron.instructions import estimate
 from lowering.neuron.preflight import check, instruction_limit, preflight
 from lowering.per_device.normalize import normalize_module
 from lowering.xla.spmd_module import partition_spmd
-from sharding_rules.rules import Rules
 
 FLOATS = np.zeros((4, 8), np.float32)
 INTEGERS = np.zeros((4, 8), np.int32)
@@ -237,9 +234,7 @@ def test_one_product_is_a_quarter_of_what_was_published():
 
 def lowered(graph, **settings):
     of = program(**settings)
-    return backend.lower(
-        build_graph(of, graph), Rules.load(of.rules), mesh_shape(of), Target.parse(of.target)
-    )
+    return lower(of, graph, backend)
 
 
 def test_a_whole_step_is_a_third_of_what_was_published():

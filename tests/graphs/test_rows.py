@@ -9,6 +9,7 @@ import pytest
 from programs import CUBE, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.compile import worker
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model
 from lowering.machine.target import Target
 from lowering.tracing import weight_layout
@@ -36,7 +37,7 @@ def test_no_gpu_program_holds_a_second_copy_of_its_parameters():
         pytest.skip("needs the extra gpu")
     sizes = Batch(global_batch_size=8, seq_len=128)
     of = program(target="h100:8", mesh=Mesh(fsdp=8), model=MODEL, batch=sizes)
-    lowered = worker.lower(of, "train")
+    lowered = worker.lower(resolve(of), "train")
     text = lowered.handle.compile(compiler_options=lowered.options).as_text()
     turned = re.findall(r"transpose\S* = (f32\[[\d,]+\])\S* \w+\(%param", text)
     assert not [shape for shape in turned if re.search(rf"\b{MODEL.layers}\b", shape)]

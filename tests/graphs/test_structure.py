@@ -6,15 +6,11 @@ import importlib.util
 from collections import Counter
 
 import pytest
-from programs import LLAMA, gradients_graph, program
+from programs import LLAMA, lower, program
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh
 from lowering.hlo.collectives import read
 from lowering.hlo.text import parse
-from lowering.machine.target import Target
-from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 _for_cards = pytest.mark.skipif(
     not importlib.util.find_spec("jax_plugins"), reason="needs the extra gpu"
@@ -50,8 +46,7 @@ def collectives(target, mesh, rules, remat="none", kv_heads=8):
         model=dataclasses.replace(MODEL, remat=remat, kv_heads=kv_heads),
         batch=Batch(global_batch_size=BATCH, seq_len=LENGTH),
     )
-    machine = Target.parse(target)
-    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    lowered = lower(of, "gradients")
     compiled = lowered.handle.compile(compiler_options=lowered.options)
     return read(compiled.as_text(), lowered.plan.mesh).collectives
 
@@ -120,8 +115,7 @@ def test_devices_of_cards_add_up_in_bfloat16_what_one_device_would_round():
 @_for_cards
 def test_older_cards_multiply_while_gradients_travel():
     of = program(target="a100:8", mesh=Mesh(data=8), rules=("data",), model=MODEL)
-    machine = Target.parse(of.target)
-    lowered = xla.lower(gradients_graph(of), Rules.load(of.rules), mesh_shape(of), machine)
+    lowered = lower(of, "gradients")
     compiled = lowered.handle.compile(compiler_options=lowered.options)
     computations = parse(compiled.as_text()).computations.values()
     assert any(products_behind(each, "all-reduce") for each in computations)

@@ -14,7 +14,7 @@ from unoptimized import OPTIONS
 
 from graphtrain.config.schema import Batch, Mesh
 from graphtrain.errors import ImportedModelError
-from graphtrain.graphs.dispatch import decode_step, kv_cache_specs
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.model import open_model
@@ -113,18 +113,19 @@ def test_attention_of_its_own_keeps_no_documents_apart_and_says_so(tmp_path, kin
 
 def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
     """Of blocks scanned in pairs, some with a window that the tokens leave behind."""
-    model = imported(tmp_path, "gemma2")
-    opened = open_model(model)
-    weights = {name: to_numpy(one) for name, one in module_with_weights(model).named_parameters()}
+    settings = imported(tmp_path, "gemma2")
+    model, opened = open_language_model(settings), open_model(settings)
+    module = module_with_weights(settings)
+    weights = {name: to_numpy(one) for name, one in module.named_parameters()}
     parameters, tokens = unflatten(stack_weights(opened, weights)), jnp.asarray(TOKENS[None])
-    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kv_cache_specs(model, 1, 16))
+    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), model.kv_cache_specs(1, 16))
 
     def continued(parameters, kept):
-        first, kept = decode_step(model, parameters, kept, tokens[:, :8], jnp.int32(0))
+        first, kept = model.decode_step(parameters, kept, tokens[:, :8], jnp.int32(0))
 
         def one(kept, place):
             token = jax.lax.dynamic_slice_in_dim(tokens, place, 1, 1)
-            scores, kept = decode_step(model, parameters, kept, token, place)
+            scores, kept = model.decode_step(parameters, kept, token, place)
             return kept, scores[:, 0]
 
         _, others = jax.lax.scan(one, kept, jnp.arange(8, 16))
@@ -137,7 +138,7 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
 
 def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
     (spec, *_) = flatten(
-        kv_cache_specs(imported(tmp_path, "llama", dtype="bfloat16"), 3, 64)
+        open_language_model(imported(tmp_path, "llama", dtype="bfloat16")).kv_cache_specs(3, 64)
     ).values()
     assert spec.shape == (2, 3, 64, 2, 8) and spec.dtype == "bfloat16"
     assert spec.axes == ("layers", "batch", None, "kv_heads", "head_dim")
@@ -145,4 +146,4 @@ def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
 
 def test_what_cannot_be_continued_says_so(tmp_path):
     with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
-        kv_cache_specs(imported(tmp_path, "gptj"), 1, 16)
+        open_language_model(imported(tmp_path, "gptj")).kv_cache_specs(1, 16)

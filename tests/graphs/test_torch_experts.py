@@ -5,20 +5,15 @@ from importlib.util import find_spec
 from unittest import mock
 
 import pytest
-from programs import alone, loaded, program
+from programs import alone, loaded, lower, program
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
-from graphtrain.graphs.build import build_graph
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.parity import check_parity
-from lowering.machine.target import Target
-from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
-from sharding_rules.rules import Rules
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
@@ -59,7 +54,7 @@ def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
     with pytest.raises(
         ShardingError, match="output_router_logits balances experts over all blocks"
     ):
-        build_graph(dataclasses.replace(of, pipeline=PipelineSettings(schedule="gpipe")), "train")
+        lower(dataclasses.replace(of, pipeline=PipelineSettings(schedule="gpipe")), "train")
     with pytest.raises(ImportedModelError, match="its router modules are unknown"):
         check_parity(mixture(tmp_path, "llama"))
 
@@ -69,7 +64,6 @@ def test_on_a_tpu_tokens_are_multiplied_by_their_experts_alone(tmp_path):
     size = Batch(global_batch_size=8, seq_len=16)
     model = imported(tmp_path, "mixtral", dtype="bfloat16")
     of = program(target="v5e:2x2", mesh=Mesh(expert=2, data=2), model=model, batch=size)
-    target, built = Target.parse(of.target), build_graph(of, "evaluate")
-    lowered = xla.lower(built, Rules.load(of.rules), mesh_shape(of), target)
+    lowered = lower(of, "evaluate")
     assert lowered.text.count('"chlo.ragged_dot"') == 3
     assert "all_gather" in lowered.text and "reduce_scatter" in lowered.text

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import alone, program, stored
+from programs import alone, lower, program, stored
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, restore_parameters
-from graphtrain.config.resolve import stages_of
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.build import build_graph
-from graphtrain.planning.assess import plan_program
+from graphtrain.graphs.plan import plan_program
 from graphtrain.planning.search import search
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
@@ -110,22 +110,20 @@ def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeli
 def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
     of = of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2), use=use)
     with pytest.raises(ShardingError, match=words):
-        build_graph(of, "train")
+        build_graph(resolve(of), "train")
 
 
 def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
     with pytest.raises(ShardingError, match="repeat only every 2"):
-        build_graph(in_stages(folder, "gemma2", PipelineSettings(), Mesh(data=4, stage=2)), "train")
+        lower(in_stages(folder, "gemma2", PipelineSettings(), Mesh(data=4, stage=2)), "train")
     numbered = TorchModel(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
     of = dataclasses.replace(
         of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2)), model=numbered
     )
     with pytest.raises(ShardingError, match="traced block by block, because block 1 computes"):
-        build_graph(of, "train")
+        build_graph(resolve(of), "train")
     with pytest.raises(ShardingError, match=r"has 4 blocks, but the stages hold 5"):
-        build_graph(
-            of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train"
-        )
+        lower(of_module(PipelineSettings(layers_per_stage=(2, 3)), Mesh(data=4, stage=2)), "train")
     with pytest.raises(ValueError, match=r"pipeline.layers_per_stage = \[6, 6\]"):
         of_module(PipelineSettings(), Mesh(data=4, stage=2))
 
@@ -169,24 +167,24 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
         of: jax.tree.map(jnp.asarray, stored(of, whole))
         for of in (uneven, rounds, one_device(uneven))
     }
-    saving = Checkpoints(tmp_path, 1, layer_order_of(uneven))
+    saving = Checkpoints(tmp_path, 1, layer_order_of(resolve(uneven)))
     saving.save(1, {"parameters": kept[uneven]}, {})
     saving.close()
 
     for of, want in kept.items():
-        restored = restore_parameters(tmp_path, 1, described(want), layer_order_of(of))
+        restored = restore_parameters(tmp_path, 1, described(want), layer_order_of(resolve(of)))
         assert_same(restored, want)
     turned = dataclasses.replace(uneven, pipeline=PipelineSettings(layers_per_stage=(1, 3)))
     with pytest.raises(TrainingError, match="in another order"):
-        restore_parameters(tmp_path, 1, described(kept[uneven]), layer_order_of(turned))
+        restore_parameters(tmp_path, 1, described(kept[uneven]), layer_order_of(resolve(turned)))
 
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     tmp_path.joinpath("1").rename(tmp_path / "run/checkpoints/1")
-    export(uneven, tmp_path / "run", 1, tmp_path / "back", lambda done, count: None)
+    export(resolve(uneven), tmp_path / "run", 1, tmp_path / "back", lambda done, count: None)
     for of, want in kept.items():
         fill = lowering.backend(Target.parse("cpu:8")).from_shards
         read = HuggingFaceWeights(tmp_path / "back").parameters(
-            described(want), fill, stages_of(of)
+            described(want), fill, resolve(of).stages
         )
         assert_same(read, want)
 

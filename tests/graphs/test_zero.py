@@ -3,17 +3,13 @@
 from importlib.util import find_spec
 
 import pytest
-from programs import GPT2, LLAMA, batch, program
+from programs import GPT2, LLAMA, batch, lower, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.resolve import mesh_shape
 from graphtrain.config.schema import Batch, Mesh, Model
-from graphtrain.graphs.build import build_graph
 from graphtrain.models.flops import parameter_count
 from lowering.hlo.collectives import Collective
-from lowering.machine.target import Target
 from lowering.xla import backend as xla
-from sharding_rules.rules import Rules
 
 WAYS = {
     "zero1": {"mesh": Mesh(data=8), "rules": ("zero1",)},
@@ -63,10 +59,7 @@ def traffic(target, rules, mesh, reduction="per_microbatch"):
     """Large collectives of a training step of 4 microbatches."""
     batch = Batch(global_batch_size=64, seq_len=256, microbatches=4, gradient_reduction=reduction)
     of = program(target=target, model=MODEL, rules=rules, mesh=mesh, batch=batch)
-    lowered = xla.lower(
-        build_graph(of, "train"), Rules.load(of.rules), mesh_shape(of), Target.parse(target)
-    )
-    record = xla.compile(lowered).record
+    record = xla.compile(lower(of, "train")).record
     found = [Collective.from_record(one) for one in record["collectives"]]
     return [one for one in found if one.bytes > LARGE]
 

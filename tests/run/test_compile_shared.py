@@ -12,10 +12,11 @@ import pytest
 from graphtrain.cache import Cache
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config import load_config
+from graphtrain.config.resolve import resolve
 
 
 def requests_of(place):
-    return request_keys(load_config(place.path / "config.toml").program)
+    return request_keys(resolve(load_config(place.path / "config.toml").program))
 
 
 def report_of(place):

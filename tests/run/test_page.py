@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from graphtrain.config import load_config
+from graphtrain.config.resolve import resolve
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.blame import CollectiveOrigin
@@ -45,7 +46,7 @@ def html(tmp_path_factory):
     """A page with every section on it."""
     directory = tmp_path_factory.mktemp("page")
     (directory / "config.toml").write_text(CONFIG)
-    program = load_config(directory / "config.toml").program
+    program = resolve(load_config(directory / "config.toml").program)
     assessment = estimate(program)
     refused = dataclasses.replace(assessment.memory, compiler_out_of_memory=True)
     causes = [

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
 from graphtrain.cost_model.memory import memory
 from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk
@@ -12,7 +12,6 @@ from graphtrain.planning.assess import estimate
 from graphtrain.planning.text import assessment_as_json
 from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_plan
-from sharding_rules.rules import Rules
 
 GB = 10**9
 MODEL = Model(layers=8, embed=1024, heads=16, mlp=2816, vocab=32_000)
@@ -21,7 +20,7 @@ DATA = Program(target="h100:8", model=MODEL, batch=Batch(global_batch_size=64, s
 
 def chunk(**changes):
     of = dataclasses.replace(DATA, **changes)
-    return loss_chunk(of, Rules.load(of.rules), mesh_shape(of))
+    return loss_chunk(resolve(of))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +81,15 @@ def test_what_a_device_has_of_a_sequence_is_a_multiple():
 def test_the_estimate_has_the_chunks_of_the_program():
     def temporaries(how):
         of = dataclasses.replace(DATA, loss=Loss(chunk=how))
-        return memory(of, Rules.load(of.rules), mesh_shape(of)).temporaries
+        return memory(resolve(of)).temporaries
 
     assert temporaries("auto") == temporaries(512) < temporaries("none")
 
 
 def test_the_plan_tells_the_chunk():
     def told(of):
-        return assessment_as_json(estimate(of, make_plan({}, Rules.load(of.rules), mesh_shape(of))))
+        made = resolve(of)
+        return assessment_as_json(estimate(made, make_plan({}, made.rules, made.mesh)))
 
     assert told(DATA)["chunk"] == 512
     assert told(dataclasses.replace(DATA, target="cpu:8"))["chunk"] is None

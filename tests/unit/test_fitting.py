@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from graphtrain.compile.memory_check import with_largest_arrays
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Model, Program, TorchModel
 from lowering.errors import OutOfMemory
 from lowering.machine.target import Target
@@ -19,9 +20,9 @@ def error(graph: str = "train") -> OutOfMemory:
 
 
 def test_what_takes_most_is_named_by_an_estimate():
-    assert "estimated largest: " in str(with_largest_arrays(error(), PROGRAM))
+    assert "estimated largest: " in str(with_largest_arrays(error(), resolve(PROGRAM)))
 
 
 def test_a_module_whose_sizes_nothing_tells_is_not_made_for_it():
     program = replace(PROGRAM, model=TorchModel(torch="nowhere:model", vocab=32))
-    assert str(with_largest_arrays(error(), program)) == str(error())
+    assert str(with_largest_arrays(error(), resolve(program))) == str(error())

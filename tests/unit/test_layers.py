@@ -39,3 +39,23 @@ def test_training_imports_no_model():
         "import sys, graphtrain.run.train, lowering.xla.backend; print(*sys.modules)"
     ).split()
     assert not {"flax", "optax", "orbax", "grain", "tensorboardX"} & set(loaded)
+
+
+def test_facts_about_a_model_import_neither_jax_nor_pytorch():
+    loaded = python(
+        "import sys\n"
+        "from graphtrain.config.schema import Model, TorchModel\n"
+        "from graphtrain.graphs.open_model import open_language_model\n"
+        "native = Model(layers=3, embed=8, heads=2, mlp=16, vocab=32, dropout=0.1)\n"
+        "imported = TorchModel(torch='module:factory', vocab=32)\n"
+        "for settings in (native, imported):\n"
+        "    model = open_language_model(settings)\n"
+        "    print(model.layer_count, model.has_dropout, model.has_separate_head,"
+        " model.uses_module_names, model.mixes_sequences)\n"
+        "print({'jax', 'flax', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    assert loaded.splitlines() == [
+        "3 True True False False",
+        "None True False True False",
+        "set()",
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from graphtrain.compile.request_keys import GRAPHS, request_keys, source_digests
-from graphtrain.config.resolve import mesh_shape, stages_of
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError
@@ -21,7 +21,7 @@ PROGRAM = Program(
 
 
 def digests(**changes):
-    keys = request_keys(dataclasses.replace(PROGRAM, **changes))
+    keys = request_keys(resolve(dataclasses.replace(PROGRAM, **changes)))
     return {key.digest for key in keys.values()}
 
 
@@ -46,17 +46,17 @@ def test_every_setting_that_changes_code_changes_the_keys(change):
 
 def test_a_key_holds_what_names_mean_and_not_the_names():
     named = dataclasses.replace(PROGRAM, mesh=Mesh(data=2))
-    assert request_keys(named) == request_keys(PROGRAM)
+    assert request_keys(resolve(named)) == request_keys(resolve(PROGRAM))
 
 
 def test_the_target_alone_moves_a_program():
-    assert mesh_shape(dataclasses.replace(PROGRAM, target="h100:64")).axes["data"] == 64
+    assert resolve(dataclasses.replace(PROGRAM, target="h100:64")).mesh.axes["data"] == 64
 
 
 def test_a_mesh_that_does_not_fill_the_target_is_refused():
     moved = dataclasses.replace(PROGRAM, target="cpu:8", mesh=Mesh(data=3, fsdp="rest"))
     with pytest.raises(ShardingError, match="8 is not a multiple of 3"):
-        request_keys(moved)
+        resolve(moved)
 
 
 def test_what_is_traced_is_in_the_sources_and_the_loop_is_not():
@@ -114,8 +114,8 @@ def test_stages_are_known_when_the_target_is():
     of = dataclasses.replace(
         PROGRAM, model=deep, batch=batch, target="cpu:4", mesh=Mesh(stage="rest")
     )
-    assert stages_of(of) == Stages(4, 1, (1, 1, 1, 1))
-    assert stages_of(dataclasses.replace(of, target="cpu:1")) is None
-    assert stages_of(dataclasses.replace(of, rules=("data",))) is None
+    assert resolve(of).stages == Stages(4, 1, (1, 1, 1, 1))
+    assert resolve(dataclasses.replace(of, target="cpu:1")).stages is None
+    assert resolve(dataclasses.replace(of, rules=("data",))).stages is None
     with pytest.raises(ShardingError, match=r"microbatches = 4 is not a multiple of .*stage = 3"):
-        stages_of(dataclasses.replace(of, target="cpu:3"))
+        resolve(dataclasses.replace(of, target="cpu:3"))

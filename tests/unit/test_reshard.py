@@ -26,7 +26,7 @@ from graphtrain.checkpoints.reshard import reshard
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
 from graphtrain.config import load_config, render
-from graphtrain.config.resolve import stages_of
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Batch,
     Config,
@@ -72,7 +72,7 @@ PROGRAMS = {
 
 @functools.cache
 def strategy(name: str) -> Strategy:
-    return strategy_of(PROGRAMS[name])
+    return strategy_of(resolve(PROGRAMS[name]))
 
 
 def state_of(name: str) -> dict:
@@ -82,7 +82,7 @@ def state_of(name: str) -> dict:
     for path, one in sorted(strategy("one").arrays.items()):
         numbers = random.integers(0, 1 << 16, one["shape"])
         whole[path] = np.asarray(numbers).astype(jnp.dtype(one["dtype"]))
-    tree, stages = unflatten(whole), stages_of(PROGRAMS[name])
+    tree, stages = unflatten(whole), resolve(PROGRAMS[name]).stages
     if stages is not None:
         tree["parameters"] = to_pipeline_layout(tree["parameters"], stages)
         for moment in ("mu", "nu"):
@@ -124,14 +124,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).mkdir()
         (path / name / "config.toml").write_text(render(Config(program=one, run=run)))
         (path / name / "metrics.jsonl").write_text("{}\n")
-        checkpoints = Checkpoints(path / name / "checkpoints", 2, layer_order_of(one))
+        checkpoints = Checkpoints(path / name / "checkpoints", 2, layer_order_of(resolve(one)))
         checkpoints.save(7, state_of(name), {"epoch": 3})
         checkpoints.close()
     return path
 
 
 def restore(directory: Path, name: str) -> dict:
-    checkpoints = Checkpoints(directory / "checkpoints", 2, layer_order_of(PROGRAMS[name]))
+    checkpoints = Checkpoints(directory / "checkpoints", 2, layer_order_of(resolve(PROGRAMS[name])))
     saved = checkpoints.restore(7, describe(name))
     checkpoints.close()
     assert (saved.step, saved.data_position) == (7, {"epoch": 3})
@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_any_other(wanted, runs):
         runs / "rounds/checkpoints",
         7,
         describe(wanted)["parameters"],
-        layer_order_of(PROGRAMS[wanted]),
+        layer_order_of(resolve(PROGRAMS[wanted])),
     )
     assert_equal(parameters, state_of(wanted)["parameters"])
 
@@ -161,7 +161,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_any_other(wanted, runs):
 def test_offline_it_is_the_checkpoint_that_the_other_would_have_saved(
     saved, wanted, runs, tmp_path
 ):
-    save_strategy(tmp_path / "wanted.json", PROGRAMS[wanted])
+    save_strategy(tmp_path / "wanted.json", resolve(PROGRAMS[wanted]))
     made = reshard(runs / saved, tmp_path / "made", tmp_path / "wanted.json", quiet)
     there, here = (
         read_checkpoint_info(one / "checkpoints", 7) for one in (runs / wanted, tmp_path / "made")
@@ -189,18 +189,18 @@ def test_a_strategy_is_read_as_it_was_written_and_compiles_nothing(runs, tmp_pat
     path.write_text(json.dumps(told | {"graphtrain_strategy": 2}))
     with pytest.raises(GraphtrainError, match="is not a strategy file"):
         read_json(path)
-    save_strategy(tmp_path / "strategy.ckpt", PROGRAMS["rounds"])
+    save_strategy(tmp_path / "strategy.ckpt", resolve(PROGRAMS["rounds"]))
     with pytest.raises(
         GraphtrainError, match=r"MindSpore's strategy format does not contain the optimizer"
     ):
         reshard(runs / "rounds", tmp_path / "made", tmp_path / "strategy.ckpt", quiet)
     with pytest.raises(GraphtrainError, match=r"unknown suffix of a strategy file; use .*\.json"):
-        save_strategy(tmp_path / "strategy.txt", PROGRAMS["one"])
+        save_strategy(tmp_path / "strategy.txt", resolve(PROGRAMS["one"]))
 
 
 def test_another_model_and_another_step_are_refused(runs, tmp_path):
     other = dataclasses.replace(PROGRAMS["one"], model=dataclasses.replace(MODEL, layers=4))
-    save_strategy(tmp_path / "other.json", other)
+    save_strategy(tmp_path / "other.json", resolve(other))
     with pytest.raises(
         TrainingError, match=r"another model .* \[5, 16, 4, 4\] in the checkpoint and .* \[4,"
     ):
@@ -225,7 +225,7 @@ reshard(*map(Path, sys.argv[1:4]), kill)
 
 def test_a_killed_one_leaves_nothing_that_looks_whole(runs, tmp_path):
     source, made, to = runs / "one", tmp_path / "made", tmp_path / "rounds.json"
-    save_strategy(to, PROGRAMS["rounds"])
+    save_strategy(to, resolve(PROGRAMS["rounds"]))
     words = [sys.executable, "-c", KILLED, str(source), str(made), str(to)]
     done = subprocess.run(words, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == -signal.SIGKILL
@@ -241,7 +241,7 @@ def test_a_killed_one_leaves_nothing_that_looks_whole(runs, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_one_error(runs, tmp_path):
     to, disk = tmp_path / "rounds.json", tmp_path / "disk"
-    save_strategy(to, PROGRAMS["rounds"])
+    save_strategy(to, resolve(PROGRAMS["rounds"]))
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:

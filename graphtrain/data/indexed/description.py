@@ -8,7 +8,8 @@ import numpy as np
 
 from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
-from graphtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write, content_digest
 

@@ -15,7 +15,8 @@ from graphtrain.data.indexed.description import (
 )
 from graphtrain.data.indexed.loss_spans import loss_spans_prefix, loss_spans_writer
 from graphtrain.data.indexed.writer import IndexedWriter
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
 

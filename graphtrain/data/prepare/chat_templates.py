@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphtrain.data.prepare.conversations import Conversation, Message
-from graphtrain.data.tokenizers.tokenizer import Tokenizer, chat_template_of_config
+from graphtrain.data.tokenizers.protocol import Tokenizer, chat_template_of_config
 from graphtrain.errors import DataError
 
 TrainOn = Literal["answers", "last", "all"]

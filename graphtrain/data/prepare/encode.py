@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphtrain.data.readers.corpus import Chunk, Corpus
-from graphtrain.data.tokenizers.tokenizer import Tokenizer
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 
 _CHUNKS_PER_WORKER = 3  # chunks in flight per worker process; more uses memory without being faster

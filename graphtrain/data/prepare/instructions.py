@@ -22,7 +22,8 @@ from graphtrain.data.prepare.conversations import read_conversations
 from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk
 from graphtrain.data.prepare.text import Preparation, PrepareResult, ProgressCallback
 from graphtrain.data.readers.corpus import Chunk, Corpus
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from graphtrain.data.readers.cleaning import hook_digest
 from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.readers.json_lines import open_file
-from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.files import atomic_write, content_digest
 
 _FORMAT = 2  # version of the output of prepare; increase it when equal requests give other files

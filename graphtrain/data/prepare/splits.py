@@ -21,7 +21,7 @@ from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.encode import EncodedChunk
 from graphtrain.data.prepare.progress import PrepareProgress, remove_progress, write_progress
 from graphtrain.data.readers.corpus import Corpus
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import partial_path
 

@@ -26,7 +26,9 @@ from graphtrain.data.prepare.progress import (
 from graphtrain.data.prepare.splits import SplitWriters, partial_files_exist, split_names
 from graphtrain.data.readers.corpus import TRAIN, Corpus
 from graphtrain.data.readers.records import TextDocument
-from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 from lowering.machine import host

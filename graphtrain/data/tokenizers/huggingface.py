@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphtrain.data.tokenizers.offsets import TokensWithOffsets
-from graphtrain.data.tokenizers.tokenizer import CHAT_TEMPLATE, chat_template_of_config
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, chat_template_of_config
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write

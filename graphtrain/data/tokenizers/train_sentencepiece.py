@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
-from graphtrain.data.tokenizers.tokenizer import SentencePieceTokenizer
+from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from graphtrain.errors import DataError
 
 

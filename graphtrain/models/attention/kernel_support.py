@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphtrain.config.schema import AttentionImplementation, Model, Program
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import AttentionImplementation, Model
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
-from sharding_rules.mesh import MeshShape
-from sharding_rules.rules import Rules
 
 _POSITIONS = ("attending", "attended")  # array axes of positions inside attention
 BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
@@ -58,19 +57,20 @@ class AttentionSpec:
         )
 
 
-def step_uses_flash_kernel(program: Program, rules: Rules, mesh: MeshShape) -> bool:
+def step_uses_flash_kernel(program: ResolvedProgram) -> bool:
     """Return whether a program's training step uses the flash kernel.
 
     Raises:
         LoweringError: as uses_flash_kernel.
     """
+    rules, mesh = program.rules, program.mesh
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
     each_copy = batch.gradient_reduction == "per_step" and copies > 1
     asked = AttentionSpec.of(
         program.model, batch.seq_len, sharded_positions=split, per_replica=each_copy
     )
-    return uses_flash_kernel(program.model.attention, asked, Target.parse(program.target))
+    return uses_flash_kernel(program.model.attention, asked, program.target)
 
 
 def uses_flash_kernel(

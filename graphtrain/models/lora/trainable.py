@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Adapter, Model, Program
 from graphtrain.models.lora.quantize import block_size
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
-from sharding_rules.mesh import MeshShape
-from sharding_rules.rules import Rules, matches
+from sharding_rules.rules import matches
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 CODES, SCALES = "codes", "scales"
@@ -47,14 +47,14 @@ def trained_arrays(program: Program) -> Arrays:
     return trained
 
 
-def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
+def frozen_arrays(program: ResolvedProgram) -> Arrays:
     """Return the frozen arrays by path: the base weights of LoRA, or DPO's reference model.
 
     Raises:
         ShardingError: a pattern of the adapter matches no eligible array, or the last axis of an
             nf4 array is odd.
     """
-    if not has_frozen_weights(program):
+    if not has_frozen_weights(program.settings):
         return {}
     arrays, adapter = parameter_arrays(program.model), program.adapter
     if adapter is None:
@@ -64,7 +64,7 @@ def frozen_arrays(program: Program, rules: Rules, mesh: MeshShape) -> Arrays:
     frozen: Arrays = {}
     for path, spec in arrays.items():
         if path not in trained:
-            frozen |= _stored_form(path, replace(spec, role="frozen"), adapter, rules, mesh)
+            frozen |= _stored_form(path, replace(spec, role="frozen"), adapter, program)
     return frozen
 
 
@@ -149,9 +149,7 @@ def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
     return first, second
 
 
-def _stored_form(
-    path: str, spec: ArraySpec, adapter: Adapter, rules: Rules, mesh: MeshShape
-) -> Arrays:
+def _stored_form(path: str, spec: ArraySpec, adapter: Adapter, program: ResolvedProgram) -> Arrays:
     """Return the arrays that store a frozen array: itself, in bfloat16, or as codes and scales."""
     if is_bfloat16(path, spec, adapter):
         return {path: replace(spec, dtype="bfloat16")}
@@ -164,7 +162,7 @@ def _stored_form(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
             'which is odd; set program.adapter.base_dtype = "int8"'
         )
-    shards = mesh.size(tuple(name for name in rules.table_for("frozen", path).get(axis or "", ())))
+    shards = program.mesh.size(program.rules.table_for("frozen", path).get(axis or "", ()))
 
     def part(count: int, dtype: str) -> ArraySpec:
         """Return a spec with `count` elements on the last axis, replicated if shards are uneven."""

@@ -13,11 +13,11 @@ from graphtrain.config.presets import preset_settings
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
+from graphtrain.files import create_directory
 from graphtrain.models.flops import is_gated
 from graphtrain.weights.convert import (
     ConversionSummary,
     Progress,
-    create_directory,
     dtype_of,
     first_names,
     summarize,

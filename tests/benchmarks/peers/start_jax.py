@@ -17,16 +17,15 @@ def main() -> None:
 
     marks.mark("import jax")
     from graphtrain.config import load_config
-    from graphtrain.config.resolve import mesh_shape
+    from graphtrain.config.resolve import resolve
     from graphtrain.graphs.build import build_graph
     from lowering.tracing.constrain import sharding, use_placement
     from lowering.trees import flatten, unflatten
     from lowering.xla import backend as xla
-    from sharding_rules.rules import Rules
 
     marks.mark("import the model")
-    program = load_config(Path("config.toml")).program
-    rules, shape = Rules.load(program.rules), mesh_shape(program)
+    program = resolve(load_config(Path("config.toml")).program)
+    rules, shape = program.rules, program.mesh
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", shape.size(tuple(shape.axes)))
     jax.config.update("jax_compilation_cache_dir", "jax-cache")

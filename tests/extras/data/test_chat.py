@@ -15,8 +15,9 @@ from graphtrain.data.prepare.chat_templates import (
     template_names,
 )
 from graphtrain.data.prepare.conversations import Conversation
+from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.huggingface import read_huggingface, train_bpe
-from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 

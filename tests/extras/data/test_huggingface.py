@@ -11,7 +11,7 @@ from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import dataset_tokenizer
 from graphtrain.data.prepare.text import prepare
 from graphtrain.data.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
-from graphtrain.data.tokenizers.tokenizer import load_tokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.train import train_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError

@@ -11,11 +11,11 @@ import torch
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.apart import check_documents_isolated
 from graphtrain.torch_frontend.attention import dense_attention
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
-from graphtrain.torch_frontend.interface import CausalMask, _torch_attention
+from graphtrain.torch_frontend.document_isolation import check_documents_isolated
+from graphtrain.torch_frontend.hf_attention import CausalMask, _torch_attention
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import check_parity, run_check_once
 from graphtrain.torch_frontend.source import key_ingredients
@@ -231,7 +231,7 @@ def test_after_a_comparison_a_model_drops_as_before():
 @pytest.mark.parametrize(("front_end", "remat"), [("trace", "dots"), ("strict", "full")])
 def test_dropout_is_that_of_the_key_and_none_without_one(front_end, remat):
     opened = open_model(model("Dropped", front_end, remat))
-    parameters = opened.initialise(jax.random.key(0))
+    parameters = opened.initialize(jax.random.key(0))
     tokens = np.arange(8, dtype=np.int32)[None]
 
     def out(key):
@@ -339,7 +339,7 @@ def test_blocks_that_are_not_are_traced_one_by_one_and_say_why(use, reason):
 
 def test_parameters_begin_as_the_constructor_would_have_them():
     opened = open_model(model("Blocks", count=64))
-    begun = flatten(jax.device_get(jax.jit(opened.initialise)(jax.random.key(0))))
+    begun = flatten(jax.device_get(jax.jit(opened.initialize)(jax.random.key(0))))
     bound = 8**-0.5  # of torch.nn.Linear: uniform up to the root of 1 / inputs
     weights = begun["blocks/up/weight"]
     assert weights.max() <= bound and weights.std() == pytest.approx(bound / 3**0.5, rel=0.05)

@@ -12,7 +12,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from unoptimized import OPTIONS
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.errors import WeightsError
 from graphtrain.models.decoder import forward
@@ -32,7 +32,6 @@ from graphtrain.weights.frozen import load_frozen_parameters
 from graphtrain.weights.peft import PeftAdapter, write_peft_folder
 from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
-from sharding_rules.rules import Rules
 
 # Of peft and transformers to each other.
 pytestmark = pytest.mark.filterwarnings(
@@ -96,7 +95,7 @@ def program_of(path: Path, **settings) -> Program:
 
 
 def frozen_of(path: Path, program: Program):
-    described = unflatten(frozen_arrays(program, Rules.load(program.rules), mesh_shape(program)))
+    described = unflatten(frozen_arrays(resolve(program)))
 
     def fill(described, read):
         return unflatten(
@@ -106,7 +105,7 @@ def frozen_of(path: Path, program: Program):
             }
         )
 
-    return load_frozen_parameters(ConvertedFolder(path / "ours"), program, described, fill)
+    return load_frozen_parameters(ConvertedFolder(path / "ours"), resolve(program), described, fill)
 
 
 @pytest.mark.parametrize("case", CASES)

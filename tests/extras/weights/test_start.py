@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from graphtrain.config import render
-from graphtrain.config.resolve import stages_of
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Adapter,
     Batch,
@@ -30,7 +30,8 @@ from graphtrain.run.generate import _weights
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.weights.base import verify_adapter_settings
 from graphtrain.weights.convert import import_hugging_face
-from graphtrain.weights.sources import ConvertedFolder, open_weights
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.sources import ConvertedFolder
 from graphtrain.weights.start import load_initial_parameters, open_initial_weights
 from lowering.trees import flatten, unflatten
 
@@ -75,11 +76,10 @@ def in_halves(described, read):
 def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(converted):
     """5 layers in 2 rounds of 2 stages, so that some rows are no layer's."""
     made = config(converted, vocab=72)
-    weights = open_initial_weights(made)
+    program = resolve(made.program)
+    weights = open_initial_weights(program.model, made.run)
     assert weights is not None
-    got = load_initial_parameters(
-        weights, made.program, parameter_specs_of(made.program), in_halves
-    )
+    got = load_initial_parameters(weights, program, parameter_specs_of(program), in_halves)
     whole = {}
     for path, spec in flatten(parameter_specs(weights.model)).items():
         layers = range(5) if path.startswith("layers/") else [None]
@@ -88,17 +88,21 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
         assert whole[path].shape == spec.shape
     whole["embedding/tokens"] = np.pad(whole["embedding/tokens"], ((0, 7), (0, 0)))
     whole["head"] = np.pad(whole["head"], ((0, 0), (0, 7)))
-    stages = stages_of(made.program)
-    assert stages is not None
-    jax.tree.map(np.testing.assert_array_equal, got, to_pipeline_layout(unflatten(whole), stages))
+    assert program.stages is not None
+    want = to_pipeline_layout(unflatten(whole), program.stages)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def opened(of: Config):
+    return open_initial_weights(of.program.model, of.run)
 
 
 def test_another_model_is_refused_with_what_differs(converted):
     with pytest.raises(WeightsError, match=r"rope_theta = 5\.0 \(instead of 10000\.0\)"):
-        open_initial_weights(config(converted, rope_theta=5.0))
+        opened(config(converted, rope_theta=5.0))
     with pytest.raises(WeightsError, match=r"vocabulary of 65, but program\.model\.vocab = 64"):
-        open_initial_weights(config(converted, vocab=64))
-    assert open_initial_weights(config(converted, remat="full", dropout=0.1)) is not None
+        opened(config(converted, vocab=64))
+    assert opened(config(converted, remat="full", dropout=0.1)) is not None
 
 
 def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
@@ -110,7 +114,8 @@ def test_a_folder_that_holds_no_weights_is_refused(tmp_path):
 
 def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(converted, tmp_path):
     (tmp_path / "file").touch()
-    beginning = InitialWeights.open(config(converted), resuming=False)
+    of = config(converted)
+    beginning = InitialWeights.open(resolve(of.program), of.run, resuming=False)
     assert beginning is not None
     with pytest.raises(TrainingError, match=r"file/run cannot be written .* free space"):
         beginning.save_run_files(tmp_path / "file/run")
@@ -135,7 +140,9 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
             for path, spec in flatten(parameter_specs(begun.program.model)).items()
         }
     )
-    found = flatten(_weights(begun, begun.program, described, None))
+    found = flatten(
+        _weights(resolve(begun.program), begun.run, resolve(begun.program), described, None)
+    )
     (up, down) = ConvertedFolder(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
     np.testing.assert_array_equal(found["layers/mlp/up"][1], fake_quantize(up, "nf4"))
     np.testing.assert_array_equal(found["layers/mlp/down"][1], down)  # trained whole
@@ -144,7 +151,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
 @pytest.mark.parametrize("changed", [{"alpha": 8.0}, {"rank": 4}, {"base_dtype": "int8"}])
 def test_a_run_does_not_go_on_with_another_adapter(converted, tmp_path, changed):
     (tmp_path / "config.toml").write_text(render(adapted(converted)))
-    verify_adapter_settings(adapted(converted, dropout=0.1), tmp_path)
+    verify_adapter_settings(adapted(converted, dropout=0.1).program.adapter, tmp_path)
     (name,) = changed
     with pytest.raises(WeightsError, match=rf"\[program\.adapter\]: {name} = .*\(instead of"):
-        verify_adapter_settings(adapted(converted, **changed), tmp_path)
+        verify_adapter_settings(adapted(converted, **changed).program.adapter, tmp_path)

@@ -16,7 +16,7 @@ from graphtrain.data.indexed.verify import verify
 from graphtrain.data.prepare.instructions import instruct
 from graphtrain.data.prepare.text import prepare
 from graphtrain.data.preview import masked_documents, packing_report
-from graphtrain.data.tokenizers.tokenizer import ByteTokenizer
+from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.errors import DataError
 
 PAIR = {"prompt": "Q", "chosen": "good", "rejected": "bad"}

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data.tokenizers import word_cache
-from graphtrain.data.tokenizers.tokenizer import SentencePieceTokenizer
+from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.data.tokenizers.word_cache import (
     WORD_PARTS_PATTERN,

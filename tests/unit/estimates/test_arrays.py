@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphtrain.config.resolve import mesh_shape
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model, Optimizer, Program
 from graphtrain.cost_model.weights import shard_weights
 from graphtrain.graphs.build import state_specs_of
@@ -11,7 +11,6 @@ from graphtrain.models.flops import parameter_count
 from graphtrain.models.shapes import parameter_arrays, state_arrays
 from lowering.trees import flatten
 from sharding_rules.plan import make_plan
-from sharding_rules.rules import Rules
 
 SIZES = {"layers": 5, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
 MODELS = {
@@ -49,7 +48,7 @@ def test_arrays_are_those_of_the_model(name):
 def test_so_are_weights_and_moments_of_a_state(optimizer):
     model = Model(**SIZES)
     program = Program(model=model, batch=Batch(global_batch_size=4, seq_len=8), optimizer=optimizer)
-    traced = flatten({"state": state_specs_of(program)})
+    traced = flatten({"state": state_specs_of(resolve(program))})
     others = {"state/step", "state/key", "state/optimizer/adam/count"}
     assert {path: spec for path, spec in traced.items() if path not in others} == state_arrays(
         parameter_arrays(model), optimizer
@@ -72,9 +71,9 @@ def test_weights_and_moments_take_what_the_plan_says(mesh, rules, batch):
         model=Model(**SIZES, kv_heads=2),
         batch=Batch(global_batch_size=32, seq_len=16, **batch),
     )
-    shape, table = mesh_shape(program), Rules.load(rules)
-    plan = make_plan(flatten({"state": state_specs_of(program)}), table, shape)
-    weights = shard_weights(program, table, shape)
+    of = resolve(program)
+    plan = make_plan(flatten({"state": state_specs_of(of)}), of.rules, of.mesh)
+    weights = shard_weights(of)
     assert sum(one.parameter_bytes for one in weights) == plan.bytes_per_device("parameter")
     counters = sum(
         plan.shard_bytes(path)

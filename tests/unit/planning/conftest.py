@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from graphtrain.config import load_config
-from graphtrain.config.schema import Program
+from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.planning.remedies import WithOverrides
 
 CONFIG = """
@@ -29,7 +29,7 @@ def vary(tmp_path: Path) -> WithOverrides:
     path = tmp_path / "config.toml"
     path.write_text(CONFIG)
 
-    def vary(change: Sequence[str]) -> Program:
-        return load_config(path, change).program
+    def vary(change: Sequence[str]) -> ResolvedProgram:
+        return resolve(load_config(path, change).program)
 
     return vary

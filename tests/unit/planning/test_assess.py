@@ -1,6 +1,7 @@
 import dataclasses
 
-from graphtrain.planning.assess import estimate, plan_program
+from graphtrain.graphs.plan import plan_program
+from graphtrain.planning.assess import estimate
 
 STAGES = [
     "program.mesh={stage=2, fsdp=2}",

@@ -16,14 +16,14 @@ from graphtrain.planning.verify import compile_best
 
 
 def test_strategies_that_fit_are_ranked_by_time(vary):
-    found = search(vary(["program.target=h100:8"]))
+    found = search(vary(["program.target=h100:8"]).settings)
     seconds = [float(f"{one.seconds:.3g}") for one in found.ranked]
     assert seconds == sorted(seconds)
     assert all(one.memory.fits for one in found.ranked)
 
 
 def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
-    every = list(candidates(vary(["program.target=h100:8"])))
+    every = list(candidates(vary(["program.target=h100:8"]).settings))
     assert {one.mesh.devices for one in every} == {8}
     assert len({json.dumps(one.settings) for one in every}) == len(every)
     kinds = {family: {one.choice(family) for one in every} for family in FAMILIES}
@@ -39,7 +39,7 @@ def test_a_head_that_stages_cannot_split_leaves_the_other_schedules(vary):
         "program.batch.global_batch_size=24",
         "program.model.layers=6",
     ]
-    threes = [one for one in candidates(vary(settings)) if one.mesh.axes["stage"] == 3]
+    threes = [one for one in candidates(vary(settings).settings) if one.mesh.axes["stage"] == 3]
     assert {one.program.pipeline.schedule for one in threes} == {"circular"}
 
 
@@ -49,11 +49,16 @@ def test_long_sequences_may_be_split(vary):
         "program.batch.global_batch_size=4",
         "program.target=h100:8",
     ]
-    assert {one.choice("context") for one in candidates(vary(long))} == {"1", "2", "4", "8"}
+    assert {one.choice("context") for one in candidates(vary(long).settings)} == {
+        "1",
+        "2",
+        "4",
+        "8",
+    }
 
 
 def test_every_family_but_the_best_has_its_reason(vary):
-    found = search(vary(["program.target=h100:16"]))
+    found = search(vary(["program.target=h100:16"]).settings)
     best = found.ranked[0]
     for family in FAMILIES:
         assert f"{family} {best.choice(family)}" not in found.rejected
@@ -63,7 +68,7 @@ def test_every_family_but_the_best_has_its_reason(vary):
 
 
 def test_where_nothing_fits_the_reasons_name_what_is_too_large(vary):
-    found = search(vary(["program.model.vocab=100_000_000_000"]))
+    found = search(vary(["program.model.vocab=100_000_000_000"]).settings)
     assert found.ranked == ()
     assert "nothing fits: the smallest needs" in found.rejected["tensor 1"]
 
@@ -71,9 +76,10 @@ def test_where_nothing_fits_the_reasons_name_what_is_too_large(vary):
 def test_own_rules_and_ulysses_stay(vary, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text('[arrays."layers/mlp/*"]\nembed = []\n')
-    program = vary([f'program.rules=["data", "ulysses", "{own}"]'])
+    program = vary([f'program.rules=["data", "ulysses", "{own}"]']).settings
     for one in candidates(program):
-        assert "ulysses" in one.program.rules and one.program.rules[-1] == str(own)
+        rules = one.program.settings.rules
+        assert "ulysses" in rules and rules[-1] == str(own)
 
 
 def test_a_batch_that_no_mesh_divides_is_an_error(vary):
@@ -84,15 +90,15 @@ def test_a_batch_that_no_mesh_divides_is_an_error(vary):
         "program.model.embed=700",
     ]
     with pytest.raises(PlanError, match=r"no strategy divides batch.global_batch_size = 7"):
-        search(vary(odd))
+        search(vary(odd).settings)
 
 
 def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
-    assert search(vary(["program.target=h100:8"])).ranked[0].mesh.axes["tensor"] == 1
+    assert search(vary(["program.target=h100:8"]).settings).ranked[0].mesh.axes["tensor"] == 1
 
 
 def test_a_mixture_is_refused(vary):
-    program = vary([])
+    program = vary([]).settings
     mixed = replace(program, model=replace(program.model, moe=MixtureOfExperts(experts=4)))
     with pytest.raises(PlanError, match="dense models"):
         search(mixed)
@@ -125,7 +131,7 @@ def compiled(monkeypatch):
 
 def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tmp_path, compiled):
     asked, peaks = compiled
-    ranked = search(vary([])).ranked
+    ranked = search(vary([]).settings).ranked
     peaks[0] = 10**15
     rows = compile_best(ranked, Cache(tmp_path), 2)
     assert [len(batch) for batch in asked] == [2, 1]
@@ -135,7 +141,7 @@ def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tm
 
 
 def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
-    found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]))
+    found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]).settings)
     rows = [*compile_best(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
     first, second = ranking.as_json(found, rows)["strategies"][:2]
     assert (first["source"], second["source"]) == ("compiler", "estimate")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scanning import Scan, ScanHooks, StopForward, constrain_residual
+from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, constrain_residual
 from lowering.pipeline.ring import read_slot
 from lowering.pipeline.schedule import Pipeline
 from lowering.tracing.constrain import draw_shard, placement
@@ -71,7 +71,7 @@ def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tre
     Raises:
         ShardingError: the model cannot be split into these stages.
     """
-    parts, (stack,) = opened.parts, opened.stacks
+    parts, (stack,) = parts_of(opened), opened.stacks
     if stack.count != sum(stages.layers):
         raise ShardingError(
             f"{stack.name} has {stack.count} blocks, but the stages hold {sum(stages.layers)}; set "
@@ -86,8 +86,9 @@ def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tre
     return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
 
 
-def find_parts(opened: OpenedModel) -> PipelineParts:
-    """Trace a model to find the parameters used before, in and after its blocks.
+@cache
+def parts_of(opened: OpenedModel) -> PipelineParts:
+    """Trace a model to find the parameters used before, in and after its blocks; once per model.
 
     Raises:
         ShardingError: the model cannot be split into stages; the message says why.
@@ -261,7 +262,7 @@ def imported_pipeline(
     Raises:
         ShardingError: the model cannot be split into stages.
     """
-    parts = opened.parts
+    parts = parts_of(opened)
 
     def key_of(number: jax.Array) -> jax.Array | None:
         return None if keys is None else _replica_key(keys(number))

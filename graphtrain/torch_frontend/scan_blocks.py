@@ -21,9 +21,9 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from graphtrain.models.projection import PROJECTION
-from graphtrain.torch_frontend.balance import LoadBalancing, RouterStatistics
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
+from graphtrain.torch_frontend.load_balancing import LoadBalancing, RouterStatistics
 from lowering.tracing.constrain import constrain
 from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
 

@@ -1,0 +1,57 @@
+"""Opening of a tokenizer by its name or file."""
+
+from pathlib import Path
+
+from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.huggingface import read_gpt2, read_huggingface
+from graphtrain.data.tokenizers.protocol import Tokenizer
+from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from graphtrain.errors import DataError
+
+
+def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        spec: `bytes`, a sentencepiece FILE.model, a tokenizer.json, GPT-2's VOCAB.json,MERGES.txt,
+            or a folder that contains one of these files.
+        eod: Text of the end-of-document token. None: the tokenizer's own.
+
+    Raises:
+        DataError: the file does not exist, is not a tokenizer, or has no token `eod`.
+    """
+    if str(spec) == ByteTokenizer.kind:
+        if eod is not None:
+            raise DataError(
+                "--eod-token does not apply to the tokenizer bytes, whose end token is 256"
+            )
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = _tokenizer_in_folder(path)
+    if path.suffix == ".model":
+        try:
+            return SentencePieceTokenizer(path.read_bytes(), str(path), eod)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+    vocab, comma, merges = str(path).partition(",")
+    if comma:
+        return read_gpt2(Path(vocab), Path(merges), eod)
+    if path.suffix == ".json":
+        return read_huggingface(path, eod)
+    raise DataError(
+        f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model, tokenizer.json, "
+        "VOCAB.json,MERGES.txt, a folder that contains one of them, or sentencepiece:VOCAB"
+    )
+
+
+def _tokenizer_in_folder(folder: Path) -> Path:
+    """Return the path of the tokenizer in a folder, for example of a model."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return Path(f"{folder / 'vocab.json'},{folder / 'merges.txt'}")
+    raise DataError(
+        f"{folder}: contains no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+    )

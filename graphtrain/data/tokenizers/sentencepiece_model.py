@@ -1,0 +1,124 @@
+"""Tokenizers of the sentencepiece library."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.data.tokenizers.offsets import (
+    TokensWithOffsets,
+    character_offsets,
+    encode_with_special_tokens,
+)
+from graphtrain.data.tokenizers.word_cache import (
+    WORD_PARTS_PATTERN,
+    WORDS_PATTERN,
+    WordCache,
+    context_free_pattern,
+)
+from graphtrain.errors import DataError
+from graphtrain.files import atomic_write
+
+
+class SentencePieceTokenizer:
+    """Sentencepiece model; `eod` is its end-of-sentence piece, unless another is named.
+
+    Raises:
+        DataError: the bytes are not a sentencepiece model, or it has no piece `eod`.
+    """
+
+    kind = "sentencepiece"
+    chat_template = None  # a template file next to the model must be named by its path
+
+    def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
+        import sentencepiece
+
+        self._model, self._name, self._end = model, name, eod
+        self._processor: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise DataError(f"{name}: not a sentencepiece model ({error})") from None
+        self._words: WordCache | None = None
+        self.vocab: int = self._processor.vocab_size()
+        end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
+        if (
+            eod is not None and self._processor.id_to_piece(end) != eod
+        ):  # unknown pieces map to <unk>
+            raise DataError(f"{name}: has no piece {eod!r}; name another one with --eod-token")
+        self.eod: int | None = end if end >= 0 else None
+        self.digest = hashlib.sha256(model).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentencePieceTokenizer, (self._model, self._name, self._end)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if self._words is None and (expression := context_free_pattern(self._model)):
+            encode = partial(self._processor.encode, num_threads=1)
+            self._words = WordCache(
+                WORDS_PATTERN,
+                encode,
+                WORD_PARTS_PATTERN if expression is WORD_PARTS_PATTERN else None,
+            )
+        if self._words is not None:
+            return self._words.encode(texts)
+        # One thread: parallelism comes from worker processes.
+        encoded = self._processor.encode(list(texts), num_threads=1)
+        return [np.array(tokens, np.int32) for tokens in encoded]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
+        number = self._processor.piece_to_id
+        return [
+            encode_with_special_tokens(
+                text, self._control_pieces, number, self._encode_with_offsets
+            )
+            for text in texts
+        ]
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        named = ("bos_token", self._processor.bos_id()), ("eos_token", self.eod)
+        return {
+            name: self._processor.id_to_piece(number)
+            for name, number in named
+            if number is not None and number >= 0
+        }
+
+    @cached_property
+    def _control_pieces(self) -> re.Pattern[str]:
+        """Pattern of the control pieces, which sentencepiece never produces from text."""
+        numbers = filter(self._processor.is_control, range(self.vocab))
+        pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
+
+    def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
+        from sentencepiece import sentencepiece_pb2
+
+        proto: Any = sentencepiece_pb2  # its classes are created at import
+        encoded = self._processor.encode(text, out_type="serialized_proto")
+        pieces = proto.SentencePieceText.FromString(encoded).pieces
+        begins = np.array([piece.begin for piece in pieces], np.int64)
+        ends = np.array([piece.end for piece in pieces], np.int64)
+        for index in reversed(range(len(pieces) - 1)):
+            if ends[index] == begins[index]:  # byte piece of a character, not its last one
+                ends[index] = ends[index + 1]
+        of = character_offsets(text.encode())
+        return TokensWithOffsets(
+            np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends]
+        )
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._processor.decode([int(token) for token in tokens])
+
+    def save(self, directory: Path) -> tuple[str, ...]:
+        path = directory / "tokenizer.model"
+        with atomic_write(path) as file:
+            file.write(self._model)
+        return (path.name,)

@@ -1,0 +1,113 @@
+"""Native decoder as a LanguageModel. Flax is imported by the functions that trace, not before."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from graphtrain.config.schema import Model
+    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from lowering.pipeline.schedules import Pipeline
+    from lowering.trees import Tree
+    from sharding_rules.pipeline import Stages
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """Decoder with these settings; see LanguageModel."""
+
+    settings: Model
+
+    def specs(self) -> Tree:
+        from graphtrain.models import decoder
+
+        return decoder.parameter_specs(self.settings)
+
+    def initialize(self, key: jax.Array) -> Tree:
+        from graphtrain.models import decoder
+
+        return decoder.initialize(self.settings, key)
+
+    def forward(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        from graphtrain.models import decoder
+
+        return decoder.forward(self.settings, parameters, tokens, dropout_key=dropout_key)
+
+    def head_inputs(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        from graphtrain.models import decoder
+
+        return decoder.head_inputs(self.settings, parameters, tokens, dropout_key=dropout_key)
+
+    def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
+        from graphtrain.models import pipeline_stages
+
+        return pipeline_stages.pipeline_specs(specs, stages)
+
+    def to_pipeline_layout(self, parameters: Tree, stages: Stages) -> Tree:
+        from graphtrain.models import pipeline_stages
+
+        return pipeline_stages.to_pipeline_layout(parameters, stages)
+
+    def pipeline(
+        self,
+        stages: Stages,
+        score: LossFunction,
+        keys: Keys | None,
+        term_weight: float,
+        tokens: jax.Array,
+    ) -> Pipeline:
+        from graphtrain.models import pipeline_stages
+
+        return pipeline_stages.decoder_pipeline(self.settings, stages, score, keys, term_weight)
+
+    def split_for_pipeline(self, parameters: Tree) -> Tree:
+        from graphtrain.models import pipeline_stages
+
+        return pipeline_stages.split_for_pipeline(self.settings, parameters)
+
+    def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        from graphtrain.models import pipeline_stages
+
+        return pipeline_stages.merge_gradients(gradients)
+
+    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
+        from graphtrain.models import decode
+
+        return decode.kv_cache_specs(self.settings, sequences, max_seq_len)
+
+    def decode_step(
+        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        from graphtrain.models import decode
+
+        return decode.decode_step(self.settings, parameters, kv_cache, tokens, offset)
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self.settings.dropout)
+
+    @property
+    def has_separate_head(self) -> bool:
+        return True
+
+    @property
+    def mixes_sequences(self) -> bool:
+        return self.settings.moe is not None
+
+    @property
+    def layer_count(self) -> int:
+        return self.settings.layers
+
+    @property
+    def uses_module_names(self) -> bool:
+        return False
+
+    def key_ingredients(self) -> dict[str, Any]:
+        return asdict(self.settings)

@@ -1,0 +1,165 @@
+"""Interface of a language model, native or imported: what graphs, keys and checkpoints ask of it.
+
+`graphs.open_model.open_language_model` returns the implementation for the settings of a model.
+Opening one imports neither JAX nor PyTorch, and builds nothing. A run traces no graph and asks only
+for facts (the last group below); they need neither Flax nor PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import jax
+
+    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from lowering.pipeline.schedules import Pipeline
+    from lowering.trees import Tree
+    from sharding_rules.pipeline import Stages
+
+
+class LanguageModel(Protocol):
+    """Pure functions of a causal language model's parameters and tokens, and facts about them.
+
+    Parameters are nested dicts of arrays. Functions of arrays are called inside a trace. Token ids
+    are (batch, seq), int32; logits are (batch, seq, vocab).
+
+    Every function of an imported model may raise ImportedModelError: its module cannot be built or
+    traced. Every function for pipeline stages may raise ShardingError: the model cannot be split
+    into them.
+    """
+
+    # Training and evaluation
+
+    def specs(self) -> Tree:
+        """Return the tree of parameters as ArraySpecs; nothing is allocated."""
+        ...
+
+    def initialize(self, key: jax.Array) -> Tree:
+        """Return new float32 parameters, in the tree of `specs`."""
+        ...
+
+    def forward(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return logits, and the terms that the layers add to the loss, by name.
+
+        Args:
+            parameters: weights.
+            tokens: token ids.
+            dropout_key: None disables dropout.
+        """
+        ...
+
+    def head_inputs(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the LM head's input and weights, and the layers' terms of the loss, by name.
+
+        Requires `has_separate_head`. The arguments are those of `forward`. The input is
+        (batch, seq, embed).
+        """
+        ...
+
+    # Pipeline parallelism
+
+    def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
+        """Return the ArraySpecs of the parameters that to_pipeline_layout returns."""
+        ...
+
+    def to_pipeline_layout(self, parameters: Tree, stages: Stages) -> Tree:
+        """Reorder the layer rows of parameters for the stages of a pipeline."""
+        ...
+
+    def pipeline(
+        self,
+        stages: Stages,
+        score: LossFunction,
+        keys: Keys | None,
+        term_weight: float,
+        tokens: jax.Array,
+    ) -> Pipeline:
+        """Build the Pipeline of the model: what each part computes of one microbatch.
+
+        Args:
+            stages: number of layers in each stage.
+            score: loss function, of logits and a microbatch.
+            keys: dropout key by microbatch; None disables dropout.
+            term_weight: factor of the terms that the layers of one microbatch add to the loss.
+            tokens: token ids of all microbatches, (microbatches, batch, seq).
+        """
+        ...
+
+    def split_for_pipeline(self, parameters: Tree) -> Tree:
+        """Split parameters into the parts of a Pipeline; a tied weight is in two parts."""
+        ...
+
+    def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
+        ...
+
+    # Generation
+
+    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
+        """Return the ArraySpecs of a KV cache.
+
+        Args:
+            sequences: number of sequences.
+            max_seq_len: maximum number of tokens in a sequence.
+
+        Raises:
+            ImportedModelError: the model's attention does not support a KV cache.
+        """
+        ...
+
+    def decode_step(
+        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        """Run one decode step; return the logits of the new tokens, and the updated KV cache.
+
+        Args:
+            parameters: weights.
+            kv_cache: KV cache of the previous tokens, in the tree of kv_cache_specs.
+            tokens: ids of the new tokens.
+            offset: position of the first of them, a scalar.
+        """
+        ...
+
+    # Facts, known before anything is built
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training may apply dropout, and so needs a key."""
+        ...
+
+    @property
+    def has_separate_head(self) -> bool:
+        """Whether head_inputs is supported, so that the loss can be computed in chunks."""
+        ...
+
+    @property
+    def mixes_sequences(self) -> bool:
+        """Whether a token's result depends on other sequences, as with expert capacity."""
+        ...
+
+    @property
+    def layer_count(self) -> int | None:
+        """Number of layers; None if only the built module shows it."""
+        ...
+
+    @property
+    def uses_module_names(self) -> bool:
+        """Whether parameters have the names of a PyTorch module, not those of the decoder.
+
+        Such parameters are read from Hugging Face folders and written to them without conversion.
+        Their paths do not tell which of them stack layers; the decoder's do ("layers/...").
+        """
+        ...
+
+    def key_ingredients(self) -> dict[str, Any]:
+        """Return all that can change the traced model, for cache keys: contents, not file names.
+
+        Raises:
+            ImportedModelError: the configuration or the module cannot be found.
+        """
+        ...

@@ -1,0 +1,129 @@
+"""PyTorch and Hugging Face models as a LanguageModel. PyTorch is imported when one is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from graphtrain.torch_frontend.source import key_ingredients
+from graphtrain.torch_frontend.versions import check_versions, installed
+from lowering.trees import unflatten
+
+if TYPE_CHECKING:
+    import jax
+
+    from graphtrain.config.schema import TorchModel
+    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.torch_frontend.model import OpenedModel
+    from lowering.pipeline.schedules import Pipeline
+    from lowering.trees import Tree
+    from sharding_rules.pipeline import Stages
+
+
+@dataclass(frozen=True)
+class TorchLanguageModel:
+    """Imported model with these settings; see LanguageModel."""
+
+    settings: TorchModel
+
+    def opened(self) -> OpenedModel:
+        """Return the model's module without weights; it is built once per process.
+
+        Raises:
+            ImportedModelError: a version is unsupported, or the module cannot be built or traced.
+        """
+        # Before an import fails with an obscure error.
+        check_versions(installed(), hf=self.settings.hf is not None)
+        from graphtrain.torch_frontend.model import open_model
+
+        return open_model(self.settings)
+
+    def specs(self) -> Tree:
+        return unflatten(self.opened().specs())
+
+    def initialize(self, key: jax.Array) -> Tree:
+        return self.opened().initialize(key)
+
+    def forward(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return self.opened().forward(parameters, tokens, dropout_key)
+
+    def head_inputs(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> NoReturn:
+        raise AssertionError("has_separate_head is False")
+
+    def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.to_stage_order(opened, specs, stages)
+
+    def to_pipeline_layout(self, parameters: Tree, stages: Stages) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.to_stage_order(opened, parameters, stages)
+
+    def pipeline(
+        self,
+        stages: Stages,
+        score: LossFunction,
+        keys: Keys | None,
+        term_weight: float,
+        tokens: jax.Array,
+    ) -> Pipeline:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.imported_pipeline(opened, stages, score, keys, tokens)
+
+    def split_for_pipeline(self, parameters: Tree) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.parts_of(opened).split_parameters(parameters)
+
+    def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.parts_of(opened).merge_gradients(gradients, parameters)
+
+    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import decode
+
+        return decode.kv_cache_specs(opened, sequences, max_seq_len)
+
+    def decode_step(
+        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        opened = self.opened()
+        from graphtrain.torch_frontend import decode
+
+        return decode.decode_step(opened, parameters, kv_cache, tokens, offset)
+
+    @property
+    def has_dropout(self) -> bool:
+        return True  # the module may have some
+
+    @property
+    def has_separate_head(self) -> bool:
+        return False  # a module returns logits
+
+    @property
+    def mixes_sequences(self) -> bool:
+        return False
+
+    @property
+    def layer_count(self) -> None:
+        return None
+
+    @property
+    def uses_module_names(self) -> bool:
+        return True
+
+    def key_ingredients(self) -> dict[str, Any]:
+        return key_ingredients(self.settings)
