@@ -47,7 +47,7 @@ CASES = {
     "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
 }
 DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "gemma2": {}, "mixtral": {}}
-MODULES = Path(__file__).parents[1] / "unit/torch_models/modules.py"
+MODULES = Path(__file__).parents[1] / "extras/torch_models/modules.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Hugging Face model families: tables that map their settings and weights to the native decoder.
 
 Does not import JAX. To add a family: add a module with its tables, a line in FAMILIES below, and a
-case in tests/unit/families/test_families.py.
+case in tests/extras/families/test_families.py.
 """
 
 from collections.abc import Mapping
