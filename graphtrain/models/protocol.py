@@ -129,17 +129,17 @@ class LanguageModel(Protocol):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training may apply dropout, and so needs a key."""
+        """Return whether training may apply dropout, and so needs a key."""
         ...
 
     @property
     def has_separate_head(self) -> bool:
-        """Whether head_inputs is supported, so that the loss can be computed in chunks."""
+        """Return whether head_inputs is supported, so that the loss can be computed in chunks."""
         ...
 
     @property
     def mixes_sequences(self) -> bool:
-        """Whether a token's result depends on other sequences, as with expert capacity."""
+        """Return whether a token's result depends on other sequences, as with expert capacity."""
         ...
 
     @property
@@ -149,7 +149,7 @@ class LanguageModel(Protocol):
 
     @property
     def uses_module_names(self) -> bool:
-        """Whether parameters have the names of a PyTorch module, not those of the decoder.
+        """Return whether parameters have the names of a PyTorch module, not those of the decoder.
 
         Such parameters are read from Hugging Face folders and written to them without conversion.
         Their paths do not tell which of them stack layers; the decoder's do ("layers/...").
