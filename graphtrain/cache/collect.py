@@ -13,7 +13,7 @@ from graphtrain.cache.entries import CacheEntry, list_entries
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.leases import DEFAULT_TIMING, try_hold_all
 from graphtrain.cache.programs import DamagedEntry, UnusableEntry, exists, read_errors, read_record
-from graphtrain.cache.requests import list_digests
+from graphtrain.cache.stored_requests import list_digests
 from graphtrain.cache.summaries import parse_part, read_summaries
 from graphtrain.cache.writing import is_stale, remove_directory, remove_errors
 from lowering.machine.toolchain import version

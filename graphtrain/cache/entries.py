@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.programs import PAYLOAD, RECORD, UnusableEntry, list_errors, read_record
-from graphtrain.cache.requests import list_digests, target_name
+from graphtrain.cache.stored_requests import list_digests, target_name
 from graphtrain.cache.summaries import read_summaries
 from graphtrain.errors import CacheError
 

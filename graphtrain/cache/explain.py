@@ -9,11 +9,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from graphtrain.cache import programs, requests
+from graphtrain.cache import programs, stored_requests
 from graphtrain.cache.key import ABSENT, CacheKey, Difference, iterate_differences
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.programs import UnusableEntry, exists
-from graphtrain.cache.requests import StoredRequest, target_name
+from graphtrain.cache.stored_requests import StoredRequest, target_name
 from graphtrain.cache.summaries import parse_part, read_summaries
 
 _MAX_NEIGHBOURS = 3  # number of neighbours in an explanation
@@ -131,7 +131,7 @@ def _resolve(layout: StorePaths, request: CacheKey) -> tuple[str | None, str]:
     if not exists(path):
         return None, ""
     try:
-        digest = requests.read(path).program
+        digest = stored_requests.read(path).program
     except UnusableEntry as error:
         return None, f"requested before, but the stored request cannot be read: {error}"
     directory = layout.program(digest)
@@ -183,7 +183,7 @@ def _neighbours(
 ) -> Iterator[Neighbour]:
     for digest in digests:
         with suppress(UnusableEntry):  # removed or damaged since the distances were computed
-            yield _neighbour(mine, requests.read(layout.request(digest)))
+            yield _neighbour(mine, stored_requests.read(layout.request(digest)))
 
 
 def _neighbour(mine: Mapping[str, Any], stored: StoredRequest) -> Neighbour:

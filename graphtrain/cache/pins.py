@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from graphtrain.cache.layout import StorePaths, validate_digest
-from graphtrain.cache.requests import list_digests
+from graphtrain.cache.stored_requests import list_digests
 from graphtrain.cache.writing import write_errors
 
 

@@ -18,7 +18,7 @@ from graphtrain.cache import (
     leases,
     pins,
     programs,
-    requests,
+    stored_requests,
     summaries,
     verify,
 )
@@ -129,7 +129,7 @@ class Cache:
             CacheError: the disk is full, or the cache is not writable.
         """
         graph = graph or str(request.part("graph") or "")
-        data = requests.encode(request, digest_of(program), graph)
+        data = stored_requests.encode(request, digest_of(program), graph)
         path = self._layout.request(request.digest)
         with write_errors(path, len(data)):
             replace_file(self._layout, path, data)
@@ -192,15 +192,15 @@ class Cache:
     def stored_programs(self, chosen: Iterable[str] | None = None) -> dict[str, str]:
         """Map request digests to program digests, for the programs stored in this cache.
 
-        The programs of `chosen` requests are checked as by `has`. Without `chosen`, only the
-        existence of each entry is checked: entries are created atomically, and later damage is
-        detected when an entry is read.
+        The programs of `chosen` requests are checked as by `contains_program`. Without `chosen`,
+        only the existence of each entry is checked: entries are created atomically, and later
+        damage is detected when an entry is read.
 
         Args:
             chosen: request digests; None for all requests.
         """
         found = summaries.read_summaries(self._layout, chosen)
-        stored = frozenset(requests.list_digests(self._layout.programs))
+        stored = frozenset(stored_requests.list_digests(self._layout.programs))
         is_here = stored.__contains__ if chosen is None else self.contains_program
         return {one.digest: one.program for one in found if is_here(one.program)}
 
@@ -269,7 +269,7 @@ class Cache:
             UntrustedError: `text` is not a request file, or belongs to another digest.
         """
         try:
-            stored = requests.decode(text, digest)
+            stored = stored_requests.decode(text, digest)
             if stored.key.digest != digest:
                 raise DamagedEntry("the request's contents belong to another digest")
         except (UnusableEntry, TypeError) as error:
@@ -392,7 +392,7 @@ class Cache:
         if not exists(path):
             return None
         try:
-            stored = requests.read(path)
+            stored = stored_requests.read(path)
             if stored.key != request:
                 raise DamagedEntry("the request's contents do not match its digest")
         except UnusableEntry as reason:

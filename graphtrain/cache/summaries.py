@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import StorePaths, validate_digest
 from graphtrain.cache.programs import UnusableEntry, list_errors
-from graphtrain.cache.requests import decode, list_digests, split_parts, target_name
+from graphtrain.cache.stored_requests import decode, list_digests, split_parts, target_name
 
 
 class RequestSummary(NamedTuple):

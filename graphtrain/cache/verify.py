@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from graphtrain.cache import programs, requests
+from graphtrain.cache import programs, stored_requests
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.programs import DamagedEntry, OtherSchemaVersion, UnusableEntry, exists
 from graphtrain.cache.writing import quarantine
@@ -52,7 +52,7 @@ def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
     """
     problems: list[Problem] = []
     sound_programs: set[str] = set()
-    for digest in requests.list_digests(layout.programs):
+    for digest in stored_requests.list_digests(layout.programs):
         path = layout.program(digest)
         try:
             programs.check(path, digest, contents=True)
@@ -75,11 +75,11 @@ def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
 
 def _checked_requests(
     layout: StorePaths,
-) -> Iterator[tuple[Path, requests.StoredRequest | UnusableEntry]]:
-    for digest in requests.list_digests(layout.requests, ".json"):
+) -> Iterator[tuple[Path, stored_requests.StoredRequest | UnusableEntry]]:
+    for digest in stored_requests.list_digests(layout.requests, ".json"):
         path = layout.request(digest)
         try:
-            request = requests.read(path)
+            request = stored_requests.read(path)
             if request.key.digest != digest:
                 raise DamagedEntry("the request's contents do not match its digest")
             yield path, request

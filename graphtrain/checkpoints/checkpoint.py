@@ -197,7 +197,7 @@ class CheckpointInfo:
 
     data_position: dict[str, Any]  # position of the data loader
     arrays: dict[str, list[Any]]  # shape and dtype by path
-    rows: LayerRows | None  # layer in each row; None as in Arrangement, and in old checkpoints
+    rows: LayerRows | None  # layer in each row; None as in LayerOrder, and in old checkpoints
 
 
 def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:

@@ -10,7 +10,7 @@ def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
     """Return a program with a layer for each row of its stages; padding takes memory and time too.
 
     Raises:
-        PlanError: as estimable.
+        PlanError: as with_native_model.
         ShardingError: layers or microbatches that do not fit the stages.
     """
     program = program.with_settings(with_native_model(program.settings))

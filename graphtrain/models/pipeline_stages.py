@@ -38,7 +38,7 @@ def layers_to_rows(array: jax.Array, stages: Stages) -> jax.Array:
 
 
 def row_spec(spec: ArraySpec, stages: Stages) -> ArraySpec:
-    """Return the ArraySpec of arrange_rows' result."""
+    """Return the ArraySpec of layers_to_rows."""
     leading = _leading(stages)
     names = ("virtual_stages", "layers")[-len(leading) :]
     return replace(spec, shape=(*leading, *spec.shape[1:]), axes=(*names, *spec.axes[1:]))

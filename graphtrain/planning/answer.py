@@ -13,7 +13,7 @@ from graphtrain.cost_model.assessment import Assessment
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
-from graphtrain.planning.blame import CollectiveOrigin, explain_collectives
+from graphtrain.planning.collective_origins import CollectiveOrigin, explain_collectives
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
 

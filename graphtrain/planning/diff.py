@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphtrain.cost_model.assessment import Assessment
-from graphtrain.planning.traffic import sum_by_axes
+from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.trees import path_suffixes
 from sharding_rules.plan import Plan
 

@@ -12,7 +12,7 @@ from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 
-Kind = Literal["weights", "gradients", "updated weights", "activations", "numbers"]
+Kind = Literal["weights", "gradients", "updated weights", "activations", "scalars"]
 
 PARAMETERS, FROZEN = "state/parameters/", "frozen/"
 
@@ -63,7 +63,7 @@ class ParameterIndex:
             return MovedArrays("weights", weights, told)
         shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]
         if not shapes:
-            return MovedArrays("numbers", (), told)
+            return MovedArrays("scalars", (), told)
         alike = [self._by_shape.get(_key(shape)) for shape in shapes]
         few = 2 * sum(map(bool, alike)) <= len(alike)  # some of several may be stacked by stage
         passes_on = collective.op == "collective-permute" and not collective.decomposed_from

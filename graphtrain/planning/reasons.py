@@ -66,7 +66,7 @@ class Reasons:
             return self._gradients(collective, moved, mesh_axis, op)
         if moved.kind == "updated weights":
             return self._updated(collective, moved, mesh_axis)
-        if moved.kind == "numbers":
+        if moved.kind == "scalars":
             return self._tokens(mesh_axis) or self._resting(self.parameters.paths, mesh_axis)
         return self._activations(collective, moved, mesh_axis, op)
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.planning.blame import unexplained
+from graphtrain.planning.collective_origins import unexplained
 from graphtrain.planning.tables import plan_as_json, plan_table
-from graphtrain.planning.traffic import sum_by_axes
+from graphtrain.planning.traffic_by_axes import sum_by_axes
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from graphtrain.cost_model.assessment import Assessment, Memory
     from graphtrain.planning.answer import Answer
-    from graphtrain.planning.blame import CollectiveOrigin
+    from graphtrain.planning.collective_origins import CollectiveOrigin
     from graphtrain.planning.diff import PlanChange
     from graphtrain.planning.remedies import Remedy
     from graphtrain.planning.targets import TargetRow

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphtrain.data.batches.packing import Batch
+from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 

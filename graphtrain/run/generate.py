@@ -228,8 +228,8 @@ def _weights(
     if step is not None and adapter is None:
         arrangement = layer_order_of(program)
         return restore_parameters(directory / "checkpoints", step, described, arrangement)
+    from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
     from graphtrain.weights.open import open_weights
-    from graphtrain.weights.start import load_initial_parameters, open_initial_weights
     from graphtrain.weights.torch_modules import HuggingFaceWeights
 
     if step is None:

@@ -47,7 +47,7 @@ class InitialWeights:
         keeps = has_frozen_weights(program.settings)
         if run.init_from is None or (resuming and not keeps):
             return None
-        from graphtrain.weights.start import open_initial_weights
+        from graphtrain.weights.initial import open_initial_weights
 
         weights = open_initial_weights(program.model, run)
         assert weights is not None
@@ -70,7 +70,7 @@ class InitialWeights:
         digests of the base weights.
         """
         from graphtrain.weights.base import record_base
-        from graphtrain.weights.start import copy_hf_files_to_run
+        from graphtrain.weights.initial import copy_hf_files_to_run
 
         with write_errors(directory):
             copy_hf_files_to_run(self.weights, directory)
@@ -86,7 +86,7 @@ class InitialWeights:
             are zeros.
         """
         if self.program.adapter is None:
-            from graphtrain.weights.start import load_initial_parameters
+            from graphtrain.weights.initial import load_initial_parameters
 
             return load_initial_parameters(self.weights, self.program, array_specs, self._fill)
         from graphtrain.weights.frozen import load_trainable_parameters

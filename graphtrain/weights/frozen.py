@@ -11,9 +11,9 @@ from graphtrain.config.schema import Model, Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
 from graphtrain.models.shapes import parameter_arrays
+from graphtrain.weights.initial import ArrayLoader, Index, PartReader, part_reader
 from graphtrain.weights.peft import PeftAdapter
 from graphtrain.weights.sources import WeightSource
-from graphtrain.weights.start import ArrayLoader, Index, PartReader, part_reader
 from lowering.trees import Tree, flatten, unflatten
 
 

@@ -119,7 +119,8 @@ class PeftAdapter:
         if self._tensors:
             raise WeightsError(
                 f"{directory} also contains {', '.join(sorted(self._tensors)[:3])}, which "
-                "[program.adapter] does not train; add them to its targets or whole"
+                "[program.adapter] does not train; add them to its target_modules or "
+                "modules_to_save"
             )
 
     def _stack(self, program: Program) -> dict[str, np.ndarray]:
@@ -200,7 +201,7 @@ class PeftAdapter:
         if name not in self._tensors:
             raise WeightsError(
                 f"{self.directory} has no {name}, but [program.adapter] trains {module}; remove it "
-                "from targets or whole"
+                "from target_modules or modules_to_save"
             )
         return self._tensors.pop(name).astype(np.float32)
 

@@ -25,7 +25,7 @@ class MemoryPrefault:
     computes; imports use one core. Pages are written, not requested with madvise(2), because
     madvise holds a lock that each mmap(2) of an import waits for, and is no faster. Once stopped,
     the memory is free for any allocation. The thread therefore starts only in a process that
-    retains freed memory (host.keep_pages, glibc only).
+    retains freed memory (host.retain_freed_memory, glibc only).
     """
 
     def __init__(self, size: int) -> None:
@@ -57,7 +57,7 @@ def use_huge_pages() -> threading.Thread | None:
 
     A step reads gigabytes once and spends a tenth of its time on TLB misses of 4 kB pages. Call
     this after the first step has allocated its memory, which the process retains
-    (host.keep_pages). Earlier, the start would wait for contiguous memory.
+    (host.retain_freed_memory). Earlier, the start would wait for contiguous memory.
 
     Returns:
         The thread; None if there is no glibc heap or freed memory is not retained.

@@ -5,8 +5,8 @@ angles, for example, once for each head. An optimization barrier makes it comput
 store it. By default XLA:CPU removes barriers before fusion; `lowering.xla` disables that pass.
 
 XLA:CPU is two to three times slower at rounding to bfloat16 in a loop over rows than at the same
-rounding with integer operations. It fuses the integer form into fewer loops, so use `cast` for
-values that end in a barrier anyway.
+rounding with integer operations. It fuses the integer form into fewer loops, so use
+`cast_round_to_even` for values that end in a barrier anyway.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Peak memory of training steps: the compiler's beside the prediction and beside the minimum.
 
     python tests/benchmarks/memory.py [NAME ...] [--json FILE] [--known FILE] [--buffers]
-        [--attention scores] [--chunk whole]
+        [--attention dense] [--chunk none]
 
 Every row compiles a training step for machines that are not here. --known takes the compiler's
 answers from an earlier FILE instead, to try a prediction without compiling again.

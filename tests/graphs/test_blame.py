@@ -12,7 +12,7 @@ from graphtrain.models.decoder import Decoder
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import MLP
 from graphtrain.models.projection import project
-from graphtrain.planning.blame import explain_collectives, unexplained
+from graphtrain.planning.collective_origins import explain_collectives, unexplained
 from lowering.errors import LoweringError
 from lowering.hlo.collectives import ProgramFacts
 from lowering.tracing.constrain import constrain

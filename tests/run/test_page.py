@@ -10,7 +10,7 @@ from graphtrain.config import load_config
 from graphtrain.config.resolve import resolve
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.assess import estimate
-from graphtrain.planning.blame import CollectiveOrigin
+from graphtrain.planning.collective_origins import CollectiveOrigin
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.page import render_page
 from graphtrain.planning.remedies import Remedy

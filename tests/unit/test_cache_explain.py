@@ -87,7 +87,9 @@ def test_a_miss_says_what_changed_in_words_to_act_on(cache, changes, lines):
 
 
 def test_the_nearest_stored_request_is_explained_and_the_newest_of_equals(cache, monkeypatch):
-    monkeypatch.setattr("graphtrain.cache.requests.timestamp", lambda: "2999-01-01T00:00:00Z")
+    monkeypatch.setattr(
+        "graphtrain.cache.stored_requests.timestamp", lambda: "2999-01-01T00:00:00Z"
+    )
     cache.record_request(request(program={"layers": 4}, mesh={"data": 1, "fsdp": 1}), KEY)
     cache.record_request(request(program={**PARTS["program"], "model": {"layers": 8}}), KEY)
     asked = request(program={**PARTS["program"], "model": {"layers": 6}})

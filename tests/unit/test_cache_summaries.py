@@ -9,7 +9,7 @@ import pytest
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.programs import UnusableEntry
-from graphtrain.cache.requests import decode, encode
+from graphtrain.cache.stored_requests import decode, encode
 from graphtrain.cache.summaries import summarize
 from lowering.artifact import Artifact
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from graphtrain.data.batches.packing import Batch, check_tokens, empty_batch
+from graphtrain.data.batches.concat_packing import Batch, check_tokens, empty_batch
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
+from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
-from graphtrain.data.batches.packing import Batch
 from graphtrain.data.batches.rows import Packing, PackingSettings
 from graphtrain.errors import DataError
 from graphtrain.importing import import_without
@@ -195,7 +195,7 @@ def evaluation_batches(
 
     In text, every token but the first is a target once. In conversations, only tokens in the loss
     mask are targets, and rows come in packing order. All batches have the same shape: the last
-    sequence and the last batch are padded with weight 0. With isolated documents (`apart`), the
+    sequence and the last batch are padded with weight 0. With `isolate_documents`, the
     first token of each document is not a target.
 
     The arguments are those of `Loader`.

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.document_packing import DocumentPacking, Overlong
-from graphtrain.data.batches.packing import ConcatPacking
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
@@ -21,7 +21,7 @@ class PackingSettings:
     length: int
     vocab: int | None = None
     isolate_documents: bool = False
-    # None: "concat" for text; for conversations "best_fit" if apart, else "pad".
+    # None: "concat" for text; for conversations "best_fit" if isolated, else "pad".
     packing: Packing | None = None
     overlong: Overlong = "error"
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both

@@ -61,7 +61,7 @@ def blockwise_attention(
     scoring: ScoreTransform,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute `mixing.attention` of sequences that start at position 0.
+    """Compute `dot_product_attention` of sequences that start at position 0.
 
     `window` is the sliding window in positions; without it, a query sees all earlier keys.
     """

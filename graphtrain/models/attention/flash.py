@@ -46,7 +46,7 @@ def flash_attention(
     platform: str,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute `mixing.attention` by the kernel of a platform.
+    """Compute `dot_product_attention` by the kernel of a platform.
 
     Compilers do not partition a kernel, so each device calls it for its own sequences and heads.
 

@@ -50,8 +50,10 @@ class CacheShapeRecorder:
         return key, value
 
 
-_offset: ContextVar[jax.Array | None] = ContextVar("begin", default=None)
-_layer_cache: ContextVar[LayerCache | CacheShapeRecorder | None] = ContextVar("kept", default=None)
+_offset: ContextVar[jax.Array | None] = ContextVar("offset", default=None)
+_layer_cache: ContextVar[LayerCache | CacheShapeRecorder | None] = ContextVar(
+    "layer_cache", default=None
+)
 
 
 def cache_offset() -> jax.Array | None:

@@ -42,7 +42,7 @@ def fused_attention(
     scoring: ScoreTransform,
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute `mixing.attention` as one region forward and another backward.
+    """Compute `dot_product_attention` as one region forward and another backward.
 
     `window` is the sliding window in positions; without it, a query sees all earlier keys.
     """

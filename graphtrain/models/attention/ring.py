@@ -68,7 +68,7 @@ def ring_attention(
     mesh_axes: tuple[str, ...],
     window: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute `mixing.attention` of positions in ring order along these mesh axes.
+    """Compute `dot_product_attention` of positions in ring order along these mesh axes.
 
     Args:
         query: Queries.

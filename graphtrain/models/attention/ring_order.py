@@ -34,7 +34,8 @@ def positions(length: int) -> jax.Array:
     devices = shards_of("kv_seq")
     if devices == 1:
         return jnp.arange(length)
-    # ordered(arange) by arithmetic: each device computes its own, where a flip would communicate.
+    # axis_to_ring_order(arange) by arithmetic: each device computes its own, where a flip would
+    # communicate.
     size, device = length // (2 * devices), jnp.arange(devices)[:, None]
     chunks = jnp.concatenate([device, 2 * devices - 1 - device], axis=1)
     return (size * chunks[..., None] + jnp.arange(size)).reshape(length)
@@ -44,8 +45,8 @@ def to_ring_order(batch: Tree) -> Tree:
     """Reorder a step's arrays (..., batch, seq) to ring order; without a ring, return them as is.
 
     Raises:
-        ShardingError: documents are isolated, or the sequence length does not divide as ordered
-            requires.
+        ShardingError: documents are isolated, or the sequence length is not a multiple of what the
+            order requires.
     """
     if not mesh_axes_of("kv_seq"):
         return batch

@@ -1,7 +1,7 @@
 """Isolation of packed documents: no cross-document attention, and positions that restart at 0.
 
-A step sets the segment ids once, with `apart`. Attention and position encodings read them from
-this context, so that no code in between passes them on.
+A step sets the segment ids once, with `isolate_documents`. Attention and position encodings read
+them from this context, so that no code in between passes them on.
 """
 
 from __future__ import annotations

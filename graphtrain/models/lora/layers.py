@@ -1,7 +1,7 @@
 """LoRA weights (`LoraWeight`) and quantized weights (`QuantizedWeight`), in place of plain arrays.
 
 Both are leaves of the parameter tree that pass through the decoder's scan over layers as arrays do.
-The decoder's modules do not depend on them: they call `product`, which accepts either.
+The decoder's modules do not depend on them: they call `multiply`, which accepts either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", 
     meta_fields=["kind", "dtype", "axes"],
 )
 class QuantizedWeight:
-    """Block-wise quantized weights, as codes and scales; see `models.blocks`."""
+    """Block-wise quantized weights, as codes and scales; see `models.lora.quantize`."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | N
 
     Args:
         program: Settings.
-        trained: Arrays of models.tuned.trained_arrays.
-        frozen: Arrays of models.tuned.frozen_arrays; not read if there is no adapter.
+        trained: Arrays of models.lora.trainable.trained_arrays.
+        frozen: Arrays of models.lora.trainable.frozen_arrays; not read if there is no adapter.
         key: Random key for LoRA dropout; without it there is no dropout.
     """
     adapter = program.adapter
@@ -157,7 +157,7 @@ def multiply(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def multiply_many(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
-    """Multiply one x by several weights; see product."""
+    """Multiply one x by several weights; see multiply."""
     base = [weight.weight if isinstance(weight, LoraWeight) else weight for weight in several]
     results = _frozen_products(equation, x, base)
     return [

@@ -114,7 +114,7 @@ def _is_matrix(spec: ArraySpec) -> bool:
 def _can_adapt(path: str, spec: ArraySpec) -> bool:
     """Return whether a weight can have LoRA factors: a matrix of the layers, not experts or router.
 
-    Experts multiply sorted groups of tokens, which `adapters.product` does not support.
+    Experts multiply sorted groups of tokens, which `layers.multiply` does not support.
     """
     return (
         path.startswith("layers/")

@@ -30,9 +30,9 @@ from graphtrain.run.generate import _weights
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.weights.base import verify_adapter_settings
 from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import ConvertedFolder
-from graphtrain.weights.start import load_initial_parameters, open_initial_weights
 from lowering.trees import flatten, unflatten
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.loader import Loader, evaluation_batches
-from graphtrain.data.batches.packing import ConcatPacking
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 

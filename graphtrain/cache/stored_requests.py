@@ -37,7 +37,7 @@ def encode(request: CacheKey, program: str, graph: str) -> bytes:
     """Return the contents of a request file: JSON with one line for the head and for each part.
 
     A reader of thousands of files can thus parse only the lines it needs, and compare equal parts
-    by their bytes. The last line is END.
+    by their bytes. The last line is LAST_LINE.
     """
     head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
     first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(LAST_LINE.decode())

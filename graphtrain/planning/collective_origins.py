@@ -37,7 +37,7 @@ class CollectiveOrigin:
     rule: str  # as in "parameters.embed = fsdp"; empty if no rule requires the collective
     strategy: str  # preset that contains the rule
     explained: bool
-    explanation: str  # the explanation
+    explanation: str  # a sentence that names the rule, or why no rule is known
     seconds: float | None = None  # per step; None if the bandwidth is unknown
 
 
