@@ -26,8 +26,7 @@ _COMMAND_HELP = {
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",
     "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
-    "neuron-cache": "Inspect, complete and clean a cache of AWS's Neuron tools.",
-    "neuron-finish": "Compile bundles into the cache, where neuronx-cc is installed.",
+    "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",
     "plan": "Show the memory, communication and time of each device.",
     "run": "Train from compiled programs, without tracing or compiling.",
 }

@@ -44,7 +44,7 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: ResolvedProgram, name: str) -> Graph:
-    """Build a graph by its name in `request_keys.GRAPHS` or, for generation, in `decode.TOKENS_PER_CALL`."""
+    """Build a graph of `request_keys.GRAPHS` or, for generation, of `decode.TOKENS_PER_CALL`."""
     if name in TOKENS_PER_CALL:
         return generation_graph(program, name)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
