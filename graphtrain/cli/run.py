@@ -1,7 +1,5 @@
 """graphtrain run: train from compiled programs."""
 
-import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from graphtrain.cli.options import (
     pull_shared,
     target_option,
 )
+from lowering.machine import startup
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
 
@@ -51,12 +50,8 @@ def command(
     Nothing is traced or compiled: without --compile, a missing program is an error (status 3).
     SIGTERM and Ctrl-C save a checkpoint and stop; the same command resumes from it.
     """
-    # Garbage collection during the imports frees nothing and takes a fifth of the start-up time;
-    # train() enables it again before the first step.
-    gc.disable()
-    # Skip start-up work that is not needed: threads for NumPy's matrix products, pydantic plugins.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    startup.pause_garbage_collection()  # until train() takes the first step
+    startup.skip_blas_threads()
     from graphtrain.cache import Cache
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.files import atomic_write, write_errors
-from graphtrain.importing import import_without
+from lowering.machine import startup
 
 Record = Mapping[str, float | int | None]
 
@@ -50,7 +50,7 @@ class Journal:
         if self._tensorboard_writer is None:
             # Imported late, so as not to delay the first step, and without PyTorch, which it would
             # import (seconds, if installed) only to draw PyTorch models.
-            tensorboard = import_without("tensorboardX", "torch")
+            tensorboard = startup.import_without("tensorboardX", "torch")
             self._tensorboard_writer = tensorboard.SummaryWriter(
                 str(directory), purge_step=self._after + 1
             )

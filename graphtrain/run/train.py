@@ -1,11 +1,9 @@
 """Training loop, which runs programs that were compiled before."""
 
-import gc
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +30,8 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Journal, Record, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
-from lowering.machine import host
-from lowering.machine.memory_pages import MemoryPrefault, use_huge_pages
-from lowering.machine.target import Target
+from lowering.machine import host, startup
+from lowering.machine.memory_pages import use_huge_pages
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
@@ -84,14 +81,11 @@ def train(
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
-        ahead = _preallocate_memory(programs, program.target)
-        stack.callback(ahead.stop)
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
-        given = ahead.stop()
-        began = host.reset_peak() - given
+        began = host.reset_peak()
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, layer_order_of(program)
         )
@@ -100,17 +94,11 @@ def train(
         if saved:
             restored = checkpoints.restore(start, programs["train"].inputs("state"))
             state = restored.state
-            loader = _open_data(run, program.settings, stack)
         else:
-            # Open the data in a thread, since loading programs and computing init release the GIL.
-            # Load programs in this thread: a backend's helper processes end with the thread that
-            # started them.
-            with ThreadPoolExecutor(1) as aside:
-                opened = aside.submit(_open_data, run, program.settings, stack)
-                state = _init_state(programs, run.seed)
-            loader = opened.result()
-            if beginning is not None:
-                state = _load_initial_weights(beginning, programs, state)
+            state = _init_state(programs, run.seed)
+        loader = _open_data(run, program.settings, stack)  # while the devices compute init
+        if not saved and beginning is not None:
+            state = _load_initial_weights(beginning, programs, state)
         step = programs["train"]
         frozen = ()
         if beginning is not None and has_frozen_weights(program.settings):
@@ -133,15 +121,8 @@ def train(
             else _discard_journal
         )
         loop = TrainingLoop(program, run, programs, frozen, loader, checkpoints, opens, start)
-        gc.freeze()  # imported objects are not garbage; `graphtrain run` disabled collection so far
-        gc.enable()
+        startup.resume_garbage_collection()
         return loop.run_steps(state, stop)
-
-
-def _preallocate_memory(programs: LoadedPrograms, target: Target) -> MemoryPrefault:
-    """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
-    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
-    return MemoryPrefault(programs.peak_bytes() * here)
 
 
 def _init_state(programs: LoadedPrograms, seed: int) -> Tree:

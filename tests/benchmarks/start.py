@@ -184,11 +184,12 @@ def maxtext_settings(size: str, turn: str) -> list[str]:
 def stages() -> None:
     """Our start, one part after the other; in a run, init computes while others get ready."""
     sys.path.insert(0, str(PEERS))
-    import gc
-
     from marks import Marks
 
-    gc.disable()
+    from lowering.machine import startup
+
+    startup.pause_garbage_collection()
+    startup.skip_blas_threads()
     marks = Marks()
     from lowering.machine import host
 

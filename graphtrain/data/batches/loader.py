@@ -11,7 +11,7 @@ from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.rows import Packing, PackingSettings
 from graphtrain.errors import DataError
-from graphtrain.importing import import_without
+from lowering.machine import startup
 
 _PREFETCH_THREADS = 4  # prefetch threads
 _PREFETCH_BATCHES = 4  # prefetched batches held in memory
@@ -265,4 +265,4 @@ def _grain() -> Any:
     Only training needs Grain. Its Orbax handlers are unused, and importing Orbax takes twice as
     long as the rest of Grain.
     """
-    return import_without("grain", "orbax.checkpoint")
+    return startup.import_without("grain", "orbax.checkpoint")

@@ -4,7 +4,7 @@ import importlib
 import subprocess
 import sys
 
-from graphtrain.importing import import_without
+from lowering.machine.startup import import_without
 
 PROGRAM = """
 import sys
