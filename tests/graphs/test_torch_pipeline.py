@@ -205,4 +205,4 @@ def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     assert plan_program(best.program).mesh == best.mesh
 
     alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
-    assert "alike only every 2" in search(alternating, keep=1).rejected["stage"]
+    assert "repeat only every 2" in search(alternating, keep=1).rejected["stage"]

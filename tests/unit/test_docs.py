@@ -1,0 +1,71 @@
+"""Pages link to pages that exist, and name files, settings and commands that exist."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from graphtrain.config.settings import holds_settings, known_settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "cache/README.md"])
+TABLES = {path[-1] for path, node in known_settings().items() if "properties" in node}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_files_of_the_tree_exist(page):
+    named = re.findall(
+        r"(?<![\w/.])((?:graphtrain|lowering|sharding_rules|tests|examples)/[\w/.-]+\.\w+)",
+        page.read_text(),
+    )
+    to_write = {"sharding_rules/presets/columns.toml"}  # by the reader of docs/sharding.md
+    assert [path for path in named if not (ROOT / path).exists() and path not in to_write] == []
+
+
+def is_setting(path: tuple[str, ...]) -> bool:
+    """Return whether a path is a setting, or is in a table of the user's own names."""
+    for depth in range(len(path), 0, -1):
+        if (node := known_settings().get(path[:depth])) is not None:
+            return depth == len(path) or ("properties" not in node and holds_settings(node))
+    return False
+
+
+def dotted(text: str) -> Iterator[str]:
+    yield from re.findall(r"(?<![\w./-])((?:program|run)(?:\.[a-z_0-9]+)+)(?![\w(*])", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_settings_exist(page):
+    known = {("program", "model", "preset")}
+    paths = {tuple(found.split(".")) for found in dotted(page.read_text())}
+    unknown = {path for path in paths - known if not is_setting(path)}
+    assert {".".join(path) for path in unknown} - {"program.model.haeds"} == set()  # misspelt there
+
+
+def settings_in(table: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in table.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from settings_in(value, (*path, key))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_settings_in_snippets_exist(page):
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        document = tomllib.loads(block)
+        if set(document) <= {"program", "run"}:
+            paths = set(settings_in(document)) - {("program", "model", "preset")}
+            assert {path for path in paths if not is_setting(path)} == set(), block
