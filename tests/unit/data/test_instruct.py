@@ -108,18 +108,6 @@ def test_an_array_packed_or_not_is_read_like_lines(tmp_path):
         assert [path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))] == expected
 
 
-def test_tables_of_nested_columns_are_read_like_lines(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    records = [conversation(number, 1 + number % 3) for number in range(50)]
-    made(tmp_path, records)
-    expected = texts(tmp_path / "out/train")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    instruct([tmp_path / "a.parquet"], tmp_path / "out", "bytes", template="chatml", validation=0)
-    assert texts(tmp_path / "out/train") == expected
-
-
 def test_the_same_request_again_does_nothing_and_another_template_does(tmp_path):
     records = [conversation(number) for number in range(5)]
     assert not made(tmp_path, records).up_to_date
