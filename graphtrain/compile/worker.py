@@ -189,9 +189,8 @@ def lower(program: ResolvedProgram | ExtractedGraph, name: str) -> Lowered:
     if isinstance(program, ExtractedGraph):
         return _lower_extracted(program)
     backend = lowering.backend(program.target)
-    backend.compile_devices(
-        program.target
-    )  # must precede building the model, which may use JAX devices
+    # Must precede building the model, which may use JAX devices.
+    backend.compile_devices(program.target)
     graph = build_graph(program, name)
     if name == "train":  # the only graph that contains all arrays
         program.rules.check_patterns(graph.arrays())

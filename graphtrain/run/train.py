@@ -107,16 +107,9 @@ def train(
             loader.restore(restored.data_position)
         if first:
             stack.callback(_record_measurements, program, run, cache, programs, start, began)
-        kept = None if saved else beginning
+        kept, config = None if saved else beginning, Config(program=program.settings, run=run)
         opens = (
-            partial(
-                _open_journal,
-                Config(program=program.settings, run=run),
-                kept,
-                start,
-                on_record,
-                stack,
-            )
+            partial(_open_journal, config, kept, start, on_record, stack)
             if first
             else _discard_journal
         )
