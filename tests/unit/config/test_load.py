@@ -126,7 +126,7 @@ def test_the_nearest_setting_is_suggested_from_any_section(file, line, name, sug
 def test_a_setting_like_no_other_is_told_what_there_is(file):
     assert problems(file, "program.mesh.zigzag=2") == [
         "--set program.mesh.zigzag=2: unknown setting program.mesh.zigzag; "
-        "program.mesh takes data, fsdp, stage, expert, context, tensor"
+        "program.mesh accepts data, fsdp, stage, expert, context, tensor"
     ]
 
 
@@ -266,10 +266,10 @@ def test_what_is_missing(file):
             "run.learning_rate={warmup_steps=-1}",
             "run.learning_rate.warmup_steps = -1: should be a whole number, at least 0",
         ),
-        ("run.steps", "should be section.name=value, as in run.steps=10"),
-        ("run..steps=1", "should be section.name=value, as in run.steps=10"),
-        ("run.steps=", 'has no value; an empty text is ""'),
-        ('program.rules=["data"', "not a TOML value: Unclosed array"),
+        ("run.steps", "expected section.name=value, for example run.steps=10"),
+        ("run..steps=1", "expected section.name=value, for example run.steps=10"),
+        ("run.steps=", 'has no value; write "" for an empty string'),
+        ('program.rules=["data"', "not a valid TOML value: Unclosed array"),
         ("run.directory=\udcff", "is not UTF-8 text"),
     ],
 )
@@ -297,11 +297,11 @@ def test_toml_errors_keep_their_line_and_column(file):
 
 
 def test_files_that_cannot_be_read(file, tmp_path):
-    assert problems(Path("b.toml")) == ["b.toml: no such file; close by: a.toml"]
+    assert problems(Path("b.toml")) == ["b.toml: no such file; in the same directory: a.toml"]
     assert problems(Path("aa.toml")) == ["aa.toml: no such file; did you mean a.toml?"]
     assert problems(Path("a")) == ["a: no such file; did you mean a.toml?"]
-    assert problems(Path("no/a.toml")) == ["no/a.toml: no such file; no is no directory either"]
-    assert problems(Path(".")) == [".: is a directory; close by: a.toml"]
+    assert problems(Path("no/a.toml")) == ["no/a.toml: no such file; no is not a directory either"]
+    assert problems(Path(".")) == [".: is a directory; in the same directory: a.toml"]
     assert problems(Path("a.toml/b.toml")) == ["a.toml/b.toml: cannot be read: Not a directory"]
     file.write_bytes(GOOD.encode() + "# größer".encode("latin-1"))
     assert problems(file) == ["a.toml:18: not UTF-8 text; save the file as UTF-8"]
