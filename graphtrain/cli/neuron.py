@@ -72,7 +72,7 @@ def _compile_options(function: Callable) -> Callable:
         ),
         click.option(
             "--target",
-            "machine",
+            "target",
             metavar="NAME",
             help="Machine (neuronx-cc --target) of entries whose compiler flags name none.",
         ),
