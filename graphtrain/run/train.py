@@ -32,6 +32,7 @@ from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import host, startup
 from lowering.machine.memory_pages import use_huge_pages
+from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
