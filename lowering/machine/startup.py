@@ -3,8 +3,8 @@
 Measured: seconds from the process to the first finished step of a 32M model on cpu:1 with a warm
 cache (tests/benchmarks/start.py), with and without each trick in alternation, 11 rounds in random
 order, median of the ratios by round. With all of them a start took 1.47 s on 2 cores; jax 0.10.2,
-Python 3.11, 2026-11-22. Removed for a smaller gain: data opened in a thread while init runs (1.5 %),
-no search for pydantic's plugins (1.5 %).
+Python 3.11, 2026-11-22. Removed for a smaller gain: data opened in a thread while init runs
+(1.5 %), no search for pydantic's plugins (1.5 %).
 
 May be imported before any other library.
 """
