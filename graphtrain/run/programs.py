@@ -51,6 +51,14 @@ class LoadedPrograms:
             if artifact is not None
         }
 
+    def peak_bytes(self) -> int:
+        """Return the peak memory of the train graph, in bytes per device; 0 if not recorded.
+
+        Call it before the train graph is loaded.
+        """
+        artifact = self._artifacts.get("train")
+        return 0 if artifact is None else artifact.record.get("memory", {}).get("peak", 0)
+
     def __getitem__(self, name: str) -> Any:
         """Return the executable of a graph, loaded on first use.
 

@@ -32,6 +32,7 @@ from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import host, startup
 from lowering.machine.memory_pages import use_huge_pages
+from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
@@ -81,11 +82,14 @@ def train(
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
+        ahead = _preallocate_memory(programs, program.target)
+        stack.callback(ahead.stop)
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
-        began = host.reset_peak()
+        given = ahead.stop()
+        began = host.reset_peak() - given
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, layer_order_of(program)
         )
@@ -116,6 +120,12 @@ def train(
         loop = TrainingLoop(program, run, programs, frozen, loader, checkpoints, opens, start)
         startup.resume_garbage_collection()
         return loop.run_steps(state, stop)
+
+
+def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
+    """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
+    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
+    return startup.MemoryPrefault(programs.peak_bytes() * here)
 
 
 def _init_state(programs: LoadedPrograms, seed: int) -> Tree:

@@ -27,6 +27,25 @@ for _ in range(3):
 print(faults[2] - faults[1])
 """
 
+# The pages of what is allocated after are there already; a stop in between leaves what there is.
+AHEAD = """
+import resource, sys, threading
+from lowering.machine import host
+from lowering.machine.startup import MemoryPrefault
+
+host.usable_cores = lambda: 2
+if sys.argv[1] == "kept":
+    host.retain_freed_memory()
+ahead = MemoryPrefault(int(sys.argv[2]) << 20)
+while sys.argv[2] == "128" and threading.active_count() > 1:
+    pass
+given = ahead.stop()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+whole = bytes(range(251)) * (max(given - 4096, 0) // 251)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(given >> 20, faults, whole[:251] == bytes(range(251)))
+"""
+
 HUGE = """
 import sys
 from pathlib import Path
@@ -56,6 +75,20 @@ def test_pages_are_taken_from_the_kernel_once():
 
     assert faults("default") > 16_000
     assert faults("kept") < 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_pages_that_come_ahead_are_those_that_are_used():
+    def measured(how: str, megabytes: int) -> list[str]:
+        command = [sys.executable, "-c", AHEAD, how, str(megabytes)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    given, faults, whole = measured("kept", 128)
+    if given == "0":
+        pytest.skip("several memory nodes")
+    assert given == "128" and int(faults) < 100 and whole == "True"
+    assert measured("default", 128)[0] == "0"  # it would be given back
+    assert int(measured("kept", 100_000)[0]) < 1000  # stopped in time, of more than there may be
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
