@@ -119,7 +119,10 @@ def test_an_interpreter_without_torch_xla_says_what_to_install(here: Place, tmp_
 def test_a_damaged_extraction_names_the_file(here: Place):
     file = next(here.path.glob("one/*.hlo.pb"))
     file.write_bytes(b"junk")
-    assert f"{file.name}: these 4 bytes are not an HloProto" in here.command("extract", "--from", "one", status=2)[1]
+    assert (
+        f"{file.name}: these 4 bytes are not an HloProto"
+        in here.command("extract", "--from", "one", status=2)[1]
+    )
     file.unlink()
     assert f"{file.name} missing in" in here.command("extract", "--from", "one", status=2)[1]
 

@@ -62,7 +62,9 @@ def test_a_backend_outside_the_tree_compiles_and_trains(toy, cold):
     toy.command("run", *WORDS, "--set", "run.directory=toy")
     cold.command("compile", "config.toml")
     cold.command("run", "config.toml")
-    assert toy.curve("toy") == cold.curve()  # the toy compiles with XLA:CPU
+    # It compiles with XLA:CPU too, but models write a CPU's programs otherwise (cpu_hints).
+    for mine, other in zip(toy.curve("toy"), cold.curve(), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
 
 
 def test_its_package_sources_and_flags_are_in_the_key(toy):
@@ -78,7 +80,8 @@ def test_its_package_sources_and_flags_are_in_the_key(toy):
     assert '"graphtrain-toy": "0.1.0"' in first and '"jaxlib"' in first
     flags = PlaceWithPackages(toy.path, toy.cache, toy.packages, (("TOY_FLAGS", "--fast"),))
     assert '"TOY_FLAGS": "--fast"' in toolchain(flags)
-    (toy.packages / "graphtrain_toy/machines.py").open("a").write("# an edit\n")
+    module = toy.packages / "graphtrain_toy/machines.py"
+    module.write_text(module.read_text() + "# an edit\n")
     assert toolchain(toy) != first
 
 
