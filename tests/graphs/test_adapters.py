@@ -9,6 +9,7 @@ import torch
 import transformers
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, MixtureOfExperts
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.weights.families import family_of_config
@@ -42,7 +43,7 @@ class Base:
 def frozen_of(of, graph):
     """The weights that a program keeps, read as a run reads them."""
     described = loaded(of, graph).inputs("frozen")
-    return load_frozen_parameters(Base(of.model), of, described, xla.from_shards)
+    return load_frozen_parameters(Base(of.model), resolve(of), described, xla.from_shards)
 
 
 def new_state(of):

@@ -5,13 +5,14 @@ import pytest
 from programs import program
 
 from graphtrain.compile.worker import lower
+from graphtrain.config.resolve import resolve
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
 
 
 def test_a_program_for_another_processor_is_refused():
-    artifact = xla.compile(lower(program(), "evaluate"))
+    artifact = xla.compile(lower(resolve(program()), "evaluate"))
     other = dataclasses.replace(artifact, record=artifact.record | {"fingerprint": "0" * 16})
     with pytest.raises(
         LoweringError, match=r"compiled for another processor .* compile it for this machine"
