@@ -201,7 +201,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tm
         ({"rank": 4}, r"q_proj has rank 3, but program.adapter.rank = 4; set it to 3"),
         (
             {"target_modules": ("attention/query",)},
-            r"also contains .*lora_A.*add them to its targets",
+            r"also contains .*lora_A.*add them to its target_modules",
         ),
         ({"target_modules": ("attention/*", "mlp/down")}, r"has no .*k_proj.*remove it"),
     ],
