@@ -65,8 +65,8 @@ def masked_scores(
 
 def average_values(
     scores: Float[Array, "batch kv_heads query group key"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
-) -> Float[Array, "batch seq heads head_dim"]:
+    value: Float[Array, "batch key kv_heads head_dim"],
+) -> Float[Array, "batch query heads head_dim"]:
     """Return the values' mean, weighted by the softmax of the scores."""
     mixed = dot("bhqgk,bkhd->bqhgd", jax.nn.softmax(scores, axis=-1), value)
     batch, length, kv_heads, group, head_dim = mixed.shape
