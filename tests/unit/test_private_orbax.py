@@ -3,8 +3,6 @@
 Run these first with a new version of Orbax. A failure names the function and what to do.
 """
 
-import functools
-import inspect
 import tracemalloc
 import warnings
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from canaries import guarded_functions, make_canary, public_functions
 
 from graphtrain.checkpoints import private_orbax
 
@@ -31,33 +30,16 @@ REMEDIES = {
 }
 
 
-def canary(*names):
-    """Mark a test as the canary of functions; its failure ends with what to do."""
-
-    def mark(test):
-        @functools.wraps(test)
-        def run(*arguments, **named):
-            try:
-                test(*arguments, **named)
-            except Exception as error:
-                what = "\n".join(f"private_orbax.{name}: {REMEDIES[name]}" for name in names)
-                error.add_note(f"orbax {ocp.__version__} changed a private interface.\n{what}")
-                raise
-
-        run.guards = names
-        return run
-
-    return mark
+canary = make_canary(
+    private_orbax,
+    REMEDIES,
+    f"orbax {ocp.__version__} changed a private interface.",
+)
 
 
 def test_every_private_interface_has_a_canary_and_a_remedy():
-    public = {
-        name
-        for name, each in vars(private_orbax).items()
-        if inspect.isfunction(each) and each.__module__ == private_orbax.__name__
-    }
-    guarded = {name for each in globals().values() for name in getattr(each, "guards", ())}
-    assert public == guarded == set(REMEDIES)
+    public = public_functions(private_orbax)
+    assert public == guarded_functions(globals()) == set(REMEDIES)
 
 
 STATE = {"parameters": {"head": np.arange(24, dtype=np.float32).reshape(4, 6)}}

@@ -3,14 +3,12 @@
 Run these first with a new version of one of them. A failure names the function and what to do.
 """
 
-import functools
-import inspect
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from canaries import guarded_functions, make_canary, public_functions
 
 from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
@@ -34,34 +32,17 @@ REMEDIES = {
 }
 
 
-def canary(*names):
-    """Mark a test as the canary of functions; its failure ends with what to do."""
-
-    def mark(test):
-        @functools.wraps(test)
-        def run(*arguments, **named):
-            try:
-                test(*arguments, **named)
-            except Exception as error:
-                versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-                what = "\n".join(f"private_torch.{name}: {REMEDIES[name]}" for name in names)
-                error.add_note(f"{versions} or torchax changed a private interface.\n{what}")
-                raise
-
-        run.guards = names
-        return run
-
-    return mark
+canary = make_canary(
+    private_torch,
+    REMEDIES,
+    f"torch {torch.__version__}, transformers {transformers.__version__} or torchax "
+    "changed a private interface.",
+)
 
 
 def test_every_private_interface_has_a_canary_and_a_remedy():
-    public = {
-        name
-        for name, each in vars(private_torch).items()
-        if inspect.isfunction(each) and each.__module__ == private_torch.__name__
-    }
-    guarded = {name for each in globals().values() for name in getattr(each, "guards", ())}
-    assert public | {"FakeTensorMode"} == guarded == set(REMEDIES)
+    public = public_functions(private_torch) | {"FakeTensorMode"}
+    assert public == guarded_functions(globals()) == set(REMEDIES)
 
 
 @canary("reparametrize")

@@ -4,8 +4,6 @@ Run these first with a new version of JAX. A failure names the function and what
 """
 
 import contextlib
-import functools
-import inspect
 import socket
 import subprocess
 import sys
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from canaries import guarded_functions, make_canary, public_functions
 from jax.core import ShapedArray
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -55,33 +54,16 @@ REMEDIES = {
 }
 
 
-def canary(*names):
-    """Mark a test as the canary of functions; its failure ends with what to do."""
-
-    def mark(test):
-        @functools.wraps(test)
-        def run(*arguments, **named):
-            try:
-                test(*arguments, **named)
-            except Exception as error:
-                what = "\n".join(f"private.{name}: {REMEDIES[name]}" for name in names)
-                error.add_note(f"jax {jax.__version__} changed a private interface.\n{what}")
-                raise
-
-        run.guards = names
-        return run
-
-    return mark
+canary = make_canary(
+    private,
+    REMEDIES,
+    f"jax {jax.__version__} changed a private interface.",
+)
 
 
 def test_every_private_interface_has_a_canary_and_a_remedy():
-    public = {
-        name
-        for name, each in vars(private).items()
-        if inspect.isfunction(each) and each.__module__ == private.__name__ and name[0] != "_"
-    }
-    guarded = {name for each in globals().values() for name in getattr(each, "guards", ())}
-    assert public == guarded == set(REMEDIES)
+    public = public_functions(private)
+    assert public == guarded_functions(globals()) == set(REMEDIES)
 
 
 # In a process of its own: it changes JAX's state.
