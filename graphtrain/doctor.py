@@ -37,15 +37,15 @@ def _python() -> MachineFinding:
 def _packages() -> list[MachineFinding]:
     versions = Toolchain.current("cpu").versions
     jax, jaxlib = versions.get("jax", ""), versions.get("jaxlib", "")
-    pair = jax.split(".")[:2] == jaxlib.split(".")[:2]
-    remedy = "" if pair else f"pip install jaxlib=={jax}"
-    found = [MachineFinding("jax and jaxlib", f"{jax} and {jaxlib}", pair, remedy)]
+    is_matching = jax.split(".")[:2] == jaxlib.split(".")[:2]
+    remedy = "" if is_matching else f"pip install jaxlib=={jax}"
+    findings = [MachineFinding("jax and jaxlib", f"{jax} and {jaxlib}", is_matching, remedy)]
     for name in ("flax", "optax", "orbax-checkpoint", "grain", "sentencepiece"):
         try:
-            found.append(MachineFinding(name, metadata.version(name), True))
+            findings.append(MachineFinding(name, metadata.version(name), True))
         except metadata.PackageNotFoundError:
-            found.append(MachineFinding(name, "not installed", False, "pip install graphtrain"))
-    return found
+            findings.append(MachineFinding(name, "not installed", False, "pip install graphtrain"))
+    return findings
 
 
 def _targets() -> list[MachineFinding]:
@@ -101,10 +101,12 @@ def _memory() -> MachineFinding:
 
 
 def _store(cache: Path) -> MachineFinding:
-    place = cache if cache.exists() else cache.absolute().parent
-    if not place.exists():
-        return MachineFinding("cache", f"{place} does not exist", False, f"mkdir -p {place}")
-    free = shutil.disk_usage(place).free
+    directory = cache if cache.exists() else cache.absolute().parent
+    if not directory.exists():
+        return MachineFinding(
+            "cache", f"{directory} does not exist", False, f"mkdir -p {directory}"
+        )
+    free = shutil.disk_usage(directory).free
     enough = free > 1e9
     return MachineFinding(
         "cache",

@@ -171,5 +171,7 @@ def backend(target: Target) -> Backend:
 
 def functions(protocol: type) -> list[str]:
     """Return the names of the functions that a protocol of this module requires."""
-    own = [name for each in protocol.__mro__ if each.__module__ == __name__ for name in vars(each)]
-    return sorted(name for name in own if not name.startswith("_"))
+    names = [
+        name for base in protocol.__mro__ if base.__module__ == __name__ for name in vars(base)
+    ]
+    return sorted(name for name in names if not name.startswith("_"))

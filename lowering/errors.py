@@ -16,9 +16,9 @@ class OutOfMemory(LoweringError):
     def __init__(self, graph: str, target: object, said: str, largest: str = "") -> None:
         first = said.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
         self.graph, self.target, self.compiler_message = graph, target, said
-        held = f"; estimated largest: {largest}" if largest else ""
+        largest_note = f"; estimated largest: {largest}" if largest else ""
         super().__init__(
-            f"{graph} does not fit in the memory of {target}: {first}{held}; "
+            f"{graph} does not fit in the memory of {target}: {first}{largest_note}; "
             "run graphtrain plan for the cheapest changes that would fit"
         )
 

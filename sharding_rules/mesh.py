@@ -32,20 +32,20 @@ class MeshShape:
                 devices.
         """
         fixed = cls({name: size for name, size in sizes.items() if size != "rest"})
-        rest = [name for name, size in sizes.items() if size == "rest"]
-        if len(rest) > 1:
-            raise ShardingError(f'mesh: only one axis can be "rest", not {" and ".join(rest)}')
-        left, over = divmod(devices, fixed.devices)
-        if over or not (rest or left == 1):
+        rest_axes = [name for name, size in sizes.items() if size == "rest"]
+        if len(rest_axes) > 1:
+            raise ShardingError(f'mesh: only one axis can be "rest", not {" and ".join(rest_axes)}')
+        quotient, remainder = divmod(devices, fixed.devices)
+        if remainder or not (rest_axes or quotient == 1):
             remedy = (
                 f"{devices} is not a multiple of {fixed.devices}"
-                if over
+                if remainder
                 else f'set one axis to "rest", or use a target of {fixed.devices} devices'
             )
             raise ShardingError(
                 f"mesh: {fixed} does not use all {devices} devices of the target; {remedy}"
             )
-        return cls({**fixed.axes, **dict.fromkeys(rest, left)})
+        return cls({**fixed.axes, **dict.fromkeys(rest_axes, quotient)})
 
     @property
     def devices(self) -> int:

@@ -38,10 +38,13 @@ class Stages:
     def rows(self) -> tuple[int | None, ...]:
         """Layer in each row of the stacked arrays, chunk by chunk; None for padding."""
         rows: list[int | None] = []
-        first = 0
+        first_layer = 0
         for layers in self.layers:
-            rows += [*range(first, first + layers), *[None] * (self.rows_per_chunk - layers)]
-            first += layers
+            rows += [
+                *range(first_layer, first_layer + layers),
+                *[None] * (self.rows_per_chunk - layers),
+            ]
+            first_layer += layers
         return tuple(rows)
 
     @property
@@ -68,16 +71,16 @@ def divide_layers(
         ShardingError: there are fewer layers than chunks, or `given` does not fit the model.
     """
     chunks = stages * rounds
-    where = f"{stages} stages" + (f" x {rounds} rounds" if rounds > 1 else "")
+    layout = f"{stages} stages" + (f" x {rounds} rounds" if rounds > 1 else "")
     if layers < chunks:
         raise ShardingError(
-            f"{where} = {chunks} chunks require at least {chunks} layers, but model.layers = "
+            f"{layout} = {chunks} chunks require at least {chunks} layers, but model.layers = "
             f"{layers}; reduce the number of stages or rounds"
         )
     if given is not None:
         if len(given) != chunks:
             raise ShardingError(
-                f"pipeline.layers_per_stage has {len(given)} numbers, but {where} require {chunks}"
+                f"pipeline.layers_per_stage has {len(given)} numbers, but {layout} require {chunks}"
             )
         if sum(given) != layers:
             raise ShardingError(
@@ -86,9 +89,13 @@ def divide_layers(
             )
         return Stages(stages, rounds, tuple(given))
     depth = -(-layers // chunks)
-    inwards = sorted(range(chunks), key=lambda chunk: (min(chunk, chunks - 1 - chunk), -chunk))
-    short = set(inwards[: depth * chunks - layers])
-    return Stages(stages, rounds, tuple(depth - (chunk in short) for chunk in range(chunks)))
+    outermost_first = sorted(
+        range(chunks), key=lambda chunk: (min(chunk, chunks - 1 - chunk), -chunk)
+    )
+    shorter_chunks = set(outermost_first[: depth * chunks - layers])
+    return Stages(
+        stages, rounds, tuple(depth - (chunk in shorter_chunks) for chunk in range(chunks))
+    )
 
 
 def check_microbatches(microbatches: int, stages: int) -> None:
@@ -100,11 +107,13 @@ def check_microbatches(microbatches: int, stages: int) -> None:
         ShardingError: it is not; the message contains the nearest valid numbers.
     """
     if microbatches % stages:
-        below = microbatches // stages * stages
-        nearby = f"{below} or {below + stages}" if below else f"{stages}"
+        lower_multiple = microbatches // stages * stages
+        suggestion = (
+            f"{lower_multiple} or {lower_multiple + stages}" if lower_multiple else f"{stages}"
+        )
         raise ShardingError(
             f"batch.microbatches = {microbatches} is not a multiple of mesh.stage = {stages}; "
-            f"set it to {nearby}, or to more for a smaller bubble"
+            f"set it to {suggestion}, or to more for a smaller bubble"
         )
 
 
@@ -147,25 +156,29 @@ def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) ->
         microbatches: Number of microbatches in a step, a multiple of stages.
     """
     if schedule == "1f1b":
-        work = list(_one_f_one_b(stages, microbatches))
+        ticks = list(_one_f_one_b(stages, microbatches))
     else:
         forward = list(_forward(stages, rounds, microbatches))
         last = tick_count(schedule, stages, rounds, microbatches) - 1
-        work = forward + [one._replace(tick=last - one.tick, kind="backward") for one in forward]
-    return sorted(work, key=lambda one: (one.tick, one.stage, one.kind == "backward"))
+        ticks = forward + [
+            tick_work._replace(tick=last - tick_work.tick, kind="backward") for tick_work in forward
+        ]
+    return sorted(
+        ticks, key=lambda tick_work: (tick_work.tick, tick_work.stage, tick_work.kind == "backward")
+    )
 
 
 def _forward(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
     for stage in range(stages):
         for slot in range(rounds * microbatches):
-            group, within = divmod(slot, stages * rounds)
-            microbatch = group * stages + within % stages
-            yield TickWork(stage, slot + stage, "forward", microbatch, within // stages)
+            group, offset = divmod(slot, stages * rounds)
+            microbatch = group * stages + offset % stages
+            yield TickWork(stage, slot + stage, "forward", microbatch, offset // stages)
 
 
 def _one_f_one_b(stages: int, microbatches: int) -> Iterator[TickWork]:
     for stage in range(stages):
         for microbatch in range(microbatches):
             yield TickWork(stage, microbatch + stage, "forward", microbatch, 0)
-            back = 2 * (stages - 1) - stage
-            yield TickWork(stage, microbatch + back, "backward", microbatch, 0)
+            backward_offset = 2 * (stages - 1) - stage
+            yield TickWork(stage, microbatch + backward_offset, "backward", microbatch, 0)

@@ -72,8 +72,8 @@ def make_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Ar
     table = rules.table_for(spec.role, path)
     split: list[tuple[str, ...]] = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
-        wanted = table.get(axis, ()) if axis else ()
-        names = tuple(name for name in wanted if mesh.axes.get(name, 1) > 1)
+        rule_axes = table.get(axis, ()) if axis else ()
+        names = tuple(name for name in rule_axes if mesh.axes.get(name, 1) > 1)
         for name in names:
             if any(name in earlier for earlier in split):
                 raise ShardingError(
@@ -90,8 +90,8 @@ def _does_not_divide(
     path: str, axis: str | None, size: int, names: tuple[str, ...], mesh: MeshShape
 ) -> str:
     shards = mesh.size(names)
-    below = size // shards * shards
-    sizes = f"{below} or {below + shards}" if below else f"{shards}"
+    lower_multiple = size // shards * shards
+    sizes = f"{lower_multiple} or {lower_multiple + shards}" if lower_multiple else f"{shards}"
     smaller = [n for n in range(1, min(size, shards) + 1) if size % n == 0]
     divisors = ", ".join(map(str, smaller[-_MAX_DIVISORS:]))
     return (

@@ -33,10 +33,10 @@ class Rules:
 
     def __post_init__(self) -> None:
         overrides = ((f"arrays {pattern!r}", table) for pattern, table in self.arrays.items())
-        for where, table in (*((name, getattr(self, name)) for name in _TABLES), *overrides):
-            check_axes(table, ARRAY_AXES, f"rules, {where}")
+        for location, table in (*((name, getattr(self, name)) for name in _TABLES), *overrides):
+            check_axes(table, ARRAY_AXES, f"rules, {location}")
             for axis, mesh_axes in table.items():
-                check_axes(mesh_axes, MESH_AXES, f"rules, {where}: {axis!r}")
+                check_axes(mesh_axes, MESH_AXES, f"rules, {location}: {axis!r}")
 
     @classmethod
     def load(cls, names: Sequence[str]) -> "Rules":
@@ -90,14 +90,14 @@ class Rules:
         """Return the rules without some mesh axes."""
         dropped = set(mesh_axes)
 
-        def rest(table: Table) -> Table:
+        def drop_axes(table: Table) -> Table:
             return {
                 axis: tuple(name for name in names if name not in dropped)
                 for axis, names in table.items()
             }
 
-        arrays = {pattern: rest(table) for pattern, table in self.arrays.items()}
-        return Rules(arrays=arrays, **{name: rest(getattr(self, name)) for name in _TABLES})
+        arrays = {pattern: drop_axes(table) for pattern, table in self.arrays.items()}
+        return Rules(arrays=arrays, **{name: drop_axes(getattr(self, name)) for name in _TABLES})
 
     def check_patterns(self, paths: Iterable[str]) -> None:
         """Check that every pattern of `arrays` matches; otherwise it would silently do nothing.
@@ -109,10 +109,10 @@ class Rules:
         for pattern in self.arrays:
             if not any(matches(path, pattern) for path in paths):
                 tail = pattern.rsplit("/", 1)[-1].strip("*")
-                near = [path for path in paths if tail and tail in path] or paths
+                similar_paths = [path for path in paths if tail and tail in path] or paths
                 raise ShardingError(
                     f"rules, arrays {pattern!r}: no array matches; an example of a path is "
-                    f"{near[0].removeprefix('state/')!r}"
+                    f"{similar_paths[0].removeprefix('state/')!r}"
                 )
 
 
@@ -139,23 +139,25 @@ def _read(name: str) -> dict:
         raise ShardingError(f"rules {name}: {error}") from None
 
 
-def _merge(into: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
+def _merge(merged: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
     for axis, value in table.items():
         added = (value,) if isinstance(value, str) else value
-        if not isinstance(added, list | tuple) or not all(isinstance(one, str) for one in added):
+        if not isinstance(added, list | tuple) or not all(
+            isinstance(name_or_axis, str) for name_or_axis in added
+        ):
             raise ShardingError(
                 f"rules {name!r}: {axis} = {value!r} is not a mesh axis or a list of mesh axes"
             )
-        into[axis] = _in_mesh_order({*into.get(axis, ()), *added})
+        merged[axis] = _in_mesh_order({*merged.get(axis, ()), *added})
 
 
-def _union(table: Table, further: Table) -> Table:
+def _union(table: Table, other: Table) -> Table:
     """Merge two tables; an array axis in both is split by the mesh axes of both."""
-    axes = {*table, *further}
-    return {axis: _in_mesh_order({*table.get(axis, ()), *further.get(axis, ())}) for axis in axes}
+    axes = {*table, *other}
+    return {axis: _in_mesh_order({*table.get(axis, ()), *other.get(axis, ())}) for axis in axes}
 
 
 def _in_mesh_order(names: set[str]) -> tuple[str, ...]:
     """Sort mesh axes in mesh order, so that the order of presets does not change the plan."""
-    known = tuple(name for name in MESH_AXES if name in names)
-    return known + tuple(sorted(names - set(known)))
+    known_axes = tuple(name for name in MESH_AXES if name in names)
+    return known_axes + tuple(sorted(names - set(known_axes)))

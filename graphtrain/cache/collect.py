@@ -72,14 +72,18 @@ def _other_toolchains(layout: StorePaths, entries: Sequence[CacheEntry]) -> froz
     Records are large, so they are read only for programs that no request with the installed
     versions resolves to.
     """
-    is_here = cache(_is_installed)  # thousands of requests share a few toolchain texts
-    asked_for = {
+    is_installed = cache(_is_installed)  # thousands of requests share a few toolchain texts
+    requested_programs = {
         request.program
         for request in read_summaries(layout)
-        if "toolchain" in request.parts and is_here(request.parts["toolchain"])
+        if "toolchain" in request.parts and is_installed(request.parts["toolchain"])
     }
-    others = (entry.program for entry in entries if entry.program not in asked_for)
-    return frozenset(program for program in others if not is_here(_toolchain(layout, program)))
+    unrequested_programs = (
+        entry.program for entry in entries if entry.program not in requested_programs
+    )
+    return frozenset(
+        program for program in unrequested_programs if not is_installed(_toolchain(layout, program))
+    )
 
 
 def _toolchain(layout: StorePaths, digest: str) -> bytes:
@@ -94,7 +98,9 @@ def _is_installed(toolchain: bytes) -> bool:
     """Return whether these package versions are installed; True if the part lists none."""
     try:
         versions = parse_part(toolchain)["versions"]
-        return all(version(package) == made for package, made in versions.items())
+        return all(
+            version(package) == compiled_version for package, compiled_version in versions.items()
+        )
     except (KeyError, TypeError, AttributeError):
         return True
 
@@ -112,16 +118,16 @@ def _select_for_removal(
     towards `max_bytes` before any other entry is removed.
     """
     chosen, spared = [], []
-    for one in reversed(entries):
-        if keep.isdisjoint((one.program, *one.requests)):
-            goes = one.last_used < oldest_use or one.program in foreign
-            (chosen if goes else spared).append(one)
-    total = sum(one.nbytes for one in entries) - sum(one.nbytes for one in chosen)
-    for one in spared:
+    for entry in reversed(entries):
+        if keep.isdisjoint((entry.program, *entry.requests)):
+            is_removable = entry.last_used < oldest_use or entry.program in foreign
+            (chosen if is_removable else spared).append(entry)
+    total = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in chosen)
+    for entry in spared:
         if max_bytes is None or total <= max_bytes:
             break
-        chosen.append(one)
-        total -= one.nbytes
+        chosen.append(entry)
+        total -= entry.nbytes
     return chosen
 
 

@@ -39,8 +39,10 @@ def list_entries(layout: StorePaths) -> list[CacheEntry]:
     """Return all stored programs, most recently used first."""
     requests: dict[str, list[_RequestFields]] = defaultdict(list)
     for request in read_summaries(layout):
-        asked = _RequestFields(request.created, request.digest, request.graph, request.target)
-        requests[request.program].append(asked)
+        request_fields = _RequestFields(
+            request.created, request.digest, request.graph, request.target
+        )
+        requests[request.program].append(request_fields)
     entries = _entries(layout, requests)
     return sorted(entries, key=lambda entry: (-entry.last_used, entry.program))
 
@@ -51,16 +53,18 @@ def resolve(layout: StorePaths, prefix: str) -> str:
     Raises:
         CacheError: no digest or several start with it.
     """
-    found = {digest for digest in list_digests(layout.programs) if digest.startswith(prefix)}
-    if not found:
-        named = [name for name in list_digests(layout.requests, ".json") if name.startswith(prefix)]
-        found = {request.program for request in read_summaries(layout, named)}
-    if len(found) == 1:
-        return found.pop()
-    if found:
-        shown = ", ".join(sorted(found)[:3])
+    programs = {digest for digest in list_digests(layout.programs) if digest.startswith(prefix)}
+    if not programs:
+        request_digests = [
+            name for name in list_digests(layout.requests, ".json") if name.startswith(prefix)
+        ]
+        programs = {request.program for request in read_summaries(layout, request_digests)}
+    if len(programs) == 1:
+        return programs.pop()
+    if programs:
+        examples = ", ".join(sorted(programs)[:3])
         raise CacheError(
-            f"{prefix} matches {len(found)} digests ({shown} ...); give a longer prefix"
+            f"{prefix} matches {len(programs)} digests ({examples} ...); give a longer prefix"
         )
     raise CacheError(
         f"{layout.root} contains no program or request whose digest starts with {prefix}"

@@ -72,7 +72,7 @@ def push(
     remote: ObjectStore,
     keys: KeyStore,
     requests: Iterable[str] | None = None,
-    observe: ProgressCallback = lambda done, whole: None,
+    observe: ProgressCallback = lambda finished, total: None,
     listing: RemoteListing | None = None,
 ) -> TransferResult:
     """Upload programs and requests that the remote cache lacks; skip damaged ones as refused.
@@ -89,31 +89,34 @@ def push(
         CacheError: there is no signing key, or the remote cache is not writable.
     """
     keys.own_public_key()
-    answers = cache.stored_programs(requests)
-    there = listing or RemoteListing.of(remote)
-    done = TransferResult()
-    programs = sorted({*answers.values()} - there.programs)
-    requests = sorted({*answers} - there.requests)
-    steps = _Transfers(len(programs) + len(requests), observe)
+    program_by_request = cache.stored_programs(requests)
+    remote_listing = listing or RemoteListing.of(remote)
+    result = TransferResult()
+    programs = sorted({*program_by_request.values()} - remote_listing.programs)
+    requests = sorted({*program_by_request} - remote_listing.requests)
+    transfers = _Transfers(len(programs) + len(requests), observe)
 
     def send_program(digest: str) -> None:
-        files = _read_or_reject(done, cache.program_files, digest)
+        files = _read_or_reject(result, cache.program_files, digest)
         if files:
             _send_program(remote, keys, digest, *files)
-            done.programs.append(digest)
-            done.nbytes += sum(map(len, files))
+            result.programs.append(digest)
+            result.nbytes += sum(map(len, files))
 
     def send_request(digest: str) -> None:
-        text = _read_or_reject(done, cache.request_file, digest)
-        if text and (answers[digest] in there.programs or answers[digest] in sent):
+        text = _read_or_reject(result, cache.request_file, digest)
+        if text and (
+            program_by_request[digest] in remote_listing.programs
+            or program_by_request[digest] in sent
+        ):
             remote.put(_signature_name(text), keys.sign(_request_statement(digest, text)))
             remote.put(_request_name(digest), text)
-            done.requests.append(digest)
+            result.requests.append(digest)
 
-    steps.run(send_program, programs)
-    sent = frozenset(done.programs)
-    steps.run(send_request, requests)
-    return done
+    transfers.run(send_program, programs)
+    sent = frozenset(result.programs)
+    transfers.run(send_request, requests)
+    return result
 
 
 def pull(
@@ -121,7 +124,7 @@ def pull(
     remote: ObjectStore,
     keys: KeyStore,
     requests: Iterable[str] | None = None,
-    observe: ProgressCallback = lambda done, whole: None,
+    observe: ProgressCallback = lambda finished, total: None,
     listed: RemoteListing | None = None,
 ) -> TransferResult:
     """Download programs and requests that the local cache lacks.
@@ -141,41 +144,41 @@ def pull(
     """
     requests = requests if requests is None else set(requests)
     if requests is None:
-        wanted = listed.requests if listed else _digests(remote, "requests")
+        request_digests = listed.requests if listed else _digests(remote, "requests")
     else:
-        wanted = requests
-    missing = sorted(wanted - set(cache.stored_programs(requests)))
-    done = TransferResult()
+        request_digests = requests
+    missing = sorted(request_digests - set(cache.stored_programs(requests)))
+    result = TransferResult()
     texts: dict[str, bytes] = {}
     programs: dict[str, str] = {}  # program digest by request digest
 
-    def ask(digest: str) -> None:
-        with _record_rejections(done):
+    def fetch_request(digest: str) -> None:
+        with _record_rejections(result):
             text = remote.get(_request_name(digest))
             if text is None:
-                done.missing.append(digest)
+                result.missing.append(digest)
                 return
-            what = f"{remote.url}: request {digest}"
-            keys.verify(_envelope(remote, text, what), _request_statement(digest, text), what)
+            label = f"{remote.url}: request {digest}"
+            keys.verify(_envelope(remote, text, label), _request_statement(digest, text), label)
             programs[digest], texts[digest] = cache.program_of_request_file(text, digest), text
 
-    def fetch(digest: str) -> None:
-        with _record_rejections(done):
-            _fetch_program(cache, remote, keys, digest, done)
+    def fetch_program(digest: str) -> None:
+        with _record_rejections(result):
+            _fetch_program(cache, remote, keys, digest, result)
 
-    def keep(digest: str) -> None:
+    def import_request(digest: str) -> None:
         if cache.contains_program(programs[digest]):  # otherwise the program was refused
             cache.import_request(digest, texts[digest])
-            done.requests.append(digest)
+            result.requests.append(digest)
 
-    _Transfers(len(missing), lambda *_: None).run(ask, missing)
+    _Transfers(len(missing), lambda *_: None).run(fetch_request, missing)
     absent = sorted(
         {program for program in programs.values() if not cache.contains_program(program)}
     )
-    _Transfers(len(absent), observe).run(fetch, absent)
+    _Transfers(len(absent), observe).run(fetch_program, absent)
     for digest in sorted(texts):
-        keep(digest)
-    return done
+        import_request(digest)
+    return result
 
 
 def pull_from_shared_cache(
@@ -195,11 +198,11 @@ def pull_from_shared_cache(
     missing = sorted(set(requests) - set(cache.stored_programs(requests))) if url else []
     if not url or not missing:
         return
-    done = pull(cache, ObjectStore(url, create=False), KeyStore(default_directory()), missing)
-    for reason in done.rejected:
+    result = pull(cache, ObjectStore(url, create=False), KeyStore(default_directory()), missing)
+    for reason in result.rejected:
         log(f"refused: {reason}")
-    if done.requests:
-        log(f"fetched {len(done.requests)} programs from {url}")
+    if result.requests:
+        log(f"fetched {len(result.requests)} programs from {url}")
 
 
 def _send_program(
@@ -211,41 +214,43 @@ def _send_program(
 
 
 def _fetch_program(
-    cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, done: TransferResult
+    cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, result: TransferResult
 ) -> None:
-    what = f"{remote.url}: program {digest}"
+    label = f"{remote.url}: program {digest}"
     record = remote.get(_record_name(digest))
     payload = None if record is None else remote.get(_payload_name(record))
     if record is None or payload is None:
-        raise UntrustedError(f"{what}: its record or payload is missing; push it again")
-    keys.verify(_envelope(remote, record, what), _program_statement(digest, record, payload), what)
+        raise UntrustedError(f"{label}: its record or payload is missing; push it again")
+    keys.verify(
+        _envelope(remote, record, label), _program_statement(digest, record, payload), label
+    )
     cache.import_program(digest, record, payload)
-    done.programs.append(digest)
-    done.nbytes += len(record) + len(payload)
+    result.programs.append(digest)
+    result.nbytes += len(record) + len(payload)
 
 
 @contextmanager
-def _record_rejections(done: TransferResult) -> Iterator[None]:
+def _record_rejections(result: TransferResult) -> Iterator[None]:
     """Record a refusal, so that the other transfers continue."""
     try:
         yield
     except UntrustedError as error:
-        done.rejected.append(str(error))
+        result.rejected.append(str(error))
 
 
-def _read_or_reject(done: TransferResult, read: Callable[[str], T], digest: str) -> T | None:
+def _read_or_reject(result: TransferResult, read: Callable[[str], T], digest: str) -> T | None:
     """Read a local entry to upload; record a refusal and return None if it is damaged."""
     try:
         return read(digest)
     except CacheError as error:
-        done.rejected.append(str(error))
+        result.rejected.append(str(error))
         return None
 
 
-def _envelope(remote: ObjectStore, signed: bytes, what: str) -> bytes:
+def _envelope(remote: ObjectStore, signed: bytes, label: str) -> bytes:
     envelope = remote.get(_signature_name(signed))
     if envelope is None:
-        raise UntrustedError(f"{what}: it has no signature")
+        raise UntrustedError(f"{label}: it has no signature")
     return envelope
 
 
@@ -287,16 +292,16 @@ def _digests(remote: ObjectStore, kind: str) -> frozenset[str]:
 class _Transfers:
     """Concurrent transfers with a progress count; the first error cancels those not started."""
 
-    def __init__(self, whole: int, observe: ProgressCallback) -> None:
-        self._whole, self._observe, self._done = whole, observe, 0
+    def __init__(self, total: int, observe: ProgressCallback) -> None:
+        self._total, self._observe, self._done = total, observe, 0
 
     def run(self, action: Callable[[str], None], digests: list[str]) -> None:
         with ThreadPoolExecutor(_CONCURRENT_TRANSFERS) as pool:
-            waiting = [pool.submit(action, digest) for digest in digests]
+            futures = [pool.submit(action, digest) for digest in digests]
             try:
-                for one in as_completed(waiting):
-                    one.result()
+                for future in as_completed(futures):
+                    future.result()
                     self._done += 1
-                    self._observe(self._done, self._whole)
+                    self._observe(self._done, self._total)
             finally:
                 pool.shutdown(cancel_futures=True)

@@ -91,20 +91,20 @@ def explain(layout: StorePaths, asked: Mapping[str, CacheKey]) -> dict[str, Expl
     Raises:
         CacheError: the cache cannot be read.
     """
-    answers = {graph: _resolve(layout, request) for graph, request in asked.items()}
-    unknown = {graph: asked[graph] for graph, answer in answers.items() if answer == (None, "")}
+    resolved = {graph: _resolve(layout, request) for graph, request in asked.items()}
+    unknown = {graph: asked[graph] for graph, answer in resolved.items() if answer == (None, "")}
     distances = _distances(layout, unknown) if unknown else {}
     return {
         graph: _explain_missing(layout, graph, request, distances[graph])
         if graph in unknown
-        else _explain_stored(graph, request, *answers[graph])
+        else _explain_stored(graph, request, *resolved[graph])
         for graph, request in asked.items()
     }
 
 
 def _explain_stored(graph: str, request: CacheKey, program: str | None, reason: str) -> Explanation:
-    said = f"is stored: {program}" if program else f"was {reason}"
-    return Explanation(graph, request.digest, program, f"the {_graph_phrase(graph)} {said}")
+    state = f"is stored: {program}" if program else f"was {reason}"
+    return Explanation(graph, request.digest, program, f"the {_graph_phrase(graph)} {state}")
 
 
 def _explain_missing(
@@ -144,56 +144,56 @@ def _resolve(layout: StorePaths, request: CacheKey) -> tuple[str | None, str]:
     return digest, ""
 
 
-def _distances(layout: StorePaths, asked: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
+def _distances(layout: StorePaths, requests: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
     """Return the distances to all stored requests of each graph, fewest differences first."""
-    found: dict[str, list[_Distance]] = {graph: [] for graph in asked}
-    count = {graph: _difference_counter(request.to_json()) for graph, request in asked.items()}
+    distances: dict[str, list[_Distance]] = {graph: [] for graph in requests}
+    count = {graph: _difference_counter(request.to_json()) for graph, request in requests.items()}
     for stored in read_summaries(layout):
-        if stored.graph in found and stored.digest != asked[stored.graph].digest:
+        if stored.graph in distances and stored.digest != requests[stored.graph].digest:
             differences = count[stored.graph](stored.parts)
-            found[stored.graph].append(_Distance(differences, stored.created, stored.digest))
-    for of_graph in found.values():
-        of_graph.sort(key=attrgetter("created"), reverse=True)
-        of_graph.sort(
+            distances[stored.graph].append(_Distance(differences, stored.created, stored.digest))
+    for graph_distances in distances.values():
+        graph_distances.sort(key=attrgetter("created"), reverse=True)
+        graph_distances.sort(
             key=attrgetter("differences")
         )  # stable sort: among equals the newest comes first
-    return found
+    return distances
 
 
-def _difference_counter(mine: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
-    """Return a function that counts differences from `mine`, with results cached per part."""
+def _difference_counter(requested: Mapping[str, Any]) -> Callable[[Mapping[str, bytes]], int]:
+    """Return a function that counts differences from `requested`, with results cached per part."""
 
     @cache
     def in_names(names: tuple[str, ...]) -> int:
-        return sum(1 for _ in iterate_differences(dict.fromkeys(mine), dict.fromkeys(names)))
+        return sum(1 for _ in iterate_differences(dict.fromkeys(requested), dict.fromkeys(names)))
 
     @cache
     def in_part(name: str, text: bytes) -> int:
-        return sum(1 for _ in iterate_differences(mine[name], parse_part(text)))
+        return sum(1 for _ in iterate_differences(requested[name], parse_part(text)))
 
     def count(parts: Mapping[str, bytes]) -> int:
-        common = ((name, text) for name, text in parts.items() if name in mine)
+        common = ((name, text) for name, text in parts.items() if name in requested)
         return in_names(tuple(parts)) + sum(in_part(name, text) for name, text in common)
 
     return count
 
 
 def _neighbours(
-    layout: StorePaths, mine: Mapping[str, Any], digests: Iterable[str]
+    layout: StorePaths, requested: Mapping[str, Any], digests: Iterable[str]
 ) -> Iterator[Neighbour]:
     for digest in digests:
         with suppress(UnusableEntry):  # removed or damaged since the distances were computed
-            yield _neighbour(mine, stored_requests.read(layout.request(digest)))
+            yield _neighbour(requested, stored_requests.read(layout.request(digest)))
 
 
-def _neighbour(mine: Mapping[str, Any], stored: StoredRequest) -> Neighbour:
-    differences = tuple(iterate_differences(mine, stored.parts))
+def _neighbour(requested: Mapping[str, Any], stored: StoredRequest) -> Neighbour:
+    differences = tuple(iterate_differences(requested, stored.parts))
     return Neighbour(
         stored.digest,
         stored.program,
         stored.created,
         differences,
-        tuple(render(differences, mine, stored.parts)),
+        tuple(render(differences, requested, stored.parts)),
     )
 
 
@@ -207,8 +207,8 @@ def render(
     names = target_name(theirs.get("target")), target_name(mine.get("target"))
     if names[0] == names[1]:
         return [_line(difference) for difference in differences]
-    rest = [_line(difference) for difference in differences if difference.path not in _TARGET_NAME]
-    return [f"target: {names[0]} → {names[1]}", *rest]
+    lines = [_line(difference) for difference in differences if difference.path not in _TARGET_NAME]
+    return [f"target: {names[0]} → {names[1]}", *lines]
 
 
 def _line(difference: Difference) -> str:
@@ -218,10 +218,10 @@ def _line(difference: Difference) -> str:
     subject = " ".join(leaf if part == "program" and leaf else [part, *leaf])
     if part == "toolchain" and leaf:
         subject = f"toolchain: {' '.join(leaf[1:] or leaf)}"
-    old, new = _shown(difference.stored), _shown(difference.current)
-    if _is_unreadable(old) or _is_unreadable(new):
+    stored, current = _shown(difference.stored), _shown(difference.current)
+    if _is_unreadable(stored) or _is_unreadable(current):
         return f"{subject} {_event(difference)}"
-    return f"{subject}{' ' if part == 'toolchain' else ': '}{old} → {new}"
+    return f"{subject}{' ' if part == 'toolchain' else ': '}{stored} → {current}"
 
 
 def _event(difference: Difference) -> str:

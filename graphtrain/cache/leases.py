@@ -82,50 +82,50 @@ class Lease:
 
     def owner(self) -> str:
         """Return a description of the current owner."""
-        number, _ = _highest(self._directory)
-        about = _read(self._directory / str(number))
-        if "pid" not in about:
+        claim_number, _ = _highest(self._directory)
+        info = _read(self._directory / str(claim_number))
+        if "pid" not in info:
             return "another process"  # it has not written its claim yet
-        return f"process {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
+        return f"process {info.get('pid')} on {info.get('host')}, since {info.get('since')}"
 
-    def _claim(self, number: int) -> bool:
-        path = self._directory / str(number)
+    def _claim(self, claim_number: int) -> bool:
+        path = self._directory / str(claim_number)
         self._directory.mkdir(parents=True, exist_ok=True)
-        about = {
+        info = {
             "pid": os.getpid(),
             "host": os.uname().nodename,
             "boot": self._pace.host or _host_id(),
             "since": timestamp(),
         }
         try:
-            _write(path, json.dumps(about))
+            _write(path, json.dumps(info))
         except FileExistsError:
             return False
         # If the directory was read long ago, this number may have been used and removed since.
-        if _highest(self._directory) != (number, False):
+        if _highest(self._directory) != (claim_number, False):
             path.unlink(missing_ok=True)
             return False
-        self._number = number
-        _remove_below(self._directory, number)
+        self._number = claim_number
+        _remove_below(self._directory, claim_number)
         self._done = threading.Event()
         threading.Thread(
             target=_send_heartbeats, args=(path, self._done, self._pace), daemon=True
         ).start()
         return True
 
-    def _is_expired(self, number: int) -> bool:
-        path = self._directory / str(number)
+    def _is_expired(self, claim_number: int) -> bool:
+        path = self._directory / str(claim_number)
         try:
             # Open the file: NFS fetches a fresh modification time only when a file is opened.
             with open(path, "rb") as file:
-                seen = number, os.fstat(file.fileno()).st_mtime_ns
+                heartbeat = claim_number, os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:  # released or taken over just now; poll again
             return False
         if _is_dead(_read(path), self._pace.host):
             return True
         now = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._since = seen, now
+        if heartbeat != self._seen:
+            self._seen, self._since = heartbeat, now
         return now - self._since > self._pace.expiry_seconds
 
 
@@ -160,7 +160,7 @@ def hold_lease(
 @contextmanager
 def try_hold_all(layout: StorePaths, digests: Iterable[str], pace: LeaseTiming) -> Iterator[bool]:
     """Hold the leases of all digests and yield True; yield False if another process owns one."""
-    with ExitStack() as held:
+    with ExitStack() as held_leases:
         for digest in digests:
             directory = layout.lease(digest)
             if not directory.exists():
@@ -169,7 +169,7 @@ def try_hold_all(layout: StorePaths, digests: Iterable[str], pace: LeaseTiming) 
             if not lease.try_acquire():
                 yield False
                 return
-            held.callback(lease.release)
+            held_leases.callback(lease.release)
         yield True
 
 
@@ -191,16 +191,16 @@ def _stem(name: str) -> str:
     return name.removesuffix(_FREE)
 
 
-def _remove_below(directory: Path, number: int) -> None:
+def _remove_below(directory: Path, claim_number: int) -> None:
     for name in os.listdir(directory):
-        if _stem(name).isdecimal() and int(_stem(name)) < number:
+        if _stem(name).isdecimal() and int(_stem(name)) < claim_number:
             with suppress(FileNotFoundError):
                 (directory / name).unlink()
 
 
-def _send_heartbeats(path: Path, done: threading.Event, pace: LeaseTiming) -> None:
-    """Send heartbeats, by updating the file's modification time, until `done` is set."""
-    while not done.wait(pace.heartbeat_seconds):
+def _send_heartbeats(path: Path, is_released: threading.Event, pace: LeaseTiming) -> None:
+    """Send heartbeats, by updating the file's modification time, until `is_released` is set."""
+    while not is_released.wait(pace.heartbeat_seconds):
         with suppress(
             OSError
         ):  # taken over, or the server is unreachable; at worst the lease expires
@@ -221,10 +221,10 @@ def _write(path: Path, text: str) -> None:
 def _read(path: Path) -> dict[str, object]:
     """Return the owner's description of itself; empty if it was killed before writing it."""
     try:
-        about = json.loads(path.read_bytes())
+        info = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return about if isinstance(about, dict) else {}
+    return info if isinstance(info, dict) else {}
 
 
 def _is_dead(owner: dict[str, object], host: str | None) -> bool:

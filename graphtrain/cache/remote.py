@@ -177,8 +177,10 @@ class _store_errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, CacheError) or not isinstance(error, Exception):
             return
-        said = " ".join(str(error).partition("\n\nDebug source")[0].split())[:_MAX_ERROR_LENGTH]
-        broken = (
+        message = " ".join(str(error).partition("\n\nDebug source")[0].split())[:_MAX_ERROR_LENGTH]
+        is_transient = (
             type(error).__name__ == "GenericError"
         )  # by name, because obstore may not be installed
-        raise (_TransientError if broken else CacheError)(f"{self._what}: {said}") from error
+        raise (_TransientError if is_transient else CacheError)(
+            f"{self._what}: {message}"
+        ) from error

@@ -17,9 +17,9 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: text is not a size.
     """
-    number = text.strip().rstrip("BbKkMmGgTtPp ")
-    unit = text.strip()[len(number) :].strip().lower().rstrip("b")
+    number_text = text.strip().rstrip("BbKkMmGgTtPp ")
+    unit = text.strip()[len(number_text) :].strip().lower().rstrip("b")
     powers = {name.lower().rstrip("b"): power for power, name in enumerate(_UNITS)}
-    if unit not in powers or not number.replace(".", "", 1).isdecimal():
+    if unit not in powers or not number_text.replace(".", "", 1).isdecimal():
         raise ValueError(f"{text!r} is not a size; use a form such as 500MB or 1.5GB")
-    return int(float(number) * 1000 ** powers[unit])
+    return int(float(number_text) * 1000 ** powers[unit])

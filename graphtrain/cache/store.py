@@ -199,10 +199,12 @@ class Cache:
         Args:
             chosen: request digests; None for all requests.
         """
-        found = summaries.read_summaries(self._layout, chosen)
+        requests = summaries.read_summaries(self._layout, chosen)
         stored = frozenset(stored_requests.list_digests(self._layout.programs))
-        is_here = stored.__contains__ if chosen is None else self.contains_program
-        return {one.digest: one.program for one in found if is_here(one.program)}
+        is_stored = stored.__contains__ if chosen is None else self.contains_program
+        return {
+            request.digest: request.program for request in requests if is_stored(request.program)
+        }
 
     def contains_program(self, digest: str) -> bool:
         """Return whether a program is stored, checking its record and payload size."""

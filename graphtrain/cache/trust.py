@@ -99,14 +99,14 @@ class KeyStore:
         """
         path = self._trusted / f"{name}.json"
         if not _NAME.fullmatch(name) or not path.exists():
-            known = ", ".join(self.trusted()) or "none"
-            raise CacheError(f"no trusted key is named {name!r}; trusted keys: {known}")
+            names = ", ".join(self.trusted()) or "none"
+            raise CacheError(f"no trusted key is named {name!r}; trusted keys: {names}")
         path.unlink()
 
     def trusted(self) -> dict[str, dict[str, Any]]:
         """Return the trusted public keys by name; this user's own key is named "own"."""
-        found = {path.stem: _read_key(path) for path in sorted(self._trusted.glob("*.json"))}
-        return ({"own": _read_key(self._public)} if self._public.exists() else {}) | found
+        trusted_keys = {path.stem: _read_key(path) for path in sorted(self._trusted.glob("*.json"))}
+        return ({"own": _read_key(self._public)} if self._public.exists() else {}) | trusted_keys
 
     def sign(self, statement: Mapping[str, str]) -> bytes:
         """Sign a statement; return the DSSE envelope as JSON.
@@ -139,22 +139,22 @@ class KeyStore:
         try:
             if len(envelope) > _MAX_ENVELOPE_BYTES:
                 raise ValueError
-            given = Envelope.from_dict(json.loads(envelope))
-            signed = json.loads(given.payload)
+            parsed_envelope = Envelope.from_dict(json.loads(envelope))
+            signed = json.loads(parsed_envelope.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
             raise UntrustedError(f"{what}: its signature is not a DSSE envelope") from None
         for name, key in self.trusted().items():
             try:
-                given.verify([_as_key(key)], 1)
+                parsed_envelope.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
-            if given.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
+            if parsed_envelope.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
                 raise UntrustedError(
                     f"{what}: the signature of key {name!r} is for other contents; "
                     "it was tampered with"
                 )
             return name
-        signers = ", ".join(keyid[:12] for keyid in given.signatures) or "nobody"
+        signers = ", ".join(keyid[:12] for keyid in parsed_envelope.signatures) or "nobody"
         raise UntrustedError(
             f"{what}: signed by {signers}, which is not a trusted key; to trust it, get the public "
             "key from its owner and run: graphtrain cache key trust NAME FILE"

@@ -135,8 +135,8 @@ def is_stale(path: Path, *, now: float) -> bool:
     looks dead; the minimum age of ten minutes is longer than any single write.
     """
     age = now - path.lstat().st_mtime
-    host, _, rest = path.name.rpartition(".")[0].rpartition(".")
-    dead = host == os.uname().nodename and rest.isdecimal() and not _is_alive(int(rest))
+    host, _, pid = path.name.rpartition(".")[0].rpartition(".")
+    dead = host == os.uname().nodename and pid.isdecimal() and not _is_alive(int(pid))
     return age > 86_400 or (dead and age > 600)
 
 

@@ -40,10 +40,17 @@ class LayerOrder:
 
     def reordering_from(self, kept: LayerRows | None) -> tuple[LayerRows, LayerRows] | None:
         """Return the rows of the checkpoint and of this program, or None if they are equal."""
-        mine = self.rows
+        program_rows = self.rows
         if self.by_shape:
-            mine, kept = mine or _without_pipeline(kept), kept or _without_pipeline(mine)
-        return None if mine is None or kept is None or mine == kept else (kept, mine)
+            program_rows, kept = (
+                program_rows or _without_pipeline(kept),
+                kept or _without_pipeline(program_rows),
+            )
+        return (
+            None
+            if program_rows is None or kept is None or program_rows == kept
+            else (kept, program_rows)
+        )
 
 
 def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
@@ -98,10 +105,12 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        about: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state)}
+        metadata: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state)}
         if self._arrangement is not None and self._arrangement.rows is not None:
-            about["rows"] = self._arrangement.rows
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about))
+            metadata["rows"] = self._arrangement.rows
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(metadata)
+        )
         with checkpoint_errors(
             self._directory, "written; free disk space, or set run.directory to another location"
         ):
@@ -121,23 +130,25 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        where = self._directory / str(step)
-        about = read_checkpoint_info(self._directory, step)
-        if self._arrangement is not None and (
-            rows := self._arrangement.reordering_from(about.rows)
-        ):
-            with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
-                state = _load_reordered(where, about, described, self._arrangement, *rows)
-            return RestoredState(step, state, about.data_position)
-        _compare(where, about.arrays, _arrays(described))
-        wanted = ocp.args.PyTreeRestore(
+        checkpoint_path = self._directory / str(step)
+        info = read_checkpoint_info(self._directory, step)
+        if self._arrangement is not None and (rows := self._arrangement.reordering_from(info.rows)):
+            with checkpoint_errors(
+                checkpoint_path, "read; remove it to resume from an earlier checkpoint"
+            ):
+                state = _load_reordered(checkpoint_path, info, described, self._arrangement, *rows)
+            return RestoredState(step, state, info.data_position)
+        _compare(checkpoint_path, info.arrays, _arrays(described))
+        restore_args = ocp.args.PyTreeRestore(
             item=described,
             restore_args=ocp.checkpoint_utils.construct_restore_args(described),
             partial_restore=True,
         )
-        with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
-            state = self._restore(step, state=wanted)["state"]
-        return RestoredState(step, state, about.data_position)
+        with checkpoint_errors(
+            checkpoint_path, "read; remove it to resume from an earlier checkpoint"
+        ):
+            state = self._restore(step, state=restore_args)["state"]
+        return RestoredState(step, state, info.data_position)
 
     def wait(self) -> None:
         """Wait until every checkpoint that was started is complete.
@@ -206,12 +217,12 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     Raises:
         TrainingError: the metadata cannot be read.
     """
-    where = directory / str(step)
-    with checkpoint_errors(where, "read; remove it to resume from an earlier checkpoint"):
-        found = private_orbax.read_json_item(where, "about")
-        rows = found.get("rows")
+    checkpoint_path = directory / str(step)
+    with checkpoint_errors(checkpoint_path, "read; remove it to resume from an earlier checkpoint"):
+        metadata = private_orbax.read_json_item(checkpoint_path, "about")
+        rows = metadata.get("rows")
         return CheckpointInfo(
-            found["loader"], found["arrays"], None if rows is None else tuple(rows)
+            metadata["loader"], metadata["arrays"], None if rows is None else tuple(rows)
         )
 
 
@@ -230,47 +241,54 @@ def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:
 
 
 def _load_reordered(
-    where: Path,
-    about: CheckpointInfo,
+    checkpoint_path: Path,
+    info: CheckpointInfo,
     described: Tree,
     arrangement: LayerOrder,
     rows: LayerRows,
-    mine: LayerRows,
+    program_rows: LayerRows,
 ) -> Tree:
     """Load the arrays described from a checkpoint that stacks its layers in another order."""
     leaves = flatten(described)
-    shapes = {path: tuple(shape) for path, (shape, _) in about.arrays.items()}
-    inside: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
+    shapes = {path: tuple(shape) for path, (shape, _) in info.arrays.items()}
+    is_stacked: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
     if arrangement.by_shape:
-        inside = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
-        if not any(inside.values()):
+        is_stacked = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
+        if not any(is_stacked.values()):
             raise TrainingError(
-                f"{where} stacks its layers in as many rows, but in another order: {rows} "
-                f"instead of {mine}; resume with the pipeline.layers_per_stage it was saved with"
+                f"{checkpoint_path} stacks its layers in as many rows, but in another order: "
+                f"{rows} instead of {program_rows}; resume with the pipeline.layers_per_stage it "
+                "was saved with"
             )
-    kept = {
-        path: StackedArray(path, shape, rows, inside.get(path, False))
+    saved_arrays = {
+        path: StackedArray(path, shape, rows, is_stacked.get(path, False))
         for path, shape in shapes.items()
     }
-    wanted = {
-        path: StackedArray(path, tuple(leaf.shape), mine, inside[path])
+    program_arrays = {
+        path: StackedArray(path, tuple(leaf.shape), program_rows, is_stacked[path])
         for path, leaf in leaves.items()
     }
     _compare(
-        where,
+        checkpoint_path,
         {
-            path: [list(one.shape_without_pipeline), about.arrays[path][1]]
-            for path, one in kept.items()
+            path: [list(array.shape_without_pipeline), info.arrays[path][1]]
+            for path, array in saved_arrays.items()
         },
         {
-            path: [list(one.shape_without_pipeline), str(leaves[path].dtype)]
-            for path, one in wanted.items()
+            path: [list(array.shape_without_pipeline), str(leaves[path].dtype)]
+            for path, array in program_arrays.items()
         },
     )
 
     def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         dtype = np.dtype(leaves[path].dtype)
-        return read_reordered_part(wanted[path], kept[path], index, part_reader(where, path), dtype)
+        return read_reordered_part(
+            program_arrays[path],
+            saved_arrays[path],
+            index,
+            part_reader(checkpoint_path, path),
+            dtype,
+        )
 
     return arrangement.load_arrays(described, read)
 
@@ -302,9 +320,9 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
     Raises:
         TrainingError: the array cannot be read.
     """
-    where = directory / str(step)
-    with checkpoint_errors(where, "read"):
-        return part_reader(where, path)(())
+    checkpoint_path = directory / str(step)
+    with checkpoint_errors(checkpoint_path, "read"):
+        return part_reader(checkpoint_path, path)(())
 
 
 @contextmanager
@@ -321,15 +339,15 @@ def _arrays(tree: Tree) -> dict[str, list[Any]]:
     return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in flatten(tree).items()}
 
 
-def _compare(where: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    parts = {path.partition("/")[0] for path in wanted}
-    saved = {path: array for path, array in saved.items() if path.partition("/")[0] in parts}
-    for path in saved | dict(wanted):
-        if saved.get(path) != wanted.get(path):
+def _compare(checkpoint_path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    roots = {path.partition("/")[0] for path in expected}
+    saved = {path: array for path, array in saved.items() if path.partition("/")[0] in roots}
+    for path in saved | dict(expected):
+        if saved.get(path) != expected.get(path):
             raise TrainingError(
-                f"{where} was saved by another program: {path} is {_say(saved.get(path))} in the "
-                f"checkpoint and {_say(wanted.get(path))} in this program; set run.directory to a "
-                "new directory, or change [program] back"
+                f"{checkpoint_path} was saved by another program: {path} is "
+                f"{_say(saved.get(path))} in the checkpoint and {_say(expected.get(path))} in this "
+                "program; set run.directory to a new directory, or change [program] back"
             )
 
 

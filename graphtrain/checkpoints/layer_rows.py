@@ -28,8 +28,10 @@ class StackedArray:
     @property
     def leading_shape(self) -> tuple[int, ...]:
         """Sizes of the leading axes that stack the layers; empty outside the layers."""
-        inside = "layers" in self.path.split("/") if self.is_stacked is None else self.is_stacked
-        if not inside:
+        is_stacked = (
+            "layers" in self.path.split("/") if self.is_stacked is None else self.is_stacked
+        )
+        if not is_stacked:
             return ()
         for axes in (1, 2):
             if math.prod(self.shape[:axes]) == len(self.rows):
@@ -65,18 +67,18 @@ def read_reordered_part(
     leading = wanted.leading_shape
     if not leading:
         return read(index)
-    numbers = np.array([-1 if layer is None else layer for layer in wanted.rows])
-    here = numbers.reshape(leading)[index[: len(leading)]]
+    layer_of_row = np.array([-1 if layer is None else layer for layer in wanted.rows])
+    part_layers = layer_of_row.reshape(leading)[index[: len(leading)]]
     row_of = {layer: row for row, layer in enumerate(kept.rows) if layer is not None}
     inner, sizes = index[len(leading) :], wanted.shape[len(leading) :]
     spans = [
-        len(range(*one.indices(size)))
-        for one, size in zip(inner, sizes, strict=True)
-        if isinstance(one, slice)
+        len(range(*dim_index.indices(size)))
+        for dim_index, size in zip(inner, sizes, strict=True)
+        if isinstance(dim_index, slice)
     ]
-    made = np.zeros((*here.shape, *spans), dtype)
-    for at, layer in np.ndenumerate(here):
+    result = np.zeros((*part_layers.shape, *spans), dtype)
+    for position, layer in np.ndenumerate(part_layers):
         if layer >= 0:
             row = np.unravel_index(row_of[int(layer)], kept.leading_shape)
-            made[at] = read((*map(int, row), *inner))
-    return made
+            result[position] = read((*map(int, row), *inner))
+    return result

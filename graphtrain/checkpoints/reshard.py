@@ -69,32 +69,40 @@ def reshard(
     """
     steps = saved_steps(source / "checkpoints")
     if not steps or (step is not None and step not in steps):
-        there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {source}; existing steps: {there}")
+        existing_steps = ", ".join(map(str, steps)) or "none"
+        raise TrainingError(f"no such checkpoint in {source}; existing steps: {existing_steps}")
     step = steps[-1] if step is None else step
     config = load_config(source / "config.toml")
     strategy = _strategy(to)
-    about = read_checkpoint_info(source / "checkpoints", step)
-    kept = _source_arrays(about, config)
-    wanted = _target_arrays(strategy)
-    _check_same(source / "checkpoints" / str(step), to, about, kept, strategy, wanted)
+    info = read_checkpoint_info(source / "checkpoints", step)
+    source_arrays = _source_arrays(info, config)
+    target_arrays = _target_arrays(strategy)
+    _check_same(
+        source / "checkpoints" / str(step), to, info, source_arrays, strategy, target_arrays
+    )
     with (
         create_directory(destination) as directory,
         checkpoint_errors(destination, "written; free disk space"),
     ):
         _copy_files(source, directory, config, strategy, destination)
-        where = directory / "checkpoints" / str(step)
-        _write_zeros(where, about, strategy)
-        for done, (path, one) in enumerate(sorted(wanted.items())):
-            progress(done, len(wanted))
+        target_path = directory / "checkpoints" / str(step)
+        _write_zeros(target_path, info, strategy)
+        for finished, (path, array) in enumerate(sorted(target_arrays.items())):
+            progress(finished, len(target_arrays))
             dtype = np.dtype(_dtype(strategy.arrays[path]["dtype"]))
-            _copy(source / "checkpoints" / str(step), where, kept[path], one, dtype)
-    progress(len(wanted), len(wanted))
-    sizes = [math.prod(one.shape) * _itemsize(strategy, path) for path, one in wanted.items()]
-    moved = [
-        path for path, one in wanted.items() if one.leading_shape and one.rows != kept[path].rows
+            _copy(
+                source / "checkpoints" / str(step), target_path, source_arrays[path], array, dtype
+            )
+    progress(len(target_arrays), len(target_arrays))
+    sizes = [
+        math.prod(array.shape) * _itemsize(strategy, path) for path, array in target_arrays.items()
     ]
-    return ReshardSummary(step, len(wanted), sum(sizes), len(moved))
+    reordered = [
+        path
+        for path, array in target_arrays.items()
+        if array.leading_shape and array.rows != source_arrays[path].rows
+    ]
+    return ReshardSummary(step, len(target_arrays), sum(sizes), len(reordered))
 
 
 def _strategy(to: Path) -> Strategy:
@@ -106,40 +114,42 @@ def _strategy(to: Path) -> Strategy:
     return read_json(to) if to.suffix == ".json" else strategy_of(resolve(load_config(to).program))
 
 
-def _source_arrays(about: CheckpointInfo, config: Config) -> dict[str, StackedArray]:
-    rows = about.rows or layer_rows(resolve(config.program))
+def _source_arrays(info: CheckpointInfo, config: Config) -> dict[str, StackedArray]:
+    rows = info.rows or layer_rows(resolve(config.program))
     return {
-        path: StackedArray(path, tuple(shape), rows) for path, (shape, _) in about.arrays.items()
+        path: StackedArray(path, tuple(shape), rows) for path, (shape, _) in info.arrays.items()
     }
 
 
 def _target_arrays(strategy: Strategy) -> dict[str, StackedArray]:
     return {
-        path: StackedArray(path, tuple(one["shape"]), strategy.rows)
-        for path, one in strategy.arrays.items()
+        path: StackedArray(path, tuple(array["shape"]), strategy.rows)
+        for path, array in strategy.arrays.items()
     }
 
 
 def _check_same(
-    where: Path,
+    source_path: Path,
     to: Path,
-    about: CheckpointInfo,
-    kept: dict[str, StackedArray],
+    info: CheckpointInfo,
+    source_arrays: dict[str, StackedArray],
     strategy: Strategy,
-    wanted: dict[str, StackedArray],
+    target_arrays: dict[str, StackedArray],
 ) -> None:
-    there = {
-        path: (about.arrays[path][1], one.shape_without_pipeline) for path, one in kept.items()
+    source_specs = {
+        path: (info.arrays[path][1], array.shape_without_pipeline)
+        for path, array in source_arrays.items()
     }
-    here = {
-        path: (strategy.arrays[path]["dtype"], one.shape_without_pipeline)
-        for path, one in wanted.items()
+    target_specs = {
+        path: (strategy.arrays[path]["dtype"], array.shape_without_pipeline)
+        for path, array in target_arrays.items()
     }
-    for path in sorted(there | here):
-        if there.get(path) != here.get(path):
+    for path in sorted(source_specs | target_specs):
+        if source_specs.get(path) != target_specs.get(path):
             raise TrainingError(
-                f"{where} has another model or optimizer than {to}: {path} is "
-                f"{_say(there.get(path))} in the checkpoint and {_say(here.get(path))} in {to}"
+                f"{source_path} has another model or optimizer than {to}: {path} is "
+                f"{_say(source_specs.get(path))} in the checkpoint and "
+                f"{_say(target_specs.get(path))} in {to}"
             )
 
 
@@ -163,22 +173,24 @@ def _copy_files(
     (directory / "config.toml").write_text(text)
 
 
-def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None:
+def _write_zeros(target_path: Path, info: CheckpointInfo, strategy: Strategy) -> None:
     """Write an Orbax checkpoint of zeros, which needs almost no memory or disk space."""
     import orbax.checkpoint as ocp
 
     zeros: Tree = unflatten(
         {
-            path: np.broadcast_to(np.zeros((), _dtype(one["dtype"])), one["shape"])
-            for path, one in strategy.arrays.items()
+            path: np.broadcast_to(np.zeros((), _dtype(array["dtype"])), array["shape"])
+            for path, array in strategy.arrays.items()
         }
     )
-    pieces = unflatten(
+    save_args = unflatten(
         {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in strategy.arrays}
     )
-    said = {
-        "loader": about.data_position,
-        "arrays": {path: [one["shape"], one["dtype"]] for path, one in strategy.arrays.items()},
+    metadata = {
+        "loader": info.data_position,
+        "arrays": {
+            path: [array["shape"], array["dtype"]] for path, array in strategy.arrays.items()
+        },
         "rows": strategy.rows,
     }
     handler = ocp.CompositeCheckpointHandler(
@@ -187,35 +199,41 @@ def _write_zeros(where: Path, about: CheckpointInfo, strategy: Strategy) -> None
         ),
         about=ocp.JsonCheckpointHandler(),
     )
-    with ocp.Checkpointer(handler) as opened:
+    with ocp.Checkpointer(handler) as checkpointer:
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(zeros, save_args=pieces), about=ocp.args.JsonSave(said)
+            state=ocp.args.PyTreeSave(zeros, save_args=save_args), about=ocp.args.JsonSave(metadata)
         )
-        opened.save(where.absolute(), items)
+        checkpointer.save(target_path.absolute(), items)
 
 
 def _copy(
-    source: Path, where: Path, kept: StackedArray, wanted: StackedArray, dtype: np.dtype
+    source: Path,
+    target_path: Path,
+    source_array: StackedArray,
+    target_array: StackedArray,
+    dtype: np.dtype,
 ) -> None:
     """Copy one array, one chunk of the destination at a time."""
-    old, new = (
-        private_orbax.open_array(source, kept.path, cache_bytes=_CHUNK_CACHE_BYTES),
-        private_orbax.open_array(where, wanted.path, write=True),
+    source_store, target_store = (
+        private_orbax.open_array(source, source_array.path, cache_bytes=_CHUNK_CACHE_BYTES),
+        private_orbax.open_array(target_path, target_array.path, write=True),
     )
 
     def read(index: Index) -> np.ndarray:
-        return np.asarray(old[index].read().result())
+        return np.asarray(source_store[index].read().result())
 
-    for index in _chunks(wanted.shape, new.chunk_layout.write_chunk.shape or ()):
-        new[index].write(read_reordered_part(wanted, kept, index, read, dtype)).result()
+    for index in _chunks(target_array.shape, target_store.chunk_layout.write_chunk.shape or ()):
+        target_store[index].write(
+            read_reordered_part(target_array, source_array, index, read, dtype)
+        ).result()
 
 
-def _chunks(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    steps = [range(0, size, step) for size, step in zip(shape, piece, strict=True)]
-    for begin in itertools.product(*steps):
+def _chunks(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    starts = [range(0, size, step) for size, step in zip(shape, chunk_shape, strict=True)]
+    for origin in itertools.product(*starts):
         yield tuple(
-            slice(at, min(at + step, size))
-            for at, step, size in zip(begin, piece, shape, strict=True)
+            slice(start, min(start + step, size))
+            for start, step, size in zip(origin, chunk_shape, shape, strict=True)
         )
 
 

@@ -56,26 +56,26 @@ def strategy_of(program: ResolvedProgram) -> Strategy:
 def write_json(path: Path, program: ResolvedProgram) -> None:
     """Write a strategy as JSON, for `graphtrain convert reshard` and for other programs."""
     strategy = strategy_of(program)
-    about = {
+    contents = {
         "graphtrain_strategy": _FORMAT,
         "mesh": dict(program.mesh.axes),
         "rows": strategy.rows,
         "arrays": strategy.arrays,
         "program": asdict(program.settings),
     }
-    path.write_text(_lines(about) + "\n", encoding="utf-8")
+    path.write_text(_lines(contents) + "\n", encoding="utf-8")
 
 
-def _lines(about: dict[str, Any]) -> str:
+def _lines(contents: dict[str, Any]) -> str:
     """Format JSON with one line for each array and each other entry."""
     arrays = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in about["arrays"].items()
+        f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in contents["arrays"].items()
     )
-    rest = (
-        f" {json.dumps(name)}: " + (f"{{\n{arrays}\n }}" if name == "arrays" else json.dumps(one))
-        for name, one in about.items()
+    entries = (
+        f" {json.dumps(name)}: " + (f"{{\n{arrays}\n }}" if name == "arrays" else json.dumps(value))
+        for name, value in contents.items()
     )
-    return "{\n" + ",\n".join(rest) + "\n}"
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def read_json(path: Path) -> Strategy:
@@ -87,12 +87,12 @@ def read_json(path: Path) -> Strategy:
     if not path.is_file():
         raise PlanError(f"{path}: file not found; {_remedy(path)}")
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        if about["graphtrain_strategy"] != _FORMAT:
-            raise ValueError(f"format {about['graphtrain_strategy']} is not {_FORMAT}")
-        program = TypeAdapter(Program).validate_json(json.dumps(about["program"]))
-        arrays = {name: dict(one) for name, one in about["arrays"].items()}
-        return Strategy(program, tuple(about["rows"]), arrays)
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if contents["graphtrain_strategy"] != _FORMAT:
+            raise ValueError(f"format {contents['graphtrain_strategy']} is not {_FORMAT}")
+        program = TypeAdapter(Program).validate_json(json.dumps(contents["program"]))
+        arrays = {name: dict(array) for name, array in contents["arrays"].items()}
+        return Strategy(program, tuple(contents["rows"]), arrays)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"{path} is not a strategy file ({error!r}); {_remedy(path)}") from error
 
@@ -120,8 +120,8 @@ def save_strategy(path: Path, program: ResolvedProgram) -> None:
         PlanError: unknown suffix, or the file cannot be written.
     """
     if path.suffix not in _WRITERS:
-        known = " or ".join(_WRITERS)
-        raise PlanError(f"{path}: unknown suffix of a strategy file; use {known}")
+        suffixes = " or ".join(_WRITERS)
+        raise PlanError(f"{path}: unknown suffix of a strategy file; use {suffixes}")
     try:
         _WRITERS[path.suffix](path, program)
     except OSError as error:

@@ -35,9 +35,9 @@ _COMMAND_HELP = {
 class SignalReceived(BaseException):
     """Raised by the signal handler, so that files and locks are released, as with Ctrl-C."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.status = 128 + number
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.status = 128 + signal_number
 
 
 class LazyGroup(click.Group):
@@ -67,10 +67,10 @@ def _root() -> None:
 
 def main() -> None:
     """Run the command line: print an error that the user can fix in one line, without traceback."""
-    warnings.showwarning = lambda message, *about: click.echo(f"warning: {message}", err=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _stop)
+    warnings.showwarning = lambda message, *details: click.echo(f"warning: {message}", err=True)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signal_number, _stop)
     try:
         _root.main(prog_name="graphtrain")
     except SignalReceived as stopped:
@@ -86,8 +86,8 @@ def main() -> None:
         _exit(status or 1)
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise SignalReceived(number)
+def _stop(signal_number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalReceived(signal_number)
 
 
 def _exit(status: int) -> NoReturn:

@@ -83,13 +83,13 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
     else:
         for problem in report.problems:
             click.echo(f"{problem.kind}: {problem.path}: {problem.reason}")
-    sound = f"{report.programs} programs and {report.requests} requests are intact"
+    summary = f"{report.programs} programs and {report.requests} requests are intact"
     if report.valid:
-        click.echo(f"{sound}; {len(report.problems)} repaired" if repair else sound, err=True)
+        click.echo(f"{summary}; {len(report.problems)} repaired" if repair else summary, err=True)
         return
     unrepaired = sum(not problem.repaired for problem in report.problems)
     remedy = "" if repair else "; run: graphtrain cache verify --repair"
-    raise CacheError(f"{sound}, unusable: {unrepaired}{remedy}")
+    raise CacheError(f"{summary}, unusable: {unrepaired}{remedy}")
 
 
 @command.command("explain")
@@ -165,20 +165,20 @@ def gc(
     Leftovers are requests without a program, temporary files and quarantined entries. Pinned
     programs, and programs in use, are never removed.
     """
-    kept = [cache.resolve(prefix) for prefix in keep]
-    done = cache.gc(
+    kept_programs = [cache.resolve(prefix) for prefix in keep]
+    result = cache.gc(
         max_bytes=max_size,
         max_age_days=max_age_days,
         other_toolchains=other_toolchains,
-        keep=kept,
+        keep=kept_programs,
     )
-    for entry in done.removed:
+    for entry in result.removed:
         click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}")
-    for entry in done.leased:
+    for entry in result.leased:
         click.echo(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}", err=True)
-    freed, remaining = format_size(done.removed_bytes), format_size(done.remaining_bytes)
+    freed, remaining = format_size(result.removed_bytes), format_size(result.remaining_bytes)
     click.echo(
-        f"removed {len(done.removed)} programs ({freed}) and {done.leftovers} leftovers; "
+        f"removed {len(result.removed)} programs ({freed}) and {result.leftovers} leftovers; "
         f"{remaining} remain in {cache.root}",
         err=True,
     )
@@ -201,9 +201,9 @@ def unpin(digest_prefix: str, cache: Cache) -> None:
 
 
 def _row(entry: CacheEntry) -> tuple[str, ...]:
-    used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.last_used))
+    last_used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.last_used))
     program, day = entry.program[:_DIGITS], entry.created[:10]
-    return program, entry.graph, entry.target, day, used, format_size(entry.nbytes)
+    return program, entry.graph, entry.target, day, last_used, format_size(entry.nbytes)
 
 
 def _print_explanation(explanation: Explanation) -> None:
@@ -231,33 +231,33 @@ def _print_json(value: Any) -> None:
 @command.command("push")
 @exchange_options
 @_store
-def push(cache: Cache, **about: Any) -> None:
+def push(cache: Cache, **options: Any) -> None:
     """Sign programs with your key and upload them to STORE, a directory or a URL.
 
     Sends the programs that CONFIGS need, or every program if none is given. Programs that STORE
     already has are skipped.
     """
-    exchange(["push"], cache, **about)
+    exchange(["push"], cache, **options)
 
 
 @command.command("pull")
 @exchange_options
 @_store
-def pull(cache: Cache, **about: Any) -> None:
+def pull(cache: Cache, **options: Any) -> None:
     """Download programs from STORE, a directory or a URL.
 
     Fetches the programs that CONFIGS need, or every program if none is given. Programs that no
     trusted key has signed are refused (status 2).
     """
-    exchange(["pull"], cache, **about)
+    exchange(["pull"], cache, **options)
 
 
 @command.command("sync")
 @exchange_options
 @_store
-def sync(cache: Cache, **about: Any) -> None:
+def sync(cache: Cache, **options: Any) -> None:
     """Pull from STORE, then push to it."""
-    exchange(["pull", "push"], cache, **about)
+    exchange(["pull", "push"], cache, **options)
 
 
 command.add_command(key)

@@ -51,16 +51,16 @@ def exchange(
     chosen = _requests(configs, target, overrides)
     remote, keys = ObjectStore(store, create="push" in verbs), KeyStore(default_directory())
     listed = exchange.RemoteListing.of(remote) if len(verbs) > 1 else None
-    done = {}
+    results = {}
     for verb in verbs:
         with _progress(verb) as observe:
-            done[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe, listed)
+            results[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe, listed)
     if as_json:
-        click.echo(json.dumps({verb: vars(one) for verb, one in done.items()}))
+        click.echo(json.dumps({verb: vars(result) for verb, result in results.items()}))
     else:
-        for verb, one in done.items():
-            _print(verb, store, one)
-    if any(one.rejected for one in done.values()):
+        for verb, result in results.items():
+            _print(verb, store, result)
+    if any(result.rejected for result in results.values()):
         sys.exit(_REFUSED)
 
 
@@ -78,28 +78,28 @@ def _requests(
     return [key.digest for program in programs for key in request_keys(program).values()]
 
 
-def _print(verb: str, store: str, done: TransferResult) -> None:
-    for reason in done.rejected:
+def _print(verb: str, store: str, result: TransferResult) -> None:
+    for reason in result.rejected:
         click.echo(f"refused: {reason}", err=True)
     click.echo(
-        f"{verb} {store}: {len(done.programs)} programs, {format_size(done.nbytes)}, "
-        f"{len(done.requests)} requests"
+        f"{verb} {store}: {len(result.programs)} programs, {format_size(result.nbytes)}, "
+        f"{len(result.requests)} requests"
     )
-    if done.missing:
-        click.echo(f"{len(done.missing)} of the requested graphs are not in {store}", err=True)
+    if result.missing:
+        click.echo(f"{len(result.missing)} of the requested graphs are not in {store}", err=True)
 
 
 @contextmanager
 def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        yield lambda done, whole: None
+        yield lambda completed, total: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True)) as display:
         row = display.add_task(verb)
-        yield lambda done, whole: display.update(row, completed=done, total=whole)
+        yield lambda completed, total: display.update(row, completed=completed, total=total)
 
 
 @click.group("key")

@@ -121,8 +121,8 @@ def command(
         print_report(result)
         if not result.count("failed"):
             for path, program in programs.items():
-                again = command_line("run", Path(path), target, overrides, cache)
-                _print_missing_runtime(program.target, again)
+                run_command = command_line("run", Path(path), target, overrides, cache)
+                _print_missing_runtime(program.target, run_command)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
     if result.count("failed"):
@@ -158,8 +158,8 @@ def print_problems(report: "CompilationReport") -> None:
         for warning in (outcome.preflight or {}).get("warnings", ()):
             click.echo(f"{outcome.label}: warning: {warning}", err=True)
         if outcome.status == "failed":
-            again = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
-            click.echo(f"{outcome.label} failed: {outcome.error}{again}", err=True)
+            hint = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
+            click.echo(f"{outcome.label} failed: {outcome.error}{hint}", err=True)
             if outcome.failure:
                 click.echo(f"  StableHLO and compiler log: {outcome.failure}", err=True)
     bundled = (outcome.error for outcome in report.outcomes if outcome.status == "bundled")
@@ -203,9 +203,9 @@ def _print_missing_runtime(target: "Target", run: str) -> None:
 
 
 def _instruction_estimate(outcome: "TaskOutcome") -> str:
-    found = outcome.preflight or {}
+    preflight = outcome.preflight or {}
     return (
-        f"{outcome.label}: about {found['instructions']:,} instructions "
-        f"({found['instructions_once']:,} with no loop unrolled), an estimate; "
-        f"the limit is {found['instruction_limit']:,}"
+        f"{outcome.label}: about {preflight['instructions']:,} instructions "
+        f"({preflight['instructions_once']:,} with no loop unrolled), an estimate; "
+        f"the limit is {preflight['instruction_limit']:,}"
     )

@@ -154,7 +154,7 @@ def _progress() -> Iterator[Progress]:
 
     with Progress(console=Console(stderr=True), transient=True) as display:
         row = display.add_task("arrays", total=None)
-        yield lambda done, count: display.update(row, completed=done, total=count)
+        yield lambda completed, count: display.update(row, completed=completed, total=count)
 
 
 def _print_usage_hint(destination: Path, as_json: bool) -> None:

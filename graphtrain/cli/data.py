@@ -137,10 +137,10 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 
     inputs = corpus.pop("inputs")
     with _progress() as report:
-        made = train_tokenizer(
+        trained = train_tokenizer(
             inputs, output, kind, vocab, special=special, report=report, **corpus
         )
-    click.echo(f"{made.path}: vocabulary of {made.vocab}", err=True)
+    click.echo(f"{trained.path}: vocabulary of {trained.vocab}", err=True)
 
 
 @command.command()
@@ -175,8 +175,8 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     from graphtrain.data.prepare.text import prepare as prepare_data
 
     with _progress() as report:
-        made = prepare_data(inputs, output, tokenizer, report=report, **settings)
-    _print_splits(made, output, _documents)
+        datasets = prepare_data(inputs, output, tokenizer, report=report, **settings)
+    _print_splits(datasets, output, _documents)
 
 
 @command.command()
@@ -226,24 +226,24 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
     from graphtrain.data.prepare.instructions import instruct as instruct_data
 
     with _progress() as report:
-        made = instruct_data(inputs, output, tokenizer, report=report, **settings)
-    _print_splits(made, output, _conversations)
-    if made.skipped_records:
-        click.echo(f"{made.skipped_records} records without an answer were skipped", err=True)
-    if made.spelled_out:
+        datasets = instruct_data(inputs, output, tokenizer, report=report, **settings)
+    _print_splits(datasets, output, _conversations)
+    if datasets.skipped_records:
+        click.echo(f"{datasets.skipped_records} records without an answer were skipped", err=True)
+    if datasets.spelled_out:
         click.echo(
-            f"the tokenizer has no token for {', '.join(made.spelled_out)} of the chat template; "
-            "encoded as ordinary text",
+            f"the tokenizer has no token for {', '.join(datasets.spelled_out)} of the chat "
+            "template; encoded as ordinary text",
             err=True,
         )
 
 
-def _print_splits(made: Any, output: Path, describe: Callable[[Any], str]) -> None:
+def _print_splits(datasets: Any, output: Path, describe: Callable[[Any], str]) -> None:
     """Print the path and the contents of each dataset."""
-    if made.up_to_date:
+    if datasets.up_to_date:
         click.echo(f"{output}: up to date, nothing to do", err=True)
     for name in ("train", "validation", "test"):
-        split = getattr(made, name)
+        split = getattr(datasets, name)
         if split is not None:
             click.echo(f"{output / name}: {describe(split)}", err=True)
 
@@ -258,9 +258,13 @@ def supports_color() -> bool:
 
 
 def _conversations(split: Any) -> str:
-    about = split.conversations
-    count = f"{split.documents // 2} pairs" if about.pairs else f"{split.documents} conversations"
-    return f"{count}, {split.tokens} tokens, {about.learned} of them trained on"
+    conversations = split.conversations
+    count = (
+        f"{split.documents // 2} pairs"
+        if conversations.pairs
+        else f"{split.documents} conversations"
+    )
+    return f"{count}, {split.tokens} tokens, {conversations.learned} of them trained on"
 
 
 @command.command()
@@ -292,14 +296,14 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
     from graphtrain.data.preview import masked_documents, packing_report
 
     colours = supports_color()
-    for number, document in masked_documents(prefix, first, documents):
-        click.echo(f"document {number}: {sum(len(one.tokens) for one in document)} tokens")
-        for one in document:
+    for index, document in masked_documents(prefix, first, documents):
+        click.echo(f"document {index}: {sum(len(span.tokens) for span in document)} tokens")
+        for span in document:
             if colours:
-                colour = "green" if one.learned else None
-                click.secho(one.text, nl=False, fg=colour, dim=not one.learned)
+                colour = "green" if span.learned else None
+                click.secho(span.text, nl=False, fg=colour, dim=not span.learned)
             else:
-                click.echo(f">>>{one.text}<<<" if one.learned else one.text, nl=False)
+                click.echo(f">>>{span.text}<<<" if span.learned else span.text, nl=False)
         click.echo("\n")
     if length is not None:
         click.echo(packing_report(prefix, length))
@@ -319,8 +323,8 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
     from graphtrain.data.indexed.merge import merge as merge_data
 
     merge_data(prefixes, output)
-    made = summary(output)
-    click.echo(f"{output}: {made['documents']} documents, {made['tokens']} tokens", err=True)
+    totals = summary(output)
+    click.echo(f"{output}: {totals['documents']} documents, {totals['tokens']} tokens", err=True)
 
 
 @command.command()
@@ -335,8 +339,8 @@ def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
     from graphtrain.data.indexed.verify import verify as verify_data
 
     for prefix in prefixes:
-        found = verify_data(prefix, vocab)
-        click.echo(f"{prefix}: {found['documents']} documents, {found['tokens']} tokens, intact")
+        totals = verify_data(prefix, vocab)
+        click.echo(f"{prefix}: {totals['documents']} documents, {totals['tokens']} tokens, intact")
 
 
 @command.command()
@@ -364,4 +368,4 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=1.0)
-        yield lambda stage, done: progress.update(task, description=stage, completed=done)
+        yield lambda stage, fraction: progress.update(task, description=stage, completed=fraction)

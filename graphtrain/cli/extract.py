@@ -80,7 +80,7 @@ def command(
     cache: Path,
     report: Path | None,
     as_json: bool,
-    **about: Any,
+    **options: Any,
 ) -> None:
     """Compile every graph of a torch-xla training SCRIPT into the cache, without training.
 
@@ -93,33 +93,33 @@ def command(
     if (script is None) == (source is None):
         raise click.UsageError("give either a SCRIPT to extract graphs from, or --from DIRECTORY")
     if script is not None:
-        found = _extract(script, arguments, output, about)
+        extraction = _extract(script, arguments, output, options)
     else:
         assert source is not None
-        found = graphs.read_extraction(source)
+        extraction = graphs.read_extraction(source)
     if no_compile:
-        _print_graphs(found, target, None, as_json, report)
+        _print_graphs(extraction, target, None, as_json, report)
         click.echo(f"compile them with: graphtrain extract --from {source or output}", err=True)
         return
-    result = _compile(found, target, cache, about)
+    result = _compile(extraction, target, cache, options)
     print_problems(result)
-    _print_graphs(found, target, result, as_json, report)
+    _print_graphs(extraction, target, result, as_json, report)
     if result.count("failed"):
         sys.exit(2)
 
 
 def _extract(
-    script: Path, arguments: Sequence[str], output: Path, about: dict[str, Any]
+    script: Path, arguments: Sequence[str], output: Path, options: dict[str, Any]
 ) -> "Extraction":
     from graphtrain.torch_xla.extracting import extract
 
     return extract(
-        script, arguments, output, about["python"], steps=about["steps"], reads=about["reads"]
+        script, arguments, output, options["python"], steps=options["steps"], reads=options["reads"]
     )
 
 
 def _compile(
-    found: "Extraction", target: str | None, cache: Path, about: dict[str, Any]
+    extraction: "Extraction", target: str | None, cache: Path, options: dict[str, Any]
 ) -> "CompilationReport":
     from graphtrain.cache import Cache
     from graphtrain.compile import extracted_graphs
@@ -128,18 +128,18 @@ def _compile(
 
     store = Cache(cache)
     tasks = extracted_graphs.compilation_tasks(
-        extracted_graphs.extracted_graphs(found, target).values()
+        extracted_graphs.extracted_graphs(extraction, target).values()
     )
     pull_requests(store, [task.request for task in tasks])
-    limits = Limits(about["jobs"], about["memory"], about["timeout"], about["retries"])
+    limits = Limits(options["jobs"], options["memory"], options["timeout"], options["retries"])
     with progress() as observe:
         return compile_tasks(
-            tasks, store, limits, retry_failed=about["retry_failed"], observe=observe
+            tasks, store, limits, retry_failed=options["retry_failed"], observe=observe
         )
 
 
 def _print_graphs(
-    found: "Extraction",
+    extraction: "Extraction",
     target: str | None,
     result: "CompilationReport | None",
     as_json: bool,
@@ -148,13 +148,13 @@ def _print_graphs(
     """Print a row for each graph, with its result if it was compiled."""
     from graphtrain.cli.extract_report import as_dictionary, table
 
-    told = as_dictionary(found, target, result)
+    contents = as_dictionary(extraction, target, result)
     if file is not None:
-        write_file(file, json.dumps(told, indent=2) + "\n")
+        write_file(file, json.dumps(contents, indent=2) + "\n")
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(contents))
         return
-    for line in table(told):
+    for line in table(contents):
         click.echo(line)
     if result is not None:
         print_report(result)

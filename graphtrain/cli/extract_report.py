@@ -20,7 +20,7 @@ def as_dictionary(
     """Return the extraction as JSON, with the outcome of each graph if they were compiled."""
     extracted = extracted_graphs.extracted_graphs(found, target)
     outcomes: dict[str, Any] = {} if result is None else result.as_json()
-    by_label = {each["label"]: each for each in outcomes.pop("graphs", ())}
+    by_label = {row["label"]: row for row in outcomes.pop("graphs", ())}
     return {
         "script": found.script,
         "versions": dict(found.versions),

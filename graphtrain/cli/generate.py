@@ -88,14 +88,18 @@ def command(
     program = resolve(settings.program)
     with progress() as observe:
         generator = Generator(program, settings.run, Cache(cache), observe, step)
-    given = tokenizer.encode(prompt)
-    made: list[int] = []
-    for token in generator.tokens(given, tokens, sampling, tokenizer.vocab):
+    prompt_tokens = tokenizer.encode(prompt)
+    generated_tokens: list[int] = []
+    for token in generator.tokens(prompt_tokens, tokens, sampling, tokenizer.vocab):
         if token == tokenizer.eod:
             break
-        made.append(token)
-    text = tokenizer.decode([*given, *made])
-    click.echo(json.dumps({"prompt": given, "tokens": made, "text": text}) if as_json else text)
+        generated_tokens.append(token)
+    text = tokenizer.decode([*prompt_tokens, *generated_tokens])
+    click.echo(
+        json.dumps({"prompt": prompt_tokens, "tokens": generated_tokens, "text": text})
+        if as_json
+        else text
+    )
 
 
 def _tokenizer(config: "Config") -> "Tokenizer":
@@ -116,9 +120,9 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)
     train = config.run.data.train
-    for prefix in [train] if isinstance(train, str) else [part.dataset for part in train]:
-        if (found := dataset_tokenizer(prefix)) is not None:
-            return found
+    for prefix in [train] if isinstance(train, str) else [entry.dataset for entry in train]:
+        if (tokenizer := dataset_tokenizer(prefix)) is not None:
+            return tokenizer
     raise DataError(
         f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.init_from, or "
         "with the datasets of run.data.train; prepare the data with graphtrain data prepare"

@@ -79,22 +79,22 @@ def slurm(
     from graphtrain.launch import slurm as scheduler
 
     job = _job(config, target, overrides, cache, workers)
-    named = {"partition": partition, "account": account, "time": limit}
-    options = {name: value for name, value in named.items() if value} | dict(
+    named_options = {"partition": partition, "account": account, "time": limit}
+    options = {name: value for name, value in named_options.items() if value} | dict(
         map(_parse_name_value, further)
     )
-    made = scheduler.make_scripts(job, options, warning=warning)
+    scripts = scheduler.make_scripts(job, options, warning=warning)
     if dry_run:
-        click.echo(f"# {job.job_directory}/compile.sh\n{made.compile}")
+        click.echo(f"# {job.job_directory}/compile.sh\n{scripts.compile}")
         click.echo(
-            f"# {job.job_directory}/run.sh, starts after compile.sh has succeeded\n{made.run}"
+            f"# {job.job_directory}/run.sh, starts after compile.sh has succeeded\n{scripts.run}"
         )
         return
-    numbers = scheduler.submit(job, made)
-    click.echo(f"compile: job {numbers['compile']}")
-    click.echo(f"run:     job {numbers['run']}, starts after the compile job has succeeded")
-    asked = ["graphtrain", "launch", "status", *arguments(config, None, overrides)]
-    click.echo(f"status:  {shlex.join(asked)}\nlogs:    {job.job_directory}")
+    job_ids = scheduler.submit(job, scripts)
+    click.echo(f"compile: job {job_ids['compile']}")
+    click.echo(f"run:     job {job_ids['run']}, starts after the compile job has succeeded")
+    status_command = ["graphtrain", "launch", "status", *arguments(config, None, overrides)]
+    click.echo(f"status:  {shlex.join(status_command)}\nlogs:    {job.job_directory}")
 
 
 @command.command("kubernetes")
@@ -133,9 +133,9 @@ def status(config: Path, overrides: Sequence[str]) -> None:
     from graphtrain.run.metrics import read_journal
 
     directory = Path(load_config(config, overrides, None).run.directory)
-    for name, (number, state) in status(directory / "launch").items():
-        click.echo(f"{name + ':':<9}job {number}, {state}")
-    steps = [one for one in read_journal(directory) if "loss" in one]
+    for name, (job_id, state) in status(directory / "launch").items():
+        click.echo(f"{name + ':':<9}job {job_id}, {state}")
+    steps = [metrics for metrics in read_journal(directory) if "loss" in metrics]
     if steps:
         click.echo(f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}")
 

@@ -111,20 +111,20 @@ def scan(root: Path, stale_after: float, as_json: bool) -> None:
         click.echo(json.dumps([_facts(entry) for entry in entries], indent=1))
         return
     for entry in entries:
-        said = f"  ({entry.reason})" if entry.reason else ""
-        click.echo(f"{entry.state:<12}  {entry.compiler}/{entry.directory.name}{said}")
+        reason = f"  ({entry.reason})" if entry.reason else ""
+        click.echo(f"{entry.state:<12}  {entry.compiler}/{entry.directory.name}{reason}")
     _print_status(entries)
 
 
 @command.command("compile")
 @_root
 @_compile_options
-def compile(root: Path, **about: Any) -> None:
+def compile(root: Path, **options: Any) -> None:
     """Compile the unfinished entries of DIR in parallel, in place.
 
     Exits with 2 if an entry failed; the other entries are completed all the same.
     """
-    _compile(root, **about)
+    _compile(root, **options)
 
 
 @command.command("clean-locks")
@@ -137,14 +137,17 @@ def clean_locks(root: Path, stale_after: float, force: bool) -> None:
     """Remove the stale locks of ended processes from DIR."""
     from lowering.neuron.persistent_cache import locks
 
-    found = [lock for entry in _entries(root, stale_after) for lock in entry.locks]
+    all_locks = [lock for entry in _entries(root, stale_after) for lock in entry.locks]
     judge = locks.LockChecker(stale_after * 60)
-    removed = locks.remove_stale(found, root, judge, force=force) if found else []
-    gone = {lock.path for lock in removed}
-    for lock in found:
-        done = "removed" if lock.path in gone else "kept"
-        click.echo(f"{done} {lock.path} ({lock.owner})")
-    click.echo(f"removed {len(gone)} locks; {len(found) - len(gone)} remain", err=True)
+    removed = locks.remove_stale(all_locks, root, judge, force=force) if all_locks else []
+    removed_paths = {lock.path for lock in removed}
+    for lock in all_locks:
+        action = "removed" if lock.path in removed_paths else "kept"
+        click.echo(f"{action} {lock.path} ({lock.owner})")
+    click.echo(
+        f"removed {len(removed_paths)} locks; {len(all_locks) - len(removed_paths)} remain",
+        err=True,
+    )
 
 
 @command.command("analyze")
@@ -156,11 +159,11 @@ def analyze(root: Path, stale_after: float, as_json: bool) -> None:
     from lowering.neuron.persistent_cache.analysis import summarise
 
     entries = _entries(root, stale_after)
-    found = summarise(entries)
+    summary = summarise(entries)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(summary, indent=1))
         return
-    _print_analysis(found)
+    _print_analysis(summary)
     _print_status(entries)
 
 
@@ -181,7 +184,7 @@ def analyze(root: Path, stale_after: float, as_json: bool) -> None:
 )
 @_compile_options
 def collect(
-    root: Path, words: Sequence[str], no_compile: bool, ignore_failure: bool, **about: Any
+    root: Path, words: Sequence[str], no_compile: bool, ignore_failure: bool, **options: Any
 ) -> None:
     """Run COMMAND to extract its programs with the Neuron plugin, then compile them in DIR.
 
@@ -192,19 +195,21 @@ def collect(
     from lowering.errors import LoweringError
     from lowering.neuron.plugin import extract
 
-    stale_after = about["stale_after"]
-    before = {entry.directory for entry in _entries(root, stale_after)} if root.exists() else set()
+    stale_after = options["stale_after"]
+    known_directories = (
+        {entry.directory for entry in _entries(root, stale_after)} if root.exists() else set()
+    )
     extract(words, root, ignore_failure=ignore_failure)
     entries = _entries(root, stale_after)
-    appeared = [entry for entry in entries if entry.directory not in before]
-    click.echo(f"extracted {len(appeared)} new programs into {root}", err=True)
+    new_entries = [entry for entry in entries if entry.directory not in known_directories]
+    click.echo(f"extracted {len(new_entries)} new programs into {root}", err=True)
     if not entries:
         raise LoweringError(
             f"{words[0]} succeeded but extracted no program into {root}: it did not use the Neuron "
             "plugin; install libneuronxla in its environment, from AWS's package index"
         )
     if not no_compile:
-        _compile(root, **about)
+        _compile(root, **options)
 
 
 @command.command("extract")
@@ -289,9 +294,9 @@ def _print_finished(finished: "FinishReport", file: Path | None) -> None:
 
     for outcome in finished.outcomes:
         if outcome.failure is not None:
-            known = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
+            hint = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
             failure = outcome.failure
-            click.echo(f"{outcome.program}: {failure.kind}: {failure.message}{known}", err=True)
+            click.echo(f"{outcome.program}: {failure.kind}: {failure.message}{hint}", err=True)
     written = report.as_json(finished)
     if file is not None:
         write_file(file, json.dumps(written, indent=4) + "\n")
@@ -307,20 +312,20 @@ def _print_status(entries: "Sequence[NeuronCacheEntry]") -> None:
     click.echo(status_line(entries))
 
 
-def _print_analysis(found: dict[str, Any]) -> None:
+def _print_analysis(summary: dict[str, Any]) -> None:
     from graphtrain.cache.sizes import format_size
 
-    for name, about in found["compilers"].items():
-        states = ", ".join(f"{count} {state}" for state, count in about["states"].items())
-        click.echo(f"{name}: {states}; {format_size(about['bytes'])}")
-    for key, about in found["flags"].items():
-        written = "unknown" if about["flags"] is None else json.dumps(about["flags"])
-        click.echo(f"flags {key}: {about['entries']} entries, {written}")
+    for name, facts in summary["compilers"].items():
+        states = ", ".join(f"{count} {state}" for state, count in facts["states"].items())
+        click.echo(f"{name}: {states}; {format_size(facts['bytes'])}")
+    for key, facts in summary["flags"].items():
+        written = "unknown" if facts["flags"] is None else json.dumps(facts["flags"])
+        click.echo(f"flags {key}: {facts['entries']} entries, {written}")
     for title in ("failures", "codes"):
-        for name, count in found[title].items():
+        for name, count in summary[title].items():
             click.echo(f"{title} {name}: {count}")
-    for each in found["problems"]:
-        click.echo(f"{each['entry']}: {each['problem']}")
+    for problem in summary["problems"]:
+        click.echo(f"{problem['entry']}: {problem['problem']}")
 
 
 def _facts(entry: "NeuronCacheEntry") -> dict[str, Any]:

@@ -175,7 +175,7 @@ def arguments(
     config: Path, target: str | None, overrides: Sequence[str], cache: Path | None = None
 ) -> list[str]:
     """Return CONFIG and its options as command-line words."""
-    words = [str(config)]
-    words += ["--target", target] if target else []
-    words += [word for override in overrides for word in ("--set", override)]
-    return words + (["--cache", str(cache)] if cache else [])
+    args = [str(config)]
+    args += ["--target", target] if target else []
+    args += [word for override in overrides for word in ("--set", override)]
+    return args + (["--cache", str(cache)] if cache else [])

@@ -54,20 +54,20 @@ def diff(
     from graphtrain.planning.diff import differences
     from graphtrain.planning.text import changes_table
 
-    both = [*overrides, *([f"program.target={target}"] if target else [])]
+    common_overrides = [*overrides, *([f"program.target={target}"] if target else [])]
     programs = {
-        "before": resolve(load_config(before, both).program),
-        "after": resolve(load_config(after or before, [*both, *changes]).program),
+        "before": resolve(load_config(before, common_overrides).program),
+        "after": resolve(load_config(after or before, [*common_overrides, *changes]).program),
     }
     with progress() as observe:
         assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
     for name, assessment in assessed.items():
         if assessment.note:
             click.echo(f"{name}: {assessment.note}", err=True)
-    found = differences(assessed["before"], assessed["after"])
+    plan_changes = differences(assessed["before"], assessed["after"])
     if as_json:
-        click.echo(json.dumps([asdict(one) for one in found]))
-    elif found:
-        console().print(changes_table(found))
+        click.echo(json.dumps([asdict(change) for change in plan_changes]))
+    elif plan_changes:
+        console().print(changes_table(plan_changes))
     else:
         click.echo("no difference")

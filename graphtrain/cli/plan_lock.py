@@ -82,11 +82,13 @@ def check(
     path = locked or lock_path(config)
     if not path.exists():
         raise PlanError(f"{path}: no such file; write it with: graphtrain plan lock {config}")
-    found = lock_diff(path.read_text(), _assess(config, target, overrides, cache, ask_compiler))
-    if not found:
+    diff_lines = lock_diff(
+        path.read_text(), _assess(config, target, overrides, cache, ask_compiler)
+    )
+    if not diff_lines:
         click.echo(f"{path} is up to date")
         return
-    click.echo("\n".join(found))
+    click.echo("\n".join(diff_lines))
     click.echo(f"{path} differs; if the change is intended, run: graphtrain plan lock", err=True)
     sys.exit(_DIFFERS)
 

@@ -100,8 +100,8 @@ def show(
     from graphtrain.config.resolve import resolve
 
     def vary(change: Sequence[str]) -> "ResolvedProgram":
-        named = [f"program.target={target}"] if target else []
-        return resolve(load_config(config, [*overrides, *named, *change]).program)
+        target_override = [f"program.target={target}"] if target else []
+        return resolve(load_config(config, [*overrides, *target_override, *change]).program)
 
     if targets is not None:
         _compare(targets.split(","), vary, Cache(cache), ask_compiler, jobs, as_json)
@@ -119,25 +119,25 @@ def show(
     from graphtrain.cli.compile import progress
     from graphtrain.planning.answer import answer
 
-    searched = _read_search_results(results) if results is not None else []
+    search_results = _read_search_results(results) if results is not None else []
     with progress() as observe:
-        found = answer(
+        plan_answer = answer(
             program, vary, Cache(cache), compile=ask_compiler, confirm=confirm, observe=observe
         )
     if html is not None:
-        _write_page(html, config, found, searched)
+        _write_page(html, config, plan_answer, search_results)
     if as_json:
-        _print_json(found, pattern)
+        _print_json(plan_answer, pattern)
     elif blame:
         from graphtrain.planning.text import explanation_lines
 
-        click.echo(explanation_lines(found.causes))
+        click.echo(explanation_lines(plan_answer.causes))
     else:
         from graphtrain.planning.text import print_answer
 
-        print_answer(console(), found)
+        print_answer(console(), plan_answer)
         _print_imported(program, cache)
-    if not found.assessment.memory.fits:
+    if not plan_answer.assessment.memory.fits:
         sys.exit(DOES_NOT_FIT)
 
 
@@ -183,14 +183,14 @@ def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
     console().print(plan_table(plan, matching_paths(plan, pattern)))
 
 
-def _print_json(found: "Answer", pattern: str | None) -> None:
+def _print_json(plan_answer: "Answer", pattern: str | None) -> None:
     from graphtrain.planning.text import answer_as_json, matching_paths
 
-    about = answer_as_json(found)
+    contents = answer_as_json(plan_answer)
     if pattern is not None:
-        shown = set(matching_paths(found.assessment.plan, pattern))
-        about["arrays"] = [row for row in about["arrays"] if row["path"] in shown]
-    click.echo(json.dumps(about))
+        shown = set(matching_paths(plan_answer.assessment.plan, pattern))
+        contents["arrays"] = [row for row in contents["arrays"] if row["path"] in shown]
+    click.echo(json.dumps(contents))
 
 
 def _read_search_results(results: Path) -> list[dict[str, Any]]:
@@ -206,9 +206,9 @@ def _read_search_results(results: Path) -> list[dict[str, Any]]:
 
 
 def _write_page(
-    path: Path, config: Path, found: "Answer", searched: Sequence[dict[str, Any]]
+    path: Path, config: Path, plan_answer: "Answer", search_results: Sequence[dict[str, Any]]
 ) -> None:
     from graphtrain.planning.page import render_page
 
-    write_file(path, render_page(config.stem, found, searched))
+    write_file(path, render_page(config.stem, plan_answer, search_results))
     click.echo(f"wrote {path}", err=True)

@@ -98,14 +98,14 @@ def _compile_missing(config: Path, program, store) -> None:
 
 def _format_summary(summary, directory: str) -> str:
     loss = summary.validation_loss
-    told = "" if loss is None else f", validation loss {loss:.4f}"
+    loss_text = "" if loss is None else f", validation loss {loss:.4f}"
     if summary.stopped_by:
         return (
             f"stopped by {summary.stopped_by} after step {summary.steps}; saved in {directory}; "
             "the same command resumes from there"
         )
     resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
-    return f"trained {summary.steps} steps{resumed}{told}; saved in {directory}"
+    return f"trained {summary.steps} steps{resumed}{loss_text}; saved in {directory}"
 
 
 @contextmanager
@@ -149,17 +149,17 @@ def progress_reporter(steps: int, every: int) -> Iterator[Callable]:
 def _format_record(record) -> str:
     if "validation_loss" in record:
         return f"validation loss {record['validation_loss']:.4f}"
-    words = [
+    fields = [
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
         f"lr {record['learning_rate']:.2e}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
     if "accuracy" in record:
-        words.insert(1, f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
+        fields.insert(1, f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
     if record["mfu"] is not None:
-        words.append(f"mfu {record['mfu']:.1%}")
-    return "  ".join(words)
+        fields.append(f"mfu {record['mfu']:.1%}")
+    return "  ".join(fields)
 
 
 def print_curve(directory: Path) -> None:

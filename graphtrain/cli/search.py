@@ -83,15 +83,15 @@ def command(
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
     loaded = load_config(config, overrides, target)
-    found = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
+    result = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
     with progress() as observe:
-        compiled = compile_best(found.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
-    fitting = [one for one in compiled if one.memory.fits]
-    ranked = [*fitting, *found.ranked[len(compiled) : top], *compiled[len(fitting) :]]
+        compiled = compile_best(result.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
+    fitting = [candidate for candidate in compiled if candidate.memory.fits]
+    ranked = [*fitting, *result.ranked[len(compiled) : top], *compiled[len(fitting) :]]
     if as_json:
-        click.echo(json.dumps(in_json(found, ranked)))
+        click.echo(json.dumps(in_json(result, ranked)))
     else:
-        _print(loaded.program, found, ranked)
+        _print(loaded.program, result, ranked)
     if not ranked or not ranked[0].memory.fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
@@ -100,15 +100,15 @@ def command(
         click.echo(f"wrote {output}", err=True)
 
 
-def _print(program: "Program", found: "SearchResult", ranked: "Sequence[Candidate]") -> None:
+def _print(program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]") -> None:
     from graphtrain.planning.ranking import table
 
     out, batch = console(), program.batch
     out.print(
         f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
-        f"{found.considered:,} strategies in {found.seconds:.1f} s\n"
+        f"{result.considered:,} strategies in {result.seconds:.1f} s\n"
     )
     out.print(table(ranked) if ranked else "no strategy fits")
     out.print("\nwhy other strategies rank lower")
-    for family, reason in found.rejected.items():
+    for family, reason in result.rejected.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -32,29 +32,29 @@ def compile_tasks(
         retry_failed: compile graphs again that this compiler has rejected before.
         observe: called with the label and stage of each task.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
 
-    def known(task: Task) -> TaskOutcome | None:
+    def stored_outcome(task: Task) -> TaskOutcome | None:
         return _cached(task, cache, observe) or (
             None if retry_failed else _stored_failure(task, cache, observe)
         )
 
-    outcomes = {task.label: known(task) for task in tasks}
+    outcomes = {task.label: stored_outcome(task) for task in tasks}
     missing = [task for task in tasks if outcomes[task.label] is None]
     if missing:
         from graphtrain.compile.pool import Pool
 
         for task in missing:
             observe(task.label, "queued")
-        pool = Pool(cache, limits or Limits(), known, observe)
+        pool = Pool(cache, limits or Limits(), stored_outcome, observe)
         outcomes |= pool.run(sorted(missing, key=_longest_first))
     by_label = {task.label: task for task in tasks}
-    done = tuple(
+    checked_outcomes = tuple(
         _check_fits_memory(outcome, by_label[outcome.label], cache)
         for outcome in outcomes.values()
         if outcome is not None
     )
-    return CompilationReport(done, time.perf_counter() - began)
+    return CompilationReport(checked_outcomes, time.perf_counter() - start_time)
 
 
 def _check_fits_memory(outcome: TaskOutcome, task: Task, cache: Cache) -> TaskOutcome:
@@ -79,12 +79,12 @@ def _check_fits_memory(outcome: TaskOutcome, task: Task, cache: Cache) -> TaskOu
 
 
 def _cached(task: Task, cache: Cache, observe: Observer) -> TaskOutcome | None:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     digest = cache.program_digest(task.request)
     if digest is None:
         return None
     observe(task.label, "cached")
-    return TaskOutcome(task.label, "cached", round(time.perf_counter() - began, 3), digest)
+    return TaskOutcome(task.label, "cached", round(time.perf_counter() - start_time, 3), digest)
 
 
 def _stored_failure(task: Task, cache: Cache, observe: Observer) -> TaskOutcome | None:
@@ -93,13 +93,20 @@ def _stored_failure(task: Task, cache: Cache, observe: Observer) -> TaskOutcome 
     if failure is None:
         return None
     observe(task.label, "failed before")
-    kept = str(failure.directory)
+    failure_directory = str(failure.directory)
     return TaskOutcome(
-        task.label, "failed", 0.0, None, failure.error, failure.error_type, kept, attempts=0
+        task.label,
+        "failed",
+        0.0,
+        None,
+        failure.error,
+        failure.error_type,
+        failure_directory,
+        attempts=0,
     )
 
 
 def _longest_first(task: Task) -> int:
     """Sort key: the longest compilations first, so that none is left running alone at the end."""
-    known = task.graph in _LONGEST_FIRST
-    return _LONGEST_FIRST.index(task.graph) if known else len(_LONGEST_FIRST)
+    is_listed = task.graph in _LONGEST_FIRST
+    return _LONGEST_FIRST.index(task.graph) if is_listed else len(_LONGEST_FIRST)

@@ -57,14 +57,16 @@ def extracted_graphs(extraction: Extraction, target: str | None) -> dict[str, Ex
             "extract it again with as many devices (torch_xla.runtime.use_spmd, CPU_NUM_DEVICES), "
             "or choose another target"
         )
-    found, names = {}, set()
+    graph_by_hash, names = {}, set()
     for graph in extraction.graphs:
         name = f"{script} step {graph.steps[0]}"
         if name in names:  # for example a graph that computes a value read in the step
             name = f"{name} {graph.hash[:8]}"
         names.add(name)
-        found[graph.hash] = ExtractedGraph(name, graph.hash, graph.file, extraction.meshes, machine)
-    return found
+        graph_by_hash[graph.hash] = ExtractedGraph(
+            name, graph.hash, graph.file, extraction.meshes, machine
+        )
+    return graph_by_hash
 
 
 def request_key(extracted: ExtractedGraph) -> CacheKey:

@@ -36,17 +36,17 @@ class ForkServer:
             GraphtrainError: the forkserver was killed at every attempt.
         """
         for _ in range(_START_ATTEMPTS):
-            ours, theirs = self._context.Pipe(duplex=False)
-            process = self._context.Process(target=_work, args=(*arguments, theirs), daemon=True)
+            receiver, sender = self._context.Pipe(duplex=False)
+            process = self._context.Process(target=_work, args=(*arguments, sender), daemon=True)
             try:
                 process.start()
             except (EOFError, ConnectionError):  # the forkserver has ended; start() creates another
-                ours.close()
+                receiver.close()
                 time.sleep(_PAUSE)
             else:
-                return process, ours
+                return process, receiver
             finally:
-                theirs.close()
+                sender.close()
         raise GraphtrainError(
             f"the forkserver of the compiler processes was killed {_START_ATTEMPTS} times; the "
             "machine may be out of memory; try --jobs 1"

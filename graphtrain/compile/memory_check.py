@@ -22,8 +22,8 @@ def check_fits(program: ResolvedProgram | ExtractedGraph, record: Mapping[str, A
     target, peak = program.target, record["memory"]["peak"]
     if not target.is_gpu or peak <= target.memory_bytes:
         return
-    said = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
-    raise with_largest_arrays(OutOfMemory(record["graph"], target, said), program)
+    message = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
+    raise with_largest_arrays(OutOfMemory(record["graph"], target, message), program)
 
 
 def with_largest_arrays(
@@ -34,6 +34,6 @@ def with_largest_arrays(
         return error
     if sizes_unknown(program.settings):
         return error
-    held = largest(with_padding_layers(program))
-    named = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in held.items())
-    return OutOfMemory(error.graph, error.target, error.compiler_message, named)
+    largest_arrays = largest(with_padding_layers(program))
+    array_sizes = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in largest_arrays.items())
+    return OutOfMemory(error.graph, error.target, error.compiler_message, array_sizes)

@@ -26,8 +26,8 @@ def compile_bundle(directory: Path, cache: Cache) -> str:
         LoweringError: neuronx-cc is not installed on this machine, or rejects the program.
     """
     program, request, files = read(directory)
-    asked = (program.part("options") or {}).get("hlo")
-    if hashlib.sha256(files.get(HLO_FILE, b"")).hexdigest() != asked:
+    expected_digest = (program.part("options") or {}).get("hlo")
+    if hashlib.sha256(files.get(HLO_FILE, b"")).hexdigest() != expected_digest:
         raise CacheError(
             f"{HLO_FILE} does not match the digest in the bundle's keys; copy the bundle again"
         )
@@ -43,11 +43,13 @@ def compile_bundle(directory: Path, cache: Cache) -> str:
 
 def _with_compiler(request: CacheKey) -> dict:
     """Return a request's toolchain with the compiler version and flags of this machine."""
-    here, written = Toolchain.current("neuron"), request.part("toolchain")
-    versions = {k: v for k, v in written["versions"].items() if k != "neuronx-cc"}
-    environment = {k: v for k, v in written["environment"].items() if k != "NEURON_CC_FLAGS"}
-    versions |= {k: v for k, v in here.versions.items() if k == "neuronx-cc"}
-    environment |= {k: v for k, v in here.environment.items() if k == "NEURON_CC_FLAGS"}
+    local_toolchain, bundled_toolchain = Toolchain.current("neuron"), request.part("toolchain")
+    versions = {k: v for k, v in bundled_toolchain["versions"].items() if k != "neuronx-cc"}
+    environment = {
+        k: v for k, v in bundled_toolchain["environment"].items() if k != "NEURON_CC_FLAGS"
+    }
+    versions |= {k: v for k, v in local_toolchain.versions.items() if k == "neuronx-cc"}
+    environment |= {k: v for k, v in local_toolchain.environment.items() if k == "NEURON_CC_FLAGS"}
     return dataclasses.asdict(Toolchain(versions, environment))
 
 

@@ -123,29 +123,29 @@ class Pool:
                 queued.is_deferred = True
                 continue
             queue.remove(queued)
-            known = self._known(queued.task)
-            if known is None:
+            outcome = self._known(queued.task)
+            if outcome is None:
                 running.append(self._start(queued, scratch))
             else:
-                outcomes[label] = known
+                outcomes[label] = outcome
                 queued.lease.release()
 
     def _has_room(self, running: Sequence[_Worker]) -> bool:
         """Return whether memory suffices for another worker as large as the largest so far."""
-        taken = sum(max(_resident(worker.process.pid), self._largest) for worker in running)
-        return not running or taken + self._largest <= self._memory
+        used_bytes = sum(max(_resident(worker.process.pid), self._largest) for worker in running)
+        return not running or used_bytes + self._largest <= self._memory
 
     def _start(self, queued: _Queued, parent: Path) -> _Worker:
         task = queued.task
         scratch = Path(tempfile.mkdtemp(dir=parent))
-        process, ours = self._server.start(
+        process, receiver = self._server.start(
             task.program, task.graph, task.request, self._cache.root, scratch
         )
         self._observe(
             task.label, "starting" if queued.attempt == 1 else f"attempt {queued.attempt}"
         )
         now = time.perf_counter()
-        return _Worker(queued, process, ours, scratch, now, now + self._timeout)
+        return _Worker(queued, process, receiver, scratch, now, now + self._timeout)
 
     def _finished(self, running: list[_Worker], is_more: bool) -> list[_Worker]:
         """Wait for messages, process them, and return the workers that have ended."""
@@ -218,11 +218,13 @@ class Pool:
         error, kind = message[1:3] if message else (self._ended(worker.process.exitcode), None)
         if worker.is_late:
             error, kind = f"not compiled within {self._timeout:g} s (--timeout)", "Timeout"
-        kept = self._keep(
+        failure_directory = self._keep(
             worker, {"error": error, "kind": kind} if kind in _DETERMINISTIC_ERRORS else {}
         )
         self._observe(label, "failed")
-        return TaskOutcome(label, "failed", seconds, None, error, kind, kept, attempt, peak)
+        return TaskOutcome(
+            label, "failed", seconds, None, error, kind, failure_directory, attempt, peak
+        )
 
     def _ended(self, code: int | None) -> str:
         if code is not None and code < 0:
@@ -240,8 +242,8 @@ class Pool:
         task = worker.task
         try:
             # Stored by graph, not by label, since labels differ between commands.
-            kept = self._cache.store_failure(task.request, task.graph, text, log, reason)
-            return str(kept)
+            directory = self._cache.store_failure(task.request, task.graph, text, log, reason)
+            return str(directory)
         except CacheError:
             return None
 
@@ -257,7 +259,7 @@ def _resident(pid: int) -> int:
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
-        return sum(one.memory_info().rss for one in family)
+        return sum(member.memory_info().rss for member in family)
     except psutil.NoSuchProcess:
         return 0
 

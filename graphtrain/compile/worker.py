@@ -79,9 +79,9 @@ def worker_main(
                 program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
             )
             pipe.send(("done", digest, compiled, _peak_bytes()))
-        except BundleStored as made:
-            where = str(made.directory)
-            pipe.send(("bundled", str(made), where, made.preflight, _peak_bytes()))
+        except BundleStored as stored:
+            directory = str(stored.directory)
+            pipe.send(("bundled", str(stored), directory, stored.preflight, _peak_bytes()))
         except UserError as error:
             print(error, file=sys.stderr)
             pipe.send(("failed", str(error), type(error).__name__, _peak_bytes()))
@@ -127,9 +127,9 @@ def compile_to_cache(
         new = cache.get(key) is None
         if new:
             say("compiling")
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             artifact = _compile(program, lowered, key, request, cache)
-            say(f"storing after {time.perf_counter() - began:.1f} s")
+            say(f"storing after {time.perf_counter() - start_time:.1f} s")
             cache.put(key, artifact)
         cache.record_request(request, key, graph=name)
     return key.digest, new
@@ -158,8 +158,8 @@ def _end_with_parent(scratch: Path) -> None:
 
 def _peak_bytes() -> int:
     """Return the peak memory of this process or of its compiler, whichever is larger."""
-    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return 1024 * max(resource.getrusage(who).ru_maxrss for who in whose)
+    process_scopes = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return 1024 * max(resource.getrusage(scope).ru_maxrss for scope in process_scopes)
 
 
 def _compile(

@@ -40,8 +40,8 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the configuration, or None."""
     config = read_config(hf, overrides)
-    found = config.get("vocab_size")
-    return found if isinstance(found, int) else None
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 # Size of the native model: names that the model families of transformers give it.

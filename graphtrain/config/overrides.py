@@ -47,7 +47,7 @@ def parse_overrides(changes: Sequence[str], target: str | None) -> tuple[Overrid
 
 def _parse(change: str) -> Override:
     key, equals, text = change.partition("=")
-    path = tuple(part.strip() for part in key.split("."))
+    path = tuple(component.strip() for component in key.split("."))
     if not equals or not all(path):
         raise ConfigError("expected section.name=value, for example run.steps=10")
     if (

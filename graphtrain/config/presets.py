@@ -20,12 +20,16 @@ def preset_settings(preset: str) -> dict[str, Any]:
     """
     if preset.endswith(".toml"):
         return _settings_in(Path(preset))
-    known = _read(_FILE)
-    if preset not in known:
-        near = get_close_matches(preset, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    presets = _read(_FILE)
+    if preset not in presets:
+        close_matches = get_close_matches(preset, presets, n=3)
+        hint = (
+            f"did you mean {' or '.join(close_matches)}?"
+            if close_matches
+            else f"known: {', '.join(presets)}"
+        )
         raise ConfigError(f'program.model.preset = "{preset}": no such model; {hint}')
-    settings = dict(known[preset])
+    settings = dict(presets[preset])
     del settings["parameters"]
     if "like" in settings:
         settings = preset_settings(settings.pop("like")) | settings
@@ -58,5 +62,5 @@ def apply_preset(document: dict[str, Any]) -> None:
         and isinstance(model, dict)
         and isinstance(model.get("preset"), str)
     ):
-        own = {name: value for name, value in model.items() if name != "preset"}
-        program["model"] = preset_settings(model["preset"]) | own
+        overrides = {name: value for name, value in model.items() if name != "preset"}
+        program["model"] = preset_settings(model["preset"]) | overrides

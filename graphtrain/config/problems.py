@@ -37,13 +37,13 @@ class ConfigSource:
         inside = [line for key, line in self.lines.items() if _within(key, path)]
         return self.lines.get(path) or min(inside, default=None)
 
-    def place(self, line: int | None) -> str:
+    def location(self, line: int | None) -> str:
         return f"{self.path}:{line}" if line else f"{self.path}"
 
     def flag(self, path: KeyPath) -> Override | None:
         """Return the last override that set `path`."""
-        given = [change for change in self.overrides if _within(path, change.path)]
-        return given[-1] if given else None
+        matching_overrides = [change for change in self.overrides if _within(path, change.path)]
+        return matching_overrides[-1] if matching_overrides else None
 
 
 def explain(
@@ -60,14 +60,14 @@ def explain(
         by_type.setdefault(kind, {}).setdefault(path if kind != "value" else _setting(path), error)
 
     suggested: set[KeyPath] = set()
-    for place, path in _unknown(source, by_type.get("unexpected_keyword_argument", {})):
-        meant, hint = _suggestion(path)
-        suggested.add(meant)
-        yield f"{place}: unknown setting {dotted(path)}; {hint}"
+    for location, path in _unknown(source, by_type.get("unexpected_keyword_argument", {})):
+        suggestion, hint = _suggestion(path)
+        suggested.add(suggestion)
+        yield f"{location}: unknown setting {dotted(path)}; {hint}"
 
     values = dict.fromkeys(by_type.get("value", {})) | dict.fromkeys(sorted(foreign))
     for path in values:
-        if path in known_settings() and not _made_by_a_flag_below(source, path):
+        if path in known_settings() and not _is_table_created_by_flag(source, path):
             yield _wrong_value(source, path, _look_up(document, path))
     for path, error in by_type.get("value_error", {}).items():
         yield _failed_check(source, path, str(error.get("ctx", {}).get("error", error["msg"])))
@@ -114,26 +114,26 @@ def _unknown(source: ConfigSource, errors: Collection[KeyPath]) -> Iterator[tupl
         elif source.line(path) or not any(
             _within(change.path, path) for change in source.overrides
         ):
-            yield source.place(source.line(path)), path
+            yield source.location(source.line(path)), path
     for change in source.overrides:
-        below_a_value = any(
+        is_inside_value = any(
             not holds_settings(known_settings().get(change.path[:depth], {"properties": {}}))
             for depth in range(1, len(change.path))
         )
-        if below_a_value or any(_within(change.path, path) for path in errors):
+        if is_inside_value or any(_within(change.path, path) for path in errors):
             yield change.flag, change.path
 
 
-def _made_by_a_flag_below(source: ConfigSource, path: KeyPath) -> bool:
+def _is_table_created_by_flag(source: ConfigSource, path: KeyPath) -> bool:
     """Return whether a reported unknown setting below `path` is what made it a table."""
-    below = any(_within(change.path, path) for change in source.overrides)
-    return below and not source.flag(path) and not source.line(path)
+    is_overridden = any(_within(change.path, path) for change in source.overrides)
+    return is_overridden and not source.flag(path) and not source.line(path)
 
 
 def _suggestion(path: KeyPath) -> tuple[KeyPath, str]:
     """Return the setting that an unknown one most likely means, and a hint that names it."""
-    if (meant := setting_for(path)) is not None:
-        return meant, f"{path[-1]} is {dotted(meant)} in graphtrain"
+    if (setting := setting_for(path)) is not None:
+        return setting, f"{path[-1]} is {dotted(setting)} in graphtrain"
     if nearest := _nearest(path):
         return nearest, f"did you mean {dotted(nearest)}?"
     return (), _choices(path[:-1])
@@ -144,18 +144,20 @@ def _nearest(path: KeyPath) -> KeyPath:
 
     A correct name in the wrong table comes first, then a misspelling in the right table.
     """
-    known = known_settings()
+    settings = known_settings()
 
-    def alike(other: KeyPath) -> float:
-        return SequenceMatcher(None, ".".join(path), ".".join(other)).ratio()
+    def similarity(candidate: KeyPath) -> float:
+        return SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
 
-    if (above := _setting(path)) and "properties" not in known[above]:
-        return above
-    siblings = [other for other in known if other[:-1] == path[:-1]]
-    for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.75)):
-        names = {other[-1] for other in candidates}
+    if (table := _setting(path)) and "properties" not in settings[table]:
+        return table
+    siblings = [candidate for candidate in settings if candidate[:-1] == path[:-1]]
+    for candidates, cutoff in ((settings, 1.0), (siblings, 0.6), (settings, 0.75)):
+        names = {candidate[-1] for candidate in candidates}
         if close := get_close_matches(path[-1].lower(), names, n=1, cutoff=cutoff):
-            return max((other for other in candidates if other[-1] == close[0]), key=alike)
+            return max(
+                (candidate for candidate in candidates if candidate[-1] == close[0]), key=similarity
+            )
     return ()
 
 
@@ -169,29 +171,29 @@ def _choices(table: KeyPath) -> str:
 
 def _wrong_value(source: ConfigSource, path: KeyPath, value: Any) -> str:
     node = known_settings()[path]
-    should = f"should be {words(node)}"
+    requirement = f"should be {words(node)}"
     if isinstance(value, float) and not math.isfinite(value):
-        should = "should be finite"
+        requirement = "should be finite"
     elif isinstance(value, int) and value.bit_length() > 63:
-        should = "should fit in 64 bits"
+        requirement = "should fit in 64 bits"
     if path == ("run", "learning_rate"):
-        should += "; the peak learning rate is run.learning_rate.peak"
+        requirement += "; the peak learning rate is run.learning_rate.peak"
     flag = source.flag(path)
     if words(node) == "a string" and not isinstance(value, dict | list):
         quoted = toml(toml(value))
-        should += f"; write {dotted(path)}='{quoted}'" if flag else f"; write {quoted}"
+        requirement += f"; write {dotted(path)}='{quoted}'" if flag else f"; write {quoted}"
     if flag and flag.path == path:
-        return f"{flag.flag}: {should}"
-    shown = toml(value)
-    if len(shown) > _LONGEST_VALUE:
-        shown = shown[:_LONGEST_VALUE] + "..."
-    place = flag.flag if flag else source.place(source.line(path))
-    return f"{place}: {dotted(path)} = {shown}: {should}"
+        return f"{flag.flag}: {requirement}"
+    value_text = toml(value)
+    if len(value_text) > _LONGEST_VALUE:
+        value_text = value_text[:_LONGEST_VALUE] + "..."
+    location = flag.flag if flag else source.location(source.line(path))
+    return f"{location}: {dotted(path)} = {value_text}: {requirement}"
 
 
 def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
     """Describe a failed check of several settings, at the last flag or first line that set one."""
-    named = [
+    mentioned_settings = [
         path
         for path in known_settings()
         if len(path) > len(table)
@@ -201,16 +203,16 @@ def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
     flags = [
         change.flag
         for change in source.overrides
-        if any(_within(path, change.path) for path in named)
+        if any(_within(path, change.path) for path in mentioned_settings)
     ]
-    lines = [line for path in named if (line := source.lines.get(path))]
-    place = flags[-1] if flags else source.place(min(lines, default=source.line(table)))
-    return f"{place}: {dotted(table)}: {message}"
+    lines = [line for path in mentioned_settings if (line := source.lines.get(path))]
+    location = flags[-1] if flags else source.location(min(lines, default=source.line(table)))
+    return f"{location}: {dotted(table)}: {message}"
 
 
 def _missing(source: ConfigSource, path: KeyPath) -> str:
     flag = source.flag(path)
-    place = flag.flag if flag else source.place(source.lines.get(path[:-1]))
+    location = flag.flag if flag else source.location(source.lines.get(path[:-1]))
     needs = known_settings()[path].get("required", [])
-    more = f"; it needs {', '.join(needs)}" if needs else ""
-    return f"{place}: {dotted(path)} is missing{more}"
+    hint = f"; it needs {', '.join(needs)}" if needs else ""
+    return f"{location}: {dotted(path)} is missing{hint}"

@@ -71,4 +71,4 @@ def toml(value: Any) -> str:
 
 def dotted(path: KeyPath) -> str:
     """Return a dotted key in TOML syntax, quoted where necessary."""
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else toml(part) for part in path)
+    return ".".join(key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key) for key in path)

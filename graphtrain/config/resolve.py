@@ -65,9 +65,9 @@ class ResolvedProgram:
         Raises:
             ShardingError: the layers or microbatches cannot be divided among the stages.
         """
-        mine = self.settings
+        current = self.settings
         names = settings.target, settings.mesh, settings.rules
-        assert names == (mine.target, mine.mesh, mine.rules), "use resolve()"
+        assert names == (current.target, current.mesh, current.rules), "use resolve()"
         return replace(self, settings=settings, stages=_stages(settings, self.mesh, self.rules))
 
 

@@ -19,16 +19,18 @@ Node = dict[str, Any]
 
 def json_schema() -> Node:
     """Return the JSON schema (draft 2020-12) of a configuration file."""
-    made = _schema()
-    _with_preset(made["$defs"]["Model"])
-    return made
+    root_schema = _schema()
+    _with_preset(root_schema["$defs"]["Model"])
+    return root_schema
 
 
 def _schema() -> Node:
     """Return the JSON schema without presets."""
-    made = TypeAdapter(schema.Config).json_schema()
-    made["$defs"]["Config"] = {key: value for key, value in made.items() if key != "$defs"}
-    for name, table in made["$defs"].items():
+    root_schema = TypeAdapter(schema.Config).json_schema()
+    root_schema["$defs"]["Config"] = {
+        key: value for key, value in root_schema.items() if key != "$defs"
+    }
+    for name, table in root_schema["$defs"].items():
         for setting, node in table["properties"].items():
             node.pop("title", None)  # only the name again, capitalized
             _without_null(node)
@@ -38,7 +40,7 @@ def _schema() -> Node:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "graphtrain configuration",
         "$ref": "#/$defs/Config",
-        "$defs": made["$defs"],
+        "$defs": root_schema["$defs"],
     }
 
 
@@ -63,25 +65,27 @@ def _without_null(node: Node) -> None:
 @cache
 def known_settings() -> dict[KeyPath, Node]:
     """Return every table and setting by its path, with its part of the JSON schema."""
-    made = _schema()
-    known: dict[KeyPath, Node] = {}
+    root_schema = _schema()
+    settings: dict[KeyPath, Node] = {}
 
     def visit(path: KeyPath, node: Node) -> None:
         if "oneOf" in node:  # the native model comes first
-            tables = [made["$defs"][one["$ref"].rpartition("/")[2]] for one in node["oneOf"]]
+            tables = [
+                root_schema["$defs"][option["$ref"].rpartition("/")[2]] for option in node["oneOf"]
+            ]
             properties = {}
             for table in reversed(tables):
                 properties |= table["properties"]
             node = tables[0] | {"properties": properties}
         if "$ref" in node:
-            node = made["$defs"][node["$ref"].rpartition("/")[2]]
-        known[path] = node
+            node = root_schema["$defs"][node["$ref"].rpartition("/")[2]]
+        settings[path] = node
         for name, inner in node.get("properties", {}).items():
             visit((*path, name), inner)
 
-    visit((), made)
-    del known[()]
-    return known
+    visit((), root_schema)
+    del settings[()]
+    return settings
 
 
 def holds_settings(node: Node) -> bool:
@@ -129,10 +133,10 @@ def meanings() -> dict[tuple[str, str], str]:
     The comments are read from the source on first use, so that a description is written once and
     costs nothing at start-up. Empty if the sources are not installed.
     """
-    found: dict[tuple[str, str], str] = {}
+    comments: dict[tuple[str, str], str] = {}
     for file in sorted(Path(schema.__file__).parent.glob("*.py")):
-        found.update(_comments_beside_fields(file.read_text()))
-    return found
+        comments.update(_comments_beside_fields(file.read_text()))
+    return comments
 
 
 def _comments_beside_fields(source: str) -> Iterator[tuple[tuple[str, str], str]]:
@@ -162,5 +166,5 @@ def choices(node: Node) -> str:
 def description(path: KeyPath) -> str:
     """Return what a setting means and, if it accepts named values, which."""
     node = known_settings().get(path, {})
-    parts = [node.get("description", ""), choices(node)]
-    return "; ".join(part for part in parts if part)
+    texts = [node.get("description", ""), choices(node)]
+    return "; ".join(text for text in texts if text)

@@ -34,26 +34,26 @@ def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = N
         weights = shard_weights(program)
     sizes = DeviceSizes.of(program)
     flash = step_uses_flash_kernel(program)
-    kept = _saved_activations(program, sizes, flash)
+    activations = _saved_activations(program, sizes, flash)
     gradients = _gradients(program, weights)
-    beside = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights)
-    temporaries = _current_layer(program, sizes, flash) + beside
+    gathered_bytes = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights)
+    temporaries = _current_layer(program, sizes, flash) + gathered_bytes
     temporaries += _partial_sums(program, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
-        fullest = (gradients, temporaries), _at_logits(program, weights, sizes)
-        gradients, temporaries = max(fullest, key=sum)
+        phases = (gradients, temporaries), _at_logits(program, weights, sizes)
+        gradients, temporaries = max(phases, key=sum)
     else:
-        temporaries = max(temporaries, _logits_of_stages(program, sizes) + beside)
+        temporaries = max(temporaries, _logits_of_stages(program, sizes) + gathered_bytes)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
     optimizer = 0 if program.optimizer.offload_to_host else moments
-    peak = parameters + frozen + optimizer + gradients + kept + temporaries
+    peak = parameters + frozen + optimizer + gradients + activations + temporaries
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
         gradients=round(gradients),
-        activations=round(kept),
+        activations=round(activations),
         temporaries=round(temporaries),
         peak=round(peak),
         capacity=program.target.memory_bytes,
@@ -70,11 +70,11 @@ def lower_bound(program: ResolvedProgram) -> int:
     weights, sizes = shard_weights(program), DeviceSizes.of(program)
     assert program.model.head_dim
     sizes = replace(sizes, head_dim=program.model.head_dim)  # without padding
-    held = sum(weight.parameter_bytes for weight in weights)
+    state_bytes = sum(weight.parameter_bytes for weight in weights)
     if not program.optimizer.offload_to_host:
-        held += sum(weight.moment_bytes for weight in weights)
-    kept = _saved_activations(program, sizes, step_uses_flash_kernel(program))
-    return round(held + _one_gradient(program, weights) + kept)
+        state_bytes += sum(weight.moment_bytes for weight in weights)
+    activations = _saved_activations(program, sizes, step_uses_flash_kernel(program))
+    return round(state_bytes + _one_gradient(program, weights) + activations)
 
 
 def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
@@ -84,22 +84,22 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     """
     weights, sizes = shard_weights(program), DeviceSizes.of(program)
     flash = step_uses_flash_kernel(program)
-    kept = _saved_activations(program, sizes, flash)
-    at_work = _current_layer(program, sizes, flash)
-    found = {
-        f"activations that {sizes.layers:g} layers save for the backward pass": kept,
-        "one layer's scores or MLP hidden values with gradients": at_work,
+    activations = _saved_activations(program, sizes, flash)
+    current_layer = _current_layer(program, sizes, flash)
+    bytes_by_name = {
+        f"activations that {sizes.layers:g} layers save for the backward pass": activations,
+        "one layer's scores or MLP hidden values with gradients": current_layer,
         "logits and their gradient": _logits(sizes),
         "gathered weights of two layers": _gathered(weights, program.mesh),
         "gradients of all weights": _gradients(program, weights),
     }
     for weight in weights:
         kind = "frozen" if weight.frozen else "parameters"
-        found[f"{kind}/{weight.path}"] = weight.parameter_bytes
+        bytes_by_name[f"{kind}/{weight.path}"] = weight.parameter_bytes
         if not weight.frozen and not program.optimizer.offload_to_host:
-            found[f"optimizer moments of {weight.path}"] = weight.moment_bytes
-    ranked = sorted(found, key=lambda name: found[name], reverse=True)
-    return {name: round(found[name]) for name in ranked[:count]}
+            bytes_by_name[f"optimizer moments of {weight.path}"] = weight.moment_bytes
+    ranked = sorted(bytes_by_name, key=lambda name: bytes_by_name[name], reverse=True)
+    return {name: round(bytes_by_name[name]) for name in ranked[:count]}
 
 
 def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
@@ -159,8 +159,8 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
     heads = inside * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * sizes.item_bytes
     products = heads + hidden + 2 * stream
     if flash:
-        mixed = inside * sizes.heads * (sizes.head_dim * sizes.item_bytes + 4)
-        return _saved_with_kernel(program, stream, hidden, heads, mixed)
+        attention_output = inside * sizes.heads * (sizes.head_dim * sizes.item_bytes + 4)
+        return _saved_with_kernel(program, stream, hidden, heads, attention_output)
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     if program.target.platform == "cpu":  # computed again: models/blocked.py
         scores = 0
@@ -176,7 +176,7 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
 
 
 def _saved_with_kernel(
-    program: ResolvedProgram, stream: float, hidden: float, heads: float, mixed: float
+    program: ResolvedProgram, stream: float, hidden: float, heads: float, attention_output: float
 ) -> float:
     """Return the bytes that a layer saves where attention is a kernel.
 
@@ -187,11 +187,11 @@ def _saved_with_kernel(
     """
     streams = (4 if program.model.post_norm else 2) * stream
     normed = heads * program.model.qk_norm
-    everything = 6 * 2 * stream + 3 * hidden + streams + heads + normed + mixed
+    everything = 6 * 2 * stream + 3 * hidden + streams + heads + normed + attention_output
     return {
         "full": stream,
         "offload": stream,
-        "dots": streams + heads + hidden + mixed,
+        "dots": streams + heads + hidden + attention_output,
         "attention": everything,
         "none": everything,
     }[program.model.remat]
@@ -254,8 +254,8 @@ def _logits_of_stages(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """
     if (stages := program.mesh.axes.get("stage", 1)) == 1:
         return _logits(sizes)
-    whole = (4 + sizes.item_bytes) * sizes.sequences * sizes.logit_positions * sizes.vocab
-    return whole / stages if program.pipeline.schedule == "1f1b" else whole
+    total_bytes = (4 + sizes.item_bytes) * sizes.sequences * sizes.logit_positions * sizes.vocab
+    return total_bytes / stages if program.pipeline.schedule == "1f1b" else total_bytes
 
 
 def _logits(sizes: DeviceSizes) -> float:

@@ -85,8 +85,8 @@ def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float:
     peak = program.target.peak_flops(program.model.dtype)
     if not peak:
         return 0.0
-    done = step_flops_per_token(program.settings, causal=flash) + _recomputed(program, flash)
-    return done * program.batch.tokens / peak
+    token_flops = step_flops_per_token(program.settings, causal=flash) + _recomputed(program, flash)
+    return token_flops * program.batch.tokens / peak
 
 
 def _recomputed(program: ResolvedProgram, flash: bool) -> float:
@@ -144,15 +144,18 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
     GPUs of one host use its link. Between hosts, the members of a group that share a host use their
     network ports together. On a torus a ring has the links of one dimension.
     """
-    about = target.specification
-    if "link" not in about or not axes:
+    specification = target.specification
+    if "link" not in specification or not axes:
         return 0.0
-    one_way = about["link"] / 2
+    one_way = specification["link"] / 2
     if target.platform == "tpu":
         return one_way / len(target.topology)
     if not crosses_hosts(axes, mesh, target):
         return one_way
-    return min(one_way, _members_per_host(axes, mesh, int(about["group"])) * about["network"] / 2)
+    return min(
+        one_way,
+        _members_per_host(axes, mesh, int(specification["group"])) * specification["network"] / 2,
+    )
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
@@ -166,11 +169,11 @@ def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> boo
 
 def _members_per_host(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
     """Return how many members of a group share a host, which holds consecutive mesh positions."""
-    stride, together = 1, 1
+    stride, members = 1, 1
     for name, size in reversed(list(mesh.axes.items())):
         if stride >= host:
             break
-        here = min(size, host // stride)
-        together *= here if name in axes else 1
+        local_size = min(size, host // stride)
+        members *= local_size if name in axes else 1
         stride *= size
-    return together
+    return members

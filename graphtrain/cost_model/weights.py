@@ -66,19 +66,21 @@ def shard_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
         program.model.layers, stages, pipeline.virtual_stages, pipeline.layers_per_stage
     )
     trained = tuple(
-        _place(path, _stacked(path, spec, len(divided.rows)), program)
+        _shard_weight(path, _stacked(path, spec, len(divided.rows)), program)
         for path, spec in trained_arrays(program.settings).items()
     )
-    return trained + _place_frozen(program)
+    return trained + _shard_frozen_weights(program)
 
 
-def _place_frozen(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
+def _shard_frozen_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
     """Return the sharding of frozen weights; a weight's codes and scales are one."""
     rules, mesh = program.rules, program.mesh
-    rest: dict[str, list[ArrayLayout]] = {}
+    layouts_by_path: dict[str, list[ArrayLayout]] = {}
     for path, spec in frozen_arrays(program).items():
         stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
-        rest.setdefault(stem, []).append(make_layout(f"frozen/{path}", spec, rules, mesh))
+        layouts_by_path.setdefault(stem, []).append(
+            make_layout(f"frozen/{path}", spec, rules, mesh)
+        )
     arrays = parameter_arrays(program.model)
     return tuple(
         ShardedWeight(
@@ -87,12 +89,12 @@ def _place_frozen(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
             stored=_axes(layouts[0]),
             gradient=(),
             optimizer=(),
-            in_use=_used(arrays[path], rules, mesh),
-            parameter_bytes=sum(_bytes(one, mesh) for one in layouts),
+            in_use=_axes_in_use(arrays[path], rules, mesh),
+            parameter_bytes=sum(_bytes(layout, mesh) for layout in layouts),
             moment_bytes=0,
             frozen=True,
         )
-        for path, layouts in rest.items()
+        for path, layouts in layouts_by_path.items()
     )
 
 
@@ -103,9 +105,9 @@ def _stacked(path: str, spec: ArraySpec, rows: int) -> ArraySpec:
     return replace(spec, shape=(rows, *spec.shape[1:]))
 
 
-def _place(path: str, spec: ArraySpec, program: ResolvedProgram) -> ShardedWeight:
+def _shard_weight(path: str, spec: ArraySpec, program: ResolvedProgram) -> ShardedWeight:
     rules, mesh = program.rules, program.mesh
-    rest = make_layout(f"state/parameters/{path}", spec, rules, mesh)
+    layout = make_layout(f"state/parameters/{path}", spec, rules, mesh)
     gradient = make_layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
     moments = [
         make_layout(
@@ -119,23 +121,23 @@ def _place(path: str, spec: ArraySpec, program: ResolvedProgram) -> ShardedWeigh
     return ShardedWeight(
         path=path,
         spec=spec,
-        stored=_axes(rest),
+        stored=_axes(layout),
         gradient=_axes(gradient),
         optimizer=_axes(moments[0]),
-        in_use=_used(spec, rules, mesh),
-        parameter_bytes=_bytes(rest, mesh),
+        in_use=_axes_in_use(spec, rules, mesh),
+        parameter_bytes=_bytes(layout, mesh),
         moment_bytes=sum(_bytes(moment, mesh) for moment in moments),
     )
 
 
-def _used(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
-    used = {name for axis in spec.axes if axis for name in rules.activations.get(axis, ())}
-    return tuple(name for name in MESH_AXES if name in used and mesh.axes.get(name, 1) > 1)
+def _axes_in_use(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
+    sharding_axes = {name for axis in spec.axes if axis for name in rules.activations.get(axis, ())}
+    return tuple(name for name in MESH_AXES if name in sharding_axes and mesh.axes.get(name, 1) > 1)
 
 
 def _axes(placed: ArrayLayout) -> tuple[str, ...]:
-    together = {name for names in placed.split for name in names}
-    return tuple(name for name in MESH_AXES if name in together)
+    sharding_axes = {name for names in placed.split for name in names}
+    return tuple(name for name in MESH_AXES if name in sharding_axes)
 
 
 def _bytes(placed: ArrayLayout, mesh: MeshShape) -> int:

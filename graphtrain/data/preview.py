@@ -35,18 +35,18 @@ def masked_documents(prefix: str, first: int, count: int) -> Iterator[tuple[int,
     if first >= len(dataset):
         raise DataError(f"{prefix}: has documents 0 to {len(dataset) - 1}, but no document {first}")
     learned = LossSpans(dataset) if description.conversations else None
-    for number in range(first, min(first + count, len(dataset))):
-        tokens = dataset.document(number)
-        mask = learned.mask(number, len(tokens)) if learned else np.ones(len(tokens), bool)
+    for document in range(first, min(first + count, len(dataset))):
+        tokens = dataset.document(document)
+        mask = learned.mask(document, len(tokens)) if learned else np.ones(len(tokens), bool)
         ends = [0, *np.flatnonzero(np.diff(mask)) + 1, len(tokens)]
         yield (
-            number,
+            document,
             [
                 MaskedText(
-                    _text(tokenizer, tokens[begin:end]), tokens[begin:end], bool(mask[begin])
+                    _text(tokenizer, tokens[start:end]), tokens[start:end], bool(mask[start])
                 )
-                for begin, end in pairwise(ends)
-                if end > begin
+                for start, end in pairwise(ends)
+                if end > start
             ],
         )
 
@@ -57,8 +57,8 @@ def packing_report(prefix: str, length: int) -> str:
     packed = PackingSettings(
         length=length, isolate_documents=True, packing="best_fit", overlong="truncate"
     ).open(prefix)
-    places = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
-    share = places / (len(packed) * packed.rows_per_index * length)
+    used_positions = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
+    share = used_positions / (len(packed) * packed.rows_per_index * length)
     return f"length {length}: {len(packed) * packed.rows_per_index} rows, {share:.1%} full"
 
 

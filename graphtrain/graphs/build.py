@@ -87,15 +87,15 @@ def _initialise(program: ResolvedProgram, key: jax.Array) -> Tree:
         return open_language_model(program.model).initialize(key)
     specs = trained_arrays(program.settings)
 
-    def begin(path: str, index: int) -> jax.Array:
+    def initial_value(path: str, index: int) -> jax.Array:
         spec = specs[path]
         if not path.endswith(f"/{LORA_A}"):
             return jnp.zeros(spec.shape)
         bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming uniform with a = sqrt(5)
-        drawn = jax.random.fold_in(key, index)
-        return jax.random.uniform(drawn, spec.shape, minval=-bound, maxval=bound)
+        array_key = jax.random.fold_in(key, index)
+        return jax.random.uniform(array_key, spec.shape, minval=-bound, maxval=bound)
 
-    return unflatten({path: begin(path, index) for index, path in enumerate(sorted(specs))})
+    return unflatten({path: initial_value(path, index) for index, path in enumerate(sorted(specs))})
 
 
 def _train(program: ResolvedProgram) -> Graph:
@@ -174,21 +174,21 @@ def accumulate_gradients(
     if program.batch.gradient_reduction == "per_step" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
-    def of(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
+    def microbatch_gradients(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
         differentiate = jax.value_and_grad(objective, has_aux=True)
         (_, metrics), gradients = differentiate(parameters, microbatch, index)
         # Each gradient is reduced straight to the optimizer state's sharding, as are the sums.
         return constrain_tree(gradients, specs, "optimizer"), metrics
 
     if microbatches == 1:
-        return of(jax.tree.map(lambda array: array[0], batch), 0)
+        return microbatch_gradients(jax.tree.map(lambda array: array[0], batch), 0)
 
     def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, of(*indexed)), None
+        return jax.tree.map(jnp.add, sums, microbatch_gradients(*indexed)), None
 
     zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, "optimizer")
-    none = {name: jnp.zeros(()) for name in metric_names(program)}
-    sums, _ = jax.lax.scan(add, (zeros, none), (batch, jnp.arange(microbatches)))
+    zero_metrics = {name: jnp.zeros(()) for name in metric_names(program)}
+    sums, _ = jax.lax.scan(add, (zeros, zero_metrics), (batch, jnp.arange(microbatches)))
     return sums
 
 
@@ -205,9 +205,9 @@ def _evaluate(program: ResolvedProgram) -> Graph:
         with isolate_documents(batch.get("documents")):
             if program.loss.kind == "cross_entropy":
                 return token_losses(program, combined, batch)[0][1], weights.sum()
-            after, _ = answer_log_probs(program, combined, batch)
-        gained = after - reference_log_probs(program, frozen, batch)
-        return dpo_loss(gained, pair_mask(weights), program.loss)["loss"], pair_count(weights)
+            log_probs, _ = answer_log_probs(program, combined, batch)
+        log_ratio = log_probs - reference_log_probs(program, frozen, batch)
+        return dpo_loss(log_ratio, pair_mask(weights), program.loss)["loss"], pair_count(weights)
 
     def evaluate(parameters: Tree, frozen: Tree | None, batch: Tree) -> Tree:
         loss, targets = loss_of(parameters, frozen, batch)

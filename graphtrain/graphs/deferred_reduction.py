@@ -35,15 +35,15 @@ def can_defer() -> bool:
 
 def replica_key(key: jax.Array) -> jax.Array:
     """Return a random key of each replica's own inside the shard_map over `data`, else `key`."""
-    found = placement()
-    by_copy = found is not None and DATA in found.manual
-    return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if by_copy else key
+    context = placement()
+    is_per_replica = context is not None and DATA in context.manual
+    return jax.random.fold_in(key, jax.lax.axis_index(DATA)) if is_per_replica else key
 
 
 def vary_tree(tree: Tree) -> Tree:
     """Mark replicated arrays as each replica's own inside the shard_map over `data`."""
-    found = placement()
-    if found is None or DATA not in found.manual:
+    context = placement()
+    if context is None or DATA not in context.manual:
         return tree
     return jax.tree.map(lambda array: as_varying(array, DATA), tree)
 
@@ -62,13 +62,15 @@ def accumulate_then_reduce(
         batch: Arrays (microbatches, batch, ...).
         microbatches: Number of microbatches.
     """
-    found = placement()
-    assert found is not None
+    context = placement()
+    assert context is not None
     split_dimension = {path: _data_dimension(path, spec) for path, spec in flatten(specs).items()}
 
-    def local(parameters: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    def replica_gradients(parameters: Tree, batch: Tree) -> tuple[Tree, Tree]:
         with manual_axes((DATA,)):
-            return _local(objective, parameters, specs, batch, microbatches, split_dimension)
+            return _accumulate_replica(
+                objective, parameters, specs, batch, microbatches, split_dimension
+            )
 
     split = PartitionSpec(None, DATA)
     out = {
@@ -76,8 +78,8 @@ def accumulate_then_reduce(
         for path, dimension in split_dimension.items()
     }
     return jax.shard_map(
-        local,
-        mesh=found.current_mesh,
+        replica_gradients,
+        mesh=context.current_mesh,
         in_specs=(jax.tree.map(lambda _: PartitionSpec(), parameters), split),
         out_specs=(unflatten(out), PartitionSpec()),
         axis_names={DATA},
@@ -86,14 +88,14 @@ def accumulate_then_reduce(
 
 def _data_dimension(path: str, spec: ArraySpec) -> int | None:
     """Return the dimension in which `data` shards a parameter's optimizer state, if any."""
-    found = placement()
-    assert found is not None
+    context = placement()
+    assert context is not None
     state = ArraySpec(spec.shape, spec.axes, spec.dtype, "optimizer")
-    split = make_layout(f"optimizer/{path}", state, found.rules, found.shape).split
+    split = make_layout(f"optimizer/{path}", state, context.rules, context.shape).split
     return next((index for index, names in enumerate(split) if DATA in names), None)
 
 
-def _local(
+def _accumulate_replica(
     objective: Objective,
     parameters: Tree,
     specs: Tree,
@@ -103,18 +105,18 @@ def _local(
 ) -> tuple[Tree, Tree]:
     """Accumulate one replica's gradients and reduce them during the last backward pass."""
 
-    def of(parameters: Tree, index: Any) -> tuple[jax.Array, Tree]:
+    def objective_at(parameters: Tree, index: Any) -> tuple[jax.Array, Tree]:
         return objective(parameters, jax.tree.map(lambda array: array[index], batch), index)
 
-    own = jax.tree.map(lambda array: as_varying(array, DATA), parameters)
-    differentiate = jax.value_and_grad(of, has_aux=True)
+    varying_parameters = jax.tree.map(lambda array: as_varying(array, DATA), parameters)
+    differentiate = jax.value_and_grad(objective_at, has_aux=True)
 
     def add(sums: Any, index: jax.Array) -> tuple[Any, None]:
-        (_, metrics), gradients = differentiate(own, index)
+        (_, metrics), gradients = differentiate(varying_parameters, index)
         gradients = constrain_tree(gradients, specs, "gradient")
         return jax.tree.map(jnp.add, sums, (gradients, metrics)), None
 
-    zeros = constrain_tree(jax.tree.map(jnp.zeros_like, own), specs, "gradient")
+    zeros = constrain_tree(jax.tree.map(jnp.zeros_like, varying_parameters), specs, "gradient")
     start = zeros, {"loss": as_varying(jnp.zeros(()), DATA)}
     (sums, metrics), _ = jax.lax.scan(add, start, jnp.arange(microbatches - 1))
     flat_parameters, flat_sums = flatten(parameters), flatten(sums)
@@ -124,25 +126,25 @@ def _local(
             path: _deferred(array, flat_sums[path], slots[path], split_dimension[path])
             for path, array in flat_parameters.items()
         }
-        return of(unflatten(pending), microbatches - 1)
+        return objective_at(unflatten(pending), microbatches - 1)
 
     slots = {
         path: _gradient_slot(array, split_dimension[path])
         for path, array in flat_parameters.items()
     }
     (_, last_metrics), gradients = jax.value_and_grad(last, has_aux=True)(slots)
-    pieces = {
+    sharded_specs = {
         path: replace(spec, shape=gradients[path].shape) for path, spec in flatten(specs).items()
     }
-    placed = constrain_tree(unflatten(gradients), unflatten(pieces), "gradient")
-    return placed, jax.lax.psum(jax.tree.map(jnp.add, metrics, last_metrics), DATA)
+    reduced = constrain_tree(unflatten(gradients), unflatten(sharded_specs), "gradient")
+    return reduced, jax.lax.psum(jax.tree.map(jnp.add, metrics, last_metrics), DATA)
 
 
 def _deferred(
     weights: jax.Array, sums: jax.Array, slot: jax.Array, dimension: int | None
 ) -> DeferredGradient:
-    from_the_end = None if dimension is None else dimension - weights.ndim
-    return DeferredGradient(weights, sums, slot, DATA, from_the_end)
+    negative_dimension = None if dimension is None else dimension - weights.ndim
+    return DeferredGradient(weights, sums, slot, DATA, negative_dimension)
 
 
 def _gradient_slot(weights: jax.Array, dimension: int | None) -> jax.Array:

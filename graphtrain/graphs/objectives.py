@@ -106,9 +106,9 @@ def preference_objective(
     pairs = jnp.maximum(pair_count(batch["weights"]), 1.0)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
-        before = reference_log_probs(program, frozen, microbatch)
-        after, added = run(parameters, microbatch, index)
-        metrics = dpo_loss(after - before, pair_mask(microbatch["weights"]), program.loss)
+        reference = reference_log_probs(program, frozen, microbatch)
+        log_probs, added = run(parameters, microbatch, index)
+        metrics = dpo_loss(log_probs - reference, pair_mask(microbatch["weights"]), program.loss)
         metrics = {name: total / pairs for name, total in metrics.items()}
         return metrics["loss"] + added, metrics
 
@@ -124,16 +124,20 @@ def _forward_with(
     microbatches.
     """
     key, adapter = step_key(program, state), program.adapter
-    in_adapter = adapter is not None and bool(adapter.dropout)
-    in_model = open_language_model(program.model).has_dropout
+    adapter_has_dropout = adapter is not None and bool(adapter.dropout)
+    model_has_dropout = open_language_model(program.model).has_dropout
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
-        dropout = replica_key(jax.random.fold_in(key, index)) if in_adapter or in_model else None
-        weights = apply_lora(program.settings, parameters, vary_tree(frozen), dropout)
-        of_model = dropout if in_model else None
+        dropout_key = (
+            replica_key(jax.random.fold_in(key, index))
+            if adapter_has_dropout or model_has_dropout
+            else None
+        )
+        weights = apply_lora(program.settings, parameters, vary_tree(frozen), dropout_key)
+        model_dropout_key = dropout_key if model_has_dropout else None
         with isolate_documents(microbatch.get("documents")):
-            found, auxiliary = compute(program, weights, microbatch, of_model)
-        return found, sum(auxiliary.values()) / program.batch.microbatches
+            output, auxiliary = compute(program, weights, microbatch, model_dropout_key)
+        return output, sum(auxiliary.values()) / program.batch.microbatches
 
     return run
 
@@ -144,8 +148,10 @@ def reference_log_probs(program: ResolvedProgram, frozen: Tree | None, batch: Tr
     The reference model is the frozen weights alone, without LoRA.
     """
     with isolate_documents(batch.get("documents")):
-        found, _ = answer_log_probs(program, reference_parameters(program.settings, frozen), batch)
-    return jax.lax.stop_gradient(found)
+        log_probs, _ = answer_log_probs(
+            program, reference_parameters(program.settings, frozen), batch
+        )
+    return jax.lax.stop_gradient(log_probs)
 
 
 def pair_mask(weights: jax.Array) -> jax.Array:

@@ -26,15 +26,15 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
     adam = optax.scale_by_adam(
         optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
     )
-    parts = {"adam": adam}
+    transforms = {"adam": adam}
     if optimizer.clip_norm:
-        parts = {"clip": _clip(optimizer.clip_norm)} | parts
+        transforms = {"clip": _clip(optimizer.clip_norm)} | transforms
     if optimizer.weight_decay:
         decays = jax.tree.map(
             lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
         )
-        parts["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
-    return optax.named_chain(*parts.items())
+        transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
+    return optax.named_chain(*transforms.items())
 
 
 def _clip(limit: float) -> optax.GradientTransformation:
@@ -57,8 +57,8 @@ def _is_matrix(spec: ArraySpec) -> bool:
     Norms and biases have one axis beside layers, or are the bias of a matrix whose output has two
     axes, such as heads and head_dim.
     """
-    inside = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers")]
-    return ("embed" in inside or "rank" in inside) and len(inside) > 1
+    axes = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers")]
+    return ("embed" in axes or "rank" in axes) and len(axes) > 1
 
 
 def pack(optimizer_state: Any) -> Tree:
@@ -70,8 +70,8 @@ def pack(optimizer_state: Any) -> Tree:
 def unpack(packed: Tree, template: Any) -> Any:
     """Convert packed optimizer state back, to the structure of `template`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(template)
-    by_path = flatten(packed)
-    return structure.unflatten([by_path[_path(keys)] for keys, _ in leaves])
+    leaves_by_path = flatten(packed)
+    return structure.unflatten([leaves_by_path[_path(keys)] for keys, _ in leaves])
 
 
 def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bool = False) -> Tree:
@@ -84,11 +84,11 @@ def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bo
     """
     specs = {}
     for path, leaf in flatten(pack(template)).items():
-        mirrored = next(
+        parameter = next(
             (parameters[tail] for tail in path_suffixes(path) if tail in parameters), None
         )
-        fits = mirrored is not None and mirrored.shape == leaf.shape
-        axes = mirrored.axes if mirrored is not None and fits else (None,) * len(leaf.shape)
+        fits = parameter is not None and parameter.shape == leaf.shape
+        axes = parameter.axes if parameter is not None and fits else (None,) * len(leaf.shape)
         memory = "host" if fits and offload else "device"
         specs[path] = ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer", memory)
     return unflatten(specs)

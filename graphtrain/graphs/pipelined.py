@@ -37,15 +37,19 @@ def pipelined_gradients(
         loss, squares = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
         return loss + program.loss.z_loss * squares, loss
 
-    keys = (lambda number: jax.random.fold_in(key, number)) if model.has_dropout else None
-    parts = model.pipeline(stages, score, keys, 1 / count, batch["tokens"])
+    keys = (
+        (lambda microbatch_index: jax.random.fold_in(key, microbatch_index))
+        if model.has_dropout
+        else None
+    )
+    pipeline = model.pipeline(stages, score, keys, 1 / count, batch["tokens"])
     if program.pipeline.schedule == "1f1b":
         parameters = model.split_for_pipeline(state["parameters"])
-        value, gradients = one_f_one_b_gradients(parts, parameters, batch)
+        value, gradients = one_f_one_b_gradients(pipeline, parameters, batch)
         return model.merge_gradients(gradients, state["parameters"]), value.metrics
 
     def objective(parameters: Tree) -> PipelineLoss:
-        return pipeline_loss(parts, model.split_for_pipeline(parameters), batch)
+        return pipeline_loss(pipeline, model.split_for_pipeline(parameters), batch)
 
     (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
     return gradients, loss
@@ -60,12 +64,12 @@ def pipelined_loss(
         loss, _ = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
         return loss, loss
 
-    model, found = open_language_model(program.model), placement()
-    assert found is not None
+    model, context = open_language_model(program.model), placement()
+    assert context is not None
     # A mixture's sequences are not divided into smaller microbatches than those of training.
     devices = (
-        len(batch["tokens"]) if model.mixes_sequences else found.shape.size(mesh_axes_of("batch"))
+        len(batch["tokens"]) if model.mixes_sequences else context.shape.size(mesh_axes_of("batch"))
     )
     microbatches = split_batch(batch, stages.stages, devices)
-    parts = model.pipeline(stages, score, None, 1.0, microbatches["tokens"])
-    return pipeline_loss(parts, model.split_for_pipeline(parameters), microbatches).metrics
+    pipeline = model.pipeline(stages, score, None, 1.0, microbatches["tokens"])
+    return pipeline_loss(pipeline, model.split_for_pipeline(parameters), microbatches).metrics

@@ -23,7 +23,7 @@ class Job:
     workers: int  # compile jobs that share the cache
 
     def command(self, python: str, verb: str, *more: str) -> list[str]:
-        """Return the words of the graphtrain command `verb` with the arguments of the job."""
+        """Return the command line of `graphtrain verb` with the arguments of the job."""
         return [python, "-m", "graphtrain", verb, *self.arguments, *more]
 
 

@@ -28,17 +28,17 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
         namespace: Namespace of the JobSet; None for that of kubectl.
     """
     name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run"
-    first = f"{name}-run-0-0.{name}"  # pod 0 of job 0, in the JobSet's headless service
-    members = [
-        {"name": "GRAPHTRAIN_COORDINATOR", "value": f"{first}:{_PORT}"},
+    coordinator = f"{name}-run-0-0.{name}"  # pod 0 of job 0, in the JobSet's headless service
+    env = [
+        {"name": "GRAPHTRAIN_COORDINATOR", "value": f"{coordinator}:{_PORT}"},
         {"name": "GRAPHTRAIN_PROCESSES", "value": str(job.hosts)},
         {"name": "GRAPHTRAIN_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
     ]
-    compiling = _pods(job, "compile", image, claim, count=job.workers)
-    running = _pods(job, "run", image, claim, count=job.hosts)
-    container = running["template"]["spec"]["containers"][0]
+    compile_spec = _pods(job, "compile", image, claim, count=job.workers)
+    run_spec = _pods(job, "run", image, claim, count=job.hosts)
+    container = run_spec["template"]["spec"]["containers"][0]
     if job.hosts > 1:
-        container["env"] = members
+        container["env"] = env
         container["ports"] = [{"containerPort": _PORT}]
     if job.gpus_per_host:
         container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_host}}
@@ -51,12 +51,12 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
             # An evicted run resumes from its checkpoint.
             "failurePolicy": {"maxRestarts": 100},
             "replicatedJobs": [
-                {"name": "compile", "replicas": 1, "template": {"spec": compiling}},
+                {"name": "compile", "replicas": 1, "template": {"spec": compile_spec}},
                 {
                     "name": "run",
                     "replicas": 1,
                     "dependsOn": [{"name": "compile", "status": "Complete"}],
-                    "template": {"spec": running},
+                    "template": {"spec": run_spec},
                 },
             ],
         },
@@ -66,13 +66,13 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
 
 def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[str, Any]:
     """Return the specification of an indexed Job of `count` pods that run the command `verb`."""
-    work = Path.cwd()
+    working_directory = Path.cwd()
     container = {
         "name": "graphtrain",
         "image": image,
         "command": job.command("python", verb),
-        "workingDir": str(work),
-        "volumeMounts": [{"name": "shared", "mountPath": str(work)}],
+        "workingDir": str(working_directory),
+        "volumeMounts": [{"name": "shared", "mountPath": str(working_directory)}],
     }
     return {
         "parallelism": count,

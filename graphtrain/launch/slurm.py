@@ -44,13 +44,13 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
     Raises:
         LaunchError: an sbatch option does not exist, or simple_slurm is not installed.
     """
-    compiling = {
+    compile_options = {
         "job-name": f"{job.name}-compile",
         "output": str(job.job_directory / "compile-%j.log"),
         "ntasks": "1",
         **({"array": f"0-{job.workers - 1}"} if job.workers > 1 else {}),
     }
-    running = {
+    run_options = {
         "job-name": job.name,
         "output": str(job.job_directory / "run-%j.log"),
         "open-mode": "append",
@@ -59,17 +59,17 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
         "signal": f"TERM@{warning}",
         **({"gpus-per-node": str(job.gpus_per_host)} if job.gpus_per_host else {}),
     }
-    here = f"cd {shlex.quote(str(Path.cwd()))}"
+    cd_command = f"cd {shlex.quote(str(Path.cwd()))}"
     compile_command = shlex.join(job.command(sys.executable, "compile"))
     run_command = shlex.join(["srun", "--kill-on-bad-exit=1", *job.command(sys.executable, "run")])
     return Scripts(
-        compile=_script(compiling | dict(options), [here, f"exec {compile_command}"]),
+        compile=_script(compile_options | dict(options), [cd_command, f"exec {compile_command}"]),
         run=_script(
             # Slurm requeues a job by itself only on preemption. A run that saved before its time
             # limit requeues itself in the script, and resumes from its checkpoint.
-            running | {"requeue": ""} | dict(options),
+            run_options | {"requeue": ""} | dict(options),
             [
-                here,
+                cd_command,
                 run_command,
                 "status=$?",
                 f'if [ "$status" -eq {_STATUS_SIGTERM} ]; '
@@ -88,13 +88,13 @@ def _script(options: Mapping[str, str], commands: list[str]) -> str:
     script = Slurm()
     script.set_shell("/bin/bash")
     for name, value in options.items():
-        said = io.StringIO()
+        stderr = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(stderr):
                 quoted = f'"{value}"' if " " in value else value  # quoting of #SBATCH lines
                 script.add_arguments(name.replace("-", "_"), quoted)
         except SystemExit:
-            reason = said.getvalue().strip().rpartition("error: ")[2]
+            reason = stderr.getvalue().strip().rpartition("error: ")[2]
             raise LaunchError(
                 f"--sbatch {name}={value}: not an option of sbatch ({reason})"
             ) from None
@@ -115,15 +115,15 @@ def submit(job: Job, made: Scripts) -> dict[str, Any]:
     job.job_directory.mkdir(parents=True, exist_ok=True)
     for name, text in (("compile", made.compile), ("run", made.run)):
         (job.job_directory / f"{name}.sh").write_text(text)
-    compiling = _sbatch(job.job_directory / "compile.sh")
-    running = _sbatch(
+    compile_id = _sbatch(job.job_directory / "compile.sh")
+    run_id = _sbatch(
         job.job_directory / "run.sh",
-        f"--dependency=afterok:{compiling}",
+        f"--dependency=afterok:{compile_id}",
         "--kill-on-invalid-dep=yes",
     )
-    numbers = {"compile": compiling, "run": running}
-    (job.job_directory / _JOBS).write_text(json.dumps(numbers) + "\n")
-    return numbers
+    job_ids = {"compile": compile_id, "run": run_id}
+    (job.job_directory / _JOBS).write_text(json.dumps(job_ids) + "\n")
+    return job_ids
 
 
 def status(directory: Path) -> dict[str, tuple[int, str]]:
@@ -139,41 +139,41 @@ def status(directory: Path) -> dict[str, tuple[int, str]]:
             "graphtrain launch slurm"
         )
     try:
-        numbers = {name: int(number) for name, number in json.loads(path.read_text()).items()}
+        job_ids = {name: int(job_id) for name, job_id in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"{path} does not contain the ids of launched jobs: {error}") from None
-    return {name: (number, _state(number)) for name, number in numbers.items()}
+    return {name: (job_id, _state(job_id)) for name, job_id in job_ids.items()}
 
 
-def _state(number: int) -> str:
+def _state(job_id: int) -> str:
     """Return the state of a job from squeue, else from scontrol, which keeps it for minutes."""
-    waiting = _slurm("squeue", "--noheader", "--jobs", str(number), "--format", "%T %r")
-    states = sorted(set(waiting.stdout.split("\n")) - {""})
-    if waiting.returncode == 0 and states:
+    squeue = _slurm("squeue", "--noheader", "--jobs", str(job_id), "--format", "%T %r")
+    states = sorted(set(squeue.stdout.split("\n")) - {""})
+    if squeue.returncode == 0 and states:
         return ", ".join(state.replace(" None", "").lower() for state in states)
-    shown = _slurm("scontrol", "show", "job", str(number))
-    if shown.returncode:
+    scontrol = _slurm("scontrol", "show", "job", str(job_id))
+    if scontrol.returncode:
         return "ended; Slurm no longer has its state"
-    ends = {
+    final_states = {
         word.removeprefix("JobState=").lower()
-        for word in shown.stdout.split()
+        for word in scontrol.stdout.split()
         if word.startswith("JobState=")
     }
-    return ", ".join(sorted(ends))
+    return ", ".join(sorted(final_states))
 
 
 def _sbatch(script: Path, *options: str) -> int:
-    answer = _slurm("sbatch", "--parsable", *options, str(script))
-    if answer.returncode:
-        raise LaunchError(f"sbatch rejected {script}: {answer.stderr.strip()}")
-    return int(answer.stdout.strip().partition(";")[0])
+    result = _slurm("sbatch", "--parsable", *options, str(script))
+    if result.returncode:
+        raise LaunchError(f"sbatch rejected {script}: {result.stderr.strip()}")
+    return int(result.stdout.strip().partition(";")[0])
 
 
-def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(words, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise LaunchError(
-            f"{words[0]} is not installed on this machine; run this where Slurm's commands are, or "
-            "use --dry-run"
+            f"{command[0]} is not installed on this machine; run this where Slurm's commands are, "
+            "or use --dry-run"
         ) from None

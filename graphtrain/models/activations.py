@@ -27,26 +27,28 @@ def apply_activation(activate: Activation, wide: list[jax.Array]) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply_in_float32(activate: Activation, wide: list[jax.Array]) -> jax.Array:
-    return _in_float32(activate, wide).astype(wide[0].dtype)
+def _apply_in_float32(activate: Activation, projections: list[jax.Array]) -> jax.Array:
+    return _in_float32(activate, projections).astype(projections[0].dtype)
 
 
-def _forward(activate: Activation, wide: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    return _apply_in_float32(activate, wide), wide
+def _forward(
+    activate: Activation, projections: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    return _apply_in_float32(activate, projections), projections
 
 
 def _backward(
-    activate: Activation, wide: list[jax.Array], gradient: jax.Array
+    activate: Activation, projections: list[jax.Array], gradient: jax.Array
 ) -> tuple[list[jax.Array]]:
     # materialize separates this from the forward pass, whose float32 intermediates XLA would
     # otherwise keep. The gradient of astype rounds once, to the dtype of each input.
-    _, back = jax.vjp(partial(_in_float32, activate), materialize(wide))
-    return back(gradient.astype(jnp.float32))
+    _, vjp = jax.vjp(partial(_in_float32, activate), materialize(projections))
+    return vjp(gradient.astype(jnp.float32))
 
 
 _apply_in_float32.defvjp(_forward, _backward)
 
 
-def _in_float32(activate: Activation, wide: list[jax.Array]) -> jax.Array:
-    first, *rest = (x.astype(jnp.float32) for x in wide)
-    return activate(first) * rest[0] if rest else activate(first)
+def _in_float32(activate: Activation, projections: list[jax.Array]) -> jax.Array:
+    gate_or_up, *ups = (x.astype(jnp.float32) for x in projections)
+    return activate(gate_or_up) * ups[0] if ups else activate(gate_or_up)

@@ -46,17 +46,17 @@ class Block(nnx.Module):
             full: Whether this layer has global attention although the model has a sliding window;
                 without it, the model's window applies.
         """
-        for_attention, for_mlp = split_key(dropout_key)
+        attention_key, mlp_key = split_key(dropout_key)
         update = scatter_residual(self.attention(gather_residual(self.attention_norm(x)), full))
         if self.post_norm:
             update = self.attention_post_norm(update)
-        x = x + dropout(update, self.dropout, for_attention)
-        wide = self.mlp(gather_residual(self.mlp_norm(x)))
-        update, auxiliary = wide if isinstance(wide, tuple) else (wide, {})
+        x = x + dropout(update, self.dropout, attention_key)
+        mlp_output = self.mlp(gather_residual(self.mlp_norm(x)))
+        update, auxiliary = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, {})
         update = scatter_residual(update)
         if self.post_norm:
             update = self.mlp_post_norm(update)
-        x = x + dropout(update, self.dropout, for_mlp)
+        x = x + dropout(update, self.dropout, mlp_key)
         return constrain_residual(x), auxiliary
 
 
@@ -98,16 +98,16 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """
     if key is None or rate == 0:
         return x
-    kept = draw_shard(
+    keep_mask = draw_shard(
         lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, "batch", "seq", "embed"
     )
-    return jnp.where(kept, x / (1 - rate), 0)
+    return jnp.where(keep_mask, x / (1 - rate), 0)
 
 
 def stack_layers(model: Model, keys: ParameterKeys) -> Block:
     """Build all blocks of the model as one, whose parameters have a leading layer axis."""
-    of_layers = jax.random.split(keys(), model.layers)
-    return nnx.vmap(lambda key: Block(model, ParameterKeys(key)))(of_layers)
+    keys_by_layer = jax.random.split(keys(), model.layers)
+    return nnx.vmap(lambda key: Block(model, ParameterKeys(key)))(keys_by_layer)
 
 
 def apply_layers(
@@ -155,17 +155,19 @@ def apply_stack(
     block, parameters = nnx.split(layers)
 
     def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, AuxiliaryLosses]:
-        parameters, key, real, full = layer
+        parameters, key, row_is_layer, full = layer
         y, auxiliary = nnx.merge(block, _keep_row_major(attach_reductions(parameters)))(
             x, key, full
         )
-        if real is None:
+        if row_is_layer is None:
             return y, auxiliary
-        return jnp.where(real, y, x), jax.tree.map(lambda one: jnp.where(real, one, 0), auxiliary)
+        return jnp.where(row_is_layer, y, x), jax.tree.map(
+            lambda loss: jnp.where(row_is_layer, loss, 0), auxiliary
+        )
 
     body = _checkpoint(one_layer, model)
-    each = (parameters, keys, is_layer, full)
-    x, auxiliary = jax.lax.scan(body, x, each, unroll=model.unroll)
+    scanned = (parameters, keys, is_layer, full)
+    x, auxiliary = jax.lax.scan(body, x, scanned, unroll=model.unroll)
     return x, jax.tree.map(jnp.sum, auxiliary)
 
 
@@ -178,7 +180,7 @@ def _keep_row_major(parameters: Any) -> Any:
             return parameter
         return parameter.replace(keep_row_major(array, parameter.get_metadata("axes")))
 
-    return jax.tree.map(store, parameters, is_leaf=lambda one: isinstance(one, nnx.Variable))
+    return jax.tree.map(store, parameters, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _checkpoint(one_layer: Any, model: Model) -> Any:

@@ -62,13 +62,13 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     Raises:
         ShardingError: as check_chunk.
     """
-    how, rules, mesh = program.loss.chunk, program.rules, program.mesh
-    if how == "none":
+    setting, rules, mesh = program.loss.chunk, program.rules, program.mesh
+    if setting == "none":
         return None
     positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
-    if how != "auto":
-        check_chunk(how, positions)
-        return how
+    if setting != "auto":
+        check_chunk(setting, positions)
+        return setting
     model, batch, target = program.model, program.batch, program.target
     if (
         not (target.is_gpu or target.platform == "tpu")
@@ -117,18 +117,25 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
         ),
         logits.positions,
     )
-    of_head = 4 * logits.embed * logits.vocab
-    whole, in_chunks = logits.bytes_of(logits.tokens), logits.bytes_of(logits.sequences * chunk)
-    return chunk if whole - in_chunks - of_head >= _MIN_SAVING * memory_bytes else None
+    head_gradient_bytes = 4 * logits.embed * logits.vocab
+    unchunked_bytes, chunked_bytes = (
+        logits.bytes_of(logits.tokens),
+        logits.bytes_of(logits.sequences * chunk),
+    )
+    return (
+        chunk
+        if unchunked_bytes - chunked_bytes - head_gradient_bytes >= _MIN_SAVING * memory_bytes
+        else None
+    )
 
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:
     """Return the minimum number of tokens per device in one chunk."""
-    moved = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
-    enough = _OPERATIONS_OF_BYTE * moved / (_MAX_OVERHEAD * logits.step_flops)
+    weight_bytes = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
+    sufficient_tokens = _OPERATIONS_OF_BYTE * weight_bytes / (_MAX_OVERHEAD * logits.step_flops)
     tokens = _FEWEST_TOKENS
     while (
-        tokens < min(enough, _TOKENS)
+        tokens < min(sufficient_tokens, _TOKENS)
         and logits.bytes_of(2 * tokens) <= _MAX_LOGITS_SHARE * memory_bytes
     ):
         tokens *= 2

@@ -75,8 +75,8 @@ def chunked_cross_entropy(
     Raises:
         ShardingError: as check_chunk.
     """
-    both: Any = _losses(scored, hidden, head, targets, weights)
-    value, loss = both
+    losses: Any = _losses(scored, hidden, head, targets, weights)
+    value, loss = losses
     return value, jax.lax.stop_gradient(loss)
 
 
@@ -89,9 +89,16 @@ def _losses_forward(scored: LossHead, *arrays: jax.Array) -> Any:
     return _over_chunks(scored, *arrays, differentiate=True)
 
 
-def _losses_backward(scored: LossHead, gradients: Any, of: tuple[jax.Array, jax.Array]) -> Any:
-    of_hidden, of_head = gradients
-    return (of_hidden * of[0]).astype(of_hidden.dtype), of_head * of[0], None, None
+def _losses_backward(
+    scored: LossHead, gradients: Any, cotangents: tuple[jax.Array, jax.Array]
+) -> Any:
+    grad_hidden, grad_head = gradients
+    return (
+        (grad_hidden * cotangents[0]).astype(grad_hidden.dtype),
+        grad_head * cotangents[0],
+        None,
+        None,
+    )
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
@@ -111,72 +118,78 @@ def _over_chunks(
     check_chunk(scored.chunk, length)
     # Cast and gathered over embed before the loop, so that this happens once.
     head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
-    pieces = tokens[0].shape[0], tokens[0].shape[2]
-    sums = (_zeros(pieces, "batch", "seq"),) * 2
+    token_shards = tokens[0].shape[0], tokens[0].shape[2]
+    sums = (_zeros(token_shards, "batch", "seq"),) * 2
     gradients = None
     if differentiate:
-        of_head = _zeros((*pieces, *head.shape), "batch", "seq", *scored.head_axes)
-        gradients = jnp.zeros_like(tokens[0]), of_head
+        grad_head = _zeros((*token_shards, *head.shape), "batch", "seq", *scored.head_axes)
+        gradients = jnp.zeros_like(tokens[0]), grad_head
 
-    def add(carried: Any, index: jax.Array) -> tuple[Any, None]:
-        sums, gradients = carried
-        begin = index * scored.chunk
-        chunk = [jax.lax.dynamic_slice_in_dim(x, begin, scored.chunk, 3) for x in tokens]
-        found, of_scores = _scored(scored, chunk, head_used, differentiate)
-        sums = jax.tree.map(jnp.add, sums, found)
-        if gradients is None or of_scores is None:
+    def add(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        sums, gradients = carry
+        start = index * scored.chunk
+        chunk = [jax.lax.dynamic_slice_in_dim(x, start, scored.chunk, 3) for x in tokens]
+        chunk_sums, grad_scores = _scored(scored, chunk, head_used, differentiate)
+        sums = jax.tree.map(jnp.add, sums, chunk_sums)
+        if gradients is None or grad_scores is None:
             return (sums, None), None
-        of_hidden, of_head = gradients
-        here, more = _products(scored, chunk[0], head_used, of_scores)
-        of_hidden = jax.lax.dynamic_update_slice_in_dim(of_hidden, here, begin, 3)
-        return (sums, (of_hidden, of_head + more)), None
+        grad_hidden, grad_head = gradients
+        chunk_grad_hidden, chunk_grad_head = _products(scored, chunk[0], head_used, grad_scores)
+        grad_hidden = jax.lax.dynamic_update_slice_in_dim(grad_hidden, chunk_grad_hidden, start, 3)
+        return (sums, (grad_hidden, grad_head + chunk_grad_head)), None
 
-    turns = jnp.arange(length // scored.chunk)
-    (sums, gradients), _ = jax.lax.scan(add, (sums, gradients), turns)
+    chunk_indices = jnp.arange(length // scored.chunk)
+    (sums, gradients), _ = jax.lax.scan(add, (sums, gradients), chunk_indices)
     value, loss = (x.sum() for x in sums)
     if gradients is None:
         return (value, loss), None
-    of_hidden, of_head = gradients
+    grad_hidden, grad_head = gradients
     return (value, loss), (
-        constrain(of_hidden.reshape(hidden.shape), "batch", "seq", "embed"),
-        _sum_shards(of_head, scored.head_axes).astype(head.dtype),
+        constrain(grad_hidden.reshape(hidden.shape), "batch", "seq", "embed"),
+        _sum_shards(grad_head, scored.head_axes).astype(head.dtype),
     )
 
 
 def _by_shard(x: jax.Array) -> jax.Array:
     """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
     batch, seq = shards_of("batch"), shards_of("seq")
-    rest = x.shape[2:]
-    divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *rest)
-    return constrain(divided, *_TOKENS, *("embed" for _ in rest))
+    trailing = x.shape[2:]
+    divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *trailing)
+    return constrain(divided, *_TOKENS, *("embed" for _ in trailing))
 
 
-def _sum_shards(of_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
+def _sum_shards(grad_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
     """Sum the head's gradient over the shards of tokens.
 
     The sum is first over mesh axes that also shard the head, so that XLA reduces and scatters
     there, and then over the other axes, where XLA reduces only shards.
     """
-    found, names = placement(), (*mesh_axes_of("batch"), *mesh_axes_of("seq"))
-    if found is None or not names:
-        return of_head.sum((0, 1))
-    shape = of_head.shape[2:]
-    sizes = [found.shape.axes[name] for name in names]
-    rest = make_layout(
-        "head", ArraySpec(shape, axes, role="optimizer"), found.rules, found.shape
+    context, token_mesh_axes = placement(), (*mesh_axes_of("batch"), *mesh_axes_of("seq"))
+    if context is None or not token_mesh_axes:
+        return grad_head.sum((0, 1))
+    shape = grad_head.shape[2:]
+    sizes = [context.shape.axes[name] for name in token_mesh_axes]
+    head_split = make_layout(
+        "head", ArraySpec(shape, axes, role="optimizer"), context.rules, context.shape
     ).split
-    holding = [name for name in names if any(name in held for held in rest)]
-    others = [name for name in names if name not in holding]
-    parts = of_head.reshape(*sizes, *shape).sum(tuple(map(names.index, holding)))
-    split = PartitionSpec(*others, *(held or None for held in rest))
-    placed = NamedSharding(found.current_mesh, split)
-    return jax.lax.with_sharding_constraint(parts, placed).sum(tuple(range(len(others))))
+    head_mesh_axes = [
+        name for name in token_mesh_axes if any(name in dim_axes for dim_axes in head_split)
+    ]
+    other_mesh_axes = [name for name in token_mesh_axes if name not in head_mesh_axes]
+    partial_sums = grad_head.reshape(*sizes, *shape).sum(
+        tuple(map(token_mesh_axes.index, head_mesh_axes))
+    )
+    spec = PartitionSpec(*other_mesh_axes, *(dim_axes or None for dim_axes in head_split))
+    sharding = NamedSharding(context.current_mesh, spec)
+    return jax.lax.with_sharding_constraint(partial_sums, sharding).sum(
+        tuple(range(len(other_mesh_axes)))
+    )
 
 
 def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
     """Return float32 zeros, which vary along the manual mesh axes of a surrounding shard_map."""
-    found, zeros = placement(), jnp.zeros(shape, jnp.float32)
-    for mesh_axis in found.manual if found else ():
+    context, zeros = placement(), jnp.zeros(shape, jnp.float32)
+    for mesh_axis in context.manual if context else ():
         zeros = as_varying(zeros, mesh_axis)
     return constrain(zeros, *axes)
 
@@ -198,19 +211,19 @@ def _scored(
     sums = (values * weights).sum(_LOCAL_DIMENSIONS), (losses * weights).sum(_LOCAL_DIMENSIONS)
     if not differentiate:
         return sums, None
-    of_log_z = weights * (1 + 2 * scored.z_loss * log_z) / total
-    hit = jnp.where(one_hot_mask(scores, targets), weights[..., None], 0.0)
-    of_scores = powers * of_log_z[..., None] - hit
+    grad_log_z = weights * (1 + 2 * scored.z_loss * log_z) / total
+    target_weights = jnp.where(one_hot_mask(scores, targets), weights[..., None], 0.0)
+    grad_scores = powers * grad_log_z[..., None] - target_weights
     if scored.cap is not None:
-        of_scores = of_scores * (1 - jnp.square(scores / scored.cap))
-    return sums, materialize(of_scores.astype(hidden.dtype))
+        grad_scores = grad_scores * (1 - jnp.square(scores / scored.cap))
+    return sums, materialize(grad_scores.astype(hidden.dtype))
 
 
 @jax.named_scope("head")
 def _products(
-    scored: LossHead, hidden: jax.Array, head: jax.Array, of_scores: jax.Array
+    scored: LossHead, hidden: jax.Array, head: jax.Array, grad_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a chunk's hidden states and, by shard in float32, of the head."""
     letters = scored.letters
-    of_hidden = dot(f"nbcsv,{letters}->nbcse", of_scores, head)
-    return of_hidden, dot(f"nbcse,nbcsv->nc{letters}", hidden, of_scores, jnp.float32)
+    grad_hidden = dot(f"nbcsv,{letters}->nbcse", grad_scores, head)
+    return grad_hidden, dot(f"nbcse,nbcsv->nc{letters}", hidden, grad_scores, jnp.float32)

@@ -43,15 +43,17 @@ def decode_step(
     return decoder.unembed(decoder.final_norm(x)), kv_cache
 
 
-def _decode_layers(model: Model, layers: Block, x: jax.Array, kept: Tree) -> tuple[jax.Array, Tree]:
+def _decode_layers(
+    model: Model, layers: Block, x: jax.Array, cache: Tree
+) -> tuple[jax.Array, Tree]:
     block, parameters = nnx.split(layers)
 
     def one_layer(x: jax.Array, layer: tuple) -> tuple[jax.Array, Tree]:
         parameters, key, value, full = layer
-        with use_cache(key, value) as here:
+        with use_cache(key, value) as layer_cache:
             x, _ = nnx.merge(block, attach_reductions(parameters))(x, None, full)
-        return x, {"key": here.key, "value": here.value}
+        return x, {"key": layer_cache.key, "value": layer_cache.value}
 
     return jax.lax.scan(
-        one_layer, x, (parameters, kept["key"], kept["value"], global_attention_layers(model))
+        one_layer, x, (parameters, cache["key"], cache["value"], global_attention_layers(model))
     )

@@ -78,12 +78,12 @@ class Embedding(nnx.Module):
                     f"= {rows}, the "
                     "number of learned positions; use shorter sequences"
                 )
-            if (of_documents := segment_positions()) is not None:
+            if (document_positions := segment_positions()) is not None:
                 # Gather the table over embed before the lookup, as for token ids.
                 table = constrain(self.positions[:length], "positions", "embed")
-                x = x + constrain(jnp.take(table, of_documents, axis=0), *GATHERED_AXES)
-            elif (continued := kv_cache.cache_positions(length)) is not None:
-                x = x + jnp.take(self.positions[...], continued, axis=0, mode="clip")
+                x = x + constrain(jnp.take(table, document_positions, axis=0), *GATHERED_AXES)
+            elif (new_positions := kv_cache.cache_positions(length)) is not None:
+                x = x + jnp.take(self.positions[...], new_positions, axis=0, mode="clip")
             else:
                 x = x + constrain(axis_to_ring_order(self.positions[:length], 0), "seq", "embed")
         if self.model.embedding_norm:
@@ -112,21 +112,21 @@ def embedding_lookup(
 
 
 def _rows_forward(
-    table: jax.Array, tokens: jax.Array, dtype: str, by_product: bool
+    table: jax.Array, tokens: jax.Array, dtype: str, use_matmul: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return embedding_lookup(table, tokens, dtype, by_product), (table, tokens)
+    return embedding_lookup(table, tokens, dtype, use_matmul), (table, tokens)
 
 
 def _rows_backward(
     dtype: str,
-    by_product: bool,
+    use_matmul: bool,
     residuals: tuple[jax.Array, jax.Array],
     gradient: jax.Array,
 ) -> tuple[jax.Array, None]:
     table, tokens = residuals
-    if by_product:
-        hits = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
-        return dot("bsv,bse->ve", hits, gradient, table.dtype), None
+    if use_matmul:
+        one_hot = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
+        return dot("bsv,bse->ve", one_hot, gradient, table.dtype), None
     return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
 
 
@@ -148,9 +148,9 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Return normed hidden states (batch, seq, embed) and the layers' auxiliary losses."""
-        for_embedding, for_layers = split_key(dropout_key)
-        x = self.embed(tokens, for_embedding)
-        x, auxiliary = apply_layers(self.model, self.layers, x, for_layers)
+        embedding_key, layers_key = split_key(dropout_key)
+        x = self.embed(tokens, embedding_key)
+        x, auxiliary = apply_layers(self.model, self.layers, x, layers_key)
         return self.final_norm(x), auxiliary
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
@@ -231,11 +231,11 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
     scan.
     """
     structure, shapes = _abstract(model)
-    given = {
+    with_reductions = {
         name: tree if name == "layers" else attach_reductions(tree)
         for name, tree in parameters.items()
     }
-    return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **given}))
+    return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **with_reductions}))
 
 
 def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:

@@ -32,14 +32,14 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
         causal: Count only the half of attention's scores that the causal mask leaves.
     """
     model, length = program.model, program.batch.seq_len
-    whole, attention = (
+    total, attention = (
         flops_per_token(model, length),
         attention_flops_per_token(model, length),
     )
     if causal:
-        whole, attention = whole - attention / 2, attention / 2
-    flops = whole if program.adapter is None else whole - (whole - attention) / 3
-    return flops + whole / 3 if program.loss.kind == "dpo" else flops
+        total, attention = total - attention / 2, attention / 2
+    flops = total if program.adapter is None else total - (total - attention) / 3
+    return flops + total / 3 if program.loss.kind == "dpo" else flops
 
 
 def useful_flops_per_token(program: Program) -> dict[str, float]:
@@ -76,10 +76,15 @@ def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    inside = 0 if model.moe is not None else hidden + embed  # experts have no biases
+    mlp_biases = 0 if model.moe is not None else hidden + embed  # experts have no biases
     attention = qkv + embed
-    by_choice = {"none": 0, "qkv": qkv, "attention": attention, "all": attention + inside}
-    return model.layers * by_choice[model.bias]
+    biases_per_layer = {
+        "none": 0,
+        "qkv": qkv,
+        "attention": attention,
+        "all": attention + mlp_biases,
+    }
+    return model.layers * biases_per_layer[model.bias]
 
 
 def _scales(model: Model) -> int:

@@ -24,8 +24,8 @@ class ParameterKeys:
     def __call__(self) -> jax.Array:
         """Return the next key."""
         if not self._made:
-            numbers = self._next + jnp.arange(self._AT_ONCE, dtype=jnp.uint32)
-            self._made = list(jax.vmap(jax.random.fold_in, (None, 0))(self._key, numbers))
+            counters = self._next + jnp.arange(self._AT_ONCE, dtype=jnp.uint32)
+            self._made = list(jax.vmap(jax.random.fold_in, (None, 0))(self._key, counters))
             self._next += self._AT_ONCE
         return self._made.pop(0)
 

@@ -50,10 +50,10 @@ def dpo_loss(log_ratio: jax.Array, pairs: jax.Array, loss: Loss) -> dict[str, ja
     Mitchell 2023, "A note on DPO with noisy preferences", equation 3,
     https://ericmitchell.ai/cdpo.pdf
     """
-    better, worse = log_ratio.reshape(-1, 2).T
-    margin = loss.beta * (better - worse)
-    wrong = loss.label_smoothing
-    losses = -(1 - wrong) * jax.nn.log_sigmoid(margin) - wrong * jax.nn.log_sigmoid(-margin)
+    chosen, rejected = log_ratio.reshape(-1, 2).T
+    margin = loss.beta * (chosen - rejected)
+    flip_rate = loss.label_smoothing
+    losses = -(1 - flip_rate) * jax.nn.log_sigmoid(margin) - flip_rate * jax.nn.log_sigmoid(-margin)
     return {
         "loss": (losses * pairs).sum(),
         "margin": (margin * pairs).sum(),
@@ -72,15 +72,15 @@ def _scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 def target_scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the logits of targets (...) among logits (..., vocab); 0 outside of the vocabulary."""
     if on_cpu() and not mesh_axes_of("vocab"):
-        inside = (targets >= 0) & (targets < logits.shape[-1])
-        looked_up = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
-        return jnp.where(inside, looked_up, 0.0)
+        in_vocab = (targets >= 0) & (targets < logits.shape[-1])
+        gathered = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
+        return jnp.where(in_vocab, gathered, 0.0)
     # A comparison with iota instead of a gather: each device compares with its shard of the
     # vocabulary. The barrier stops JAX from hoisting iota and zeros, each of the logits' shape, out
     # of a loop over microbatches.
-    numbers = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-    numbers, zero, targets = jax.lax.optimization_barrier((numbers, jnp.zeros(()), targets))
-    return jnp.where(numbers == targets[..., None], logits, zero).sum(-1)
+    vocab_ids = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    vocab_ids, zero, targets = jax.lax.optimization_barrier((vocab_ids, jnp.zeros(()), targets))
+    return jnp.where(vocab_ids == targets[..., None], logits, zero).sum(-1)
 
 
 def one_hot_mask(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -110,13 +110,13 @@ def _looked_up_forward(
 
 
 def _looked_up_backward(
-    kept: tuple[jax.Array, jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
+    residuals: tuple[jax.Array, jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
-    powers, total, targets = kept
-    of_log_z, of_score = gradients
-    of_powers = materialize(of_log_z / total)[..., None]
-    hit = jnp.where(one_hot_mask(powers, targets), of_score[..., None], 0.0)
-    return powers * of_powers + hit, None
+    powers, total, targets = residuals
+    grad_log_z, grad_score = gradients
+    grad_scale = materialize(grad_log_z / total)[..., None]
+    grad_at_target = jnp.where(one_hot_mask(powers, targets), grad_score[..., None], 0.0)
+    return powers * grad_scale + grad_at_target, None
 
 
 _scores_unsharded.defvjp(_looked_up_forward, _looked_up_backward)

@@ -46,12 +46,14 @@ def dot_many(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-    computed_in = _computed_in(a, b)
+    compute_dtype = _computed_in(a, b)
     # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
-    exact = jax.lax.Precision.HIGHEST if computed_in == jnp.float32 else None
-    a, b = a.astype(computed_in), b.astype(computed_in)
-    sums_in = computed_in if dtype == computed_in and _rounds_sums() else jnp.float32
-    sums = jnp.einsum(equation, a, b, precision=exact, preferred_element_type=sums_in)
+    precision = jax.lax.Precision.HIGHEST if compute_dtype == jnp.float32 else None
+    a, b = a.astype(compute_dtype), b.astype(compute_dtype)
+    accumulation_dtype = compute_dtype if dtype == compute_dtype and _rounds_sums() else jnp.float32
+    sums = jnp.einsum(
+        equation, a, b, precision=precision, preferred_element_type=accumulation_dtype
+    )
     return sums.astype(dtype)
 
 
@@ -91,14 +93,14 @@ _dot = jax.custom_vjp(_product, nondiff_argnums=(0, 3))
 _dot.defvjp(_forward, _backward)
 
 
-def _products(equation: str, a: jax.Array, several: tuple[jax.Array, ...]) -> list[jax.Array]:
-    return [_product(equation, a, b, _computed_in(a, b)) for b in several]
+def _products(equation: str, a: jax.Array, factors: tuple[jax.Array, ...]) -> list[jax.Array]:
+    return [_product(equation, a, b, _computed_in(a, b)) for b in factors]
 
 
 def _products_forward(
-    equation: str, a: jax.Array, several: tuple[jax.Array, ...]
+    equation: str, a: jax.Array, factors: tuple[jax.Array, ...]
 ) -> tuple[list[jax.Array], tuple[jax.Array, tuple[jax.Array, ...]]]:
-    return _products(equation, a, several), (a, several)
+    return _products(equation, a, factors), (a, factors)
 
 
 def _products_backward(
@@ -106,21 +108,22 @@ def _products_backward(
     operands: tuple[jax.Array, tuple[jax.Array, ...]],
     gradients: list[jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    a, several = operands
+    a, factors = operands
     inputs, out = equation.split("->")
     a_axes, b_axes = inputs.split(",")
     pairs = [
         (gradient.astype(_computed_in(a, b)), b)
-        for gradient, b in zip(gradients, several, strict=True)
+        for gradient, b in zip(gradients, factors, strict=True)
     ]
-    added_in = a.dtype if _rounds_sums() else jnp.float32
-    for_a = sum(
-        _product(f"{out},{b_axes}->{a_axes}", gradient, b, added_in) for gradient, b in pairs
+    accumulation_dtype = a.dtype if _rounds_sums() else jnp.float32
+    grad_a = sum(
+        _product(f"{out},{b_axes}->{a_axes}", gradient, b, accumulation_dtype)
+        for gradient, b in pairs
     )
-    for_several = tuple(
+    grad_factors = tuple(
         _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype) for gradient, b in pairs
     )
-    return jnp.asarray(for_a).astype(a.dtype), for_several
+    return jnp.asarray(grad_a).astype(a.dtype), grad_factors
 
 
 _dots = jax.custom_vjp(_products, nondiff_argnums=(0,))

@@ -47,11 +47,11 @@ class MLP(nnx.Module):
     def _widen(self, x: jax.Array) -> list[jax.Array]:
         """Return [gate, up], or [up] without a gate, each (batch, seq, mlp)."""
         if self.model.fused_gate_up:
-            both = project(self, "gate_up", "bse,epm->bspm", x)
-            both = constrain(both, "batch", "seq", None, "mlp")
-            return [both[:, :, 0], both[:, :, 1]]
-        wide = project_many(self, tuple(_wide(self.model)), "bse,em->bsm", x)
-        return [constrain(each, "batch", "seq", "mlp") for each in wide]
+            gate_up = project(self, "gate_up", "bse,epm->bspm", x)
+            gate_up = constrain(gate_up, "batch", "seq", None, "mlp")
+            return [gate_up[:, :, 0], gate_up[:, :, 1]]
+        projections = project_many(self, tuple(_wide(self.model)), "bse,em->bsm", x)
+        return [constrain(projection, "batch", "seq", "mlp") for projection in projections]
 
 
 def _wide(model: Model) -> dict[str, tuple[str | None, ...]]:

@@ -81,10 +81,12 @@ class MixtureMLP(nnx.Module):
         shares, experts = top_k(scores, self.mixture)
         terms = router_losses(scores, experts, self.mixture, self.model.layers)
         if self.mixture.capacity_factor is None:
-            mixed = self._dropless(x, shares, experts)
+            output = self._dropless(x, shares, experts)
         else:
-            mixed = self._within_capacity(x, shares, experts, self.mixture.capacity_factor)
-        return (mixed if self.mixture.shared_expert_mlp is None else mixed + self._shared(x)), terms
+            output = self._within_capacity(x, shares, experts, self.mixture.capacity_factor)
+        if self.mixture.shared_expert_mlp is not None:
+            output = output + self._shared(x)
+        return output, terms
 
     @jax.named_scope("shared")
     def _shared(self, x: jax.Array) -> jax.Array:
@@ -93,8 +95,8 @@ class MixtureMLP(nnx.Module):
         Source: Qwen team 2024, "Qwen1.5-MoE", https://qwenlm.github.io/blog/qwen-moe/
         """
         activate = ACTIVATIONS[self.model.activation]
-        wide = project_many(self, self._shared_names(), "bse,em->bsm", x)
-        *gate, up = (constrain(each, "batch", "seq", "shared") for each in wide)
+        projections = project_many(self, self._shared_names(), "bse,em->bsm", x)
+        *gate, up = (constrain(projection, "batch", "seq", "shared") for projection in projections)
         hidden = activate(gate[0]) * up if gate else activate(up)
         score = (x.astype(jnp.float32) * self.shared_share[...]).sum(-1, keepdims=True)
         share = jax.nn.sigmoid(score).astype(x.dtype)
@@ -119,38 +121,42 @@ class MixtureMLP(nnx.Module):
             capacity: Slots of an expert, relative to the mean number of choices per expert.
         """
         count, length = self.mixture.experts, x.shape[1]
-        room = math.ceil(capacity * length * self.mixture.experts_per_token / count)
+        expert_capacity = math.ceil(capacity * length * self.mixture.experts_per_token / count)
         order = positions(length)  # slots fill in sequence order, also under ring attention
-        places = slot_in_expert(experts[:, jnp.argsort(order)], count)[:, order]
-        kept = places < room
+        expert_slots = slot_in_expert(experts[:, jnp.argsort(order)], count)[:, order]
+        in_capacity = expert_slots < expert_capacity
         slots = jnp.where(
-            kept, experts * room + places, count * room
+            in_capacity, experts * expert_capacity + expert_slots, count * expert_capacity
         )  # the last slot collects the overflow
         # Token index in each slot; empty slots point to a row of zeros appended to the sequence.
         tokens = jnp.broadcast_to(jnp.arange(length)[:, None], slots.shape[1:])
-        fill = jax.vmap(lambda at: jnp.full(count * room + 1, length).at[at].set(tokens))
+        fill_slots = jax.vmap(
+            lambda index: jnp.full(count * expert_capacity + 1, length).at[index].set(tokens)
+        )
         padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
-        taken = jnp.take_along_axis(padded, fill(slots)[:, :-1, None], axis=1)
-        buffer = taken.reshape(len(x), count, room, -1)
+        dispatched = jnp.take_along_axis(padded, fill_slots(slots)[:, :-1, None], axis=1)
+        buffer = dispatched.reshape(len(x), count, expert_capacity, -1)
         buffer = constrain(buffer, "dispatch_batch", "experts", "capacity", "embed")
-        done = self._experts(buffer)
-        done = constrain(done, "batch", None, "capacity", "embed").reshape(len(x), count * room, -1)
-        done = jnp.pad(done, ((0, 0), (0, 1), (0, 0)))
-        picked = jnp.take_along_axis(done, slots.reshape(len(x), -1, 1), axis=1)
-        picked = picked.reshape(*slots.shape, -1)
-        share = jnp.where(kept, shares, 0).astype(x.dtype)
-        return jnp.einsum("bske,bsk->bse", picked, share)
+        outputs = self._experts(buffer)
+        outputs = constrain(outputs, "batch", None, "capacity", "embed").reshape(
+            len(x), count * expert_capacity, -1
+        )
+        outputs = jnp.pad(outputs, ((0, 0), (0, 1), (0, 0)))
+        choice_outputs = jnp.take_along_axis(outputs, slots.reshape(len(x), -1, 1), axis=1)
+        choice_outputs = choice_outputs.reshape(*slots.shape, -1)
+        share = jnp.where(in_capacity, shares, 0).astype(x.dtype)
+        return jnp.einsum("bske,bsk->bse", choice_outputs, share)
 
     def _experts(self, buffer: jax.Array) -> jax.Array:
         """Apply every expert to its slots, (batch, experts, capacity, embed), of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
-        wide = [
+        projections = [
             constrain(
                 dot("bxce,xem->bxcm", buffer, w), "dispatch_batch", "experts", "capacity", "mlp"
             )
             for w in self._widths()
         ]
-        *gate, up = (checkpoint_name(each, PROJECTION) for each in wide)
+        *gate, up = (checkpoint_name(projection, PROJECTION) for projection in projections)
         hidden = activate(gate[0]) * up if gate else activate(up)
         down = plain_array(self.down.get_value())
         out = checkpoint_name(dot("bxcm,xme->bxce", hidden, down), PROJECTION)
@@ -159,8 +165,8 @@ class MixtureMLP(nnx.Module):
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         activate = ACTIVATIONS[self.model.activation]
 
-        def combine(wide: list[jax.Array]) -> jax.Array:
-            *gate, up = wide
+        def combine(projections: list[jax.Array]) -> jax.Array:
+            *gate, up = projections
             return activate(gate[0]) * up if gate else activate(up)
 
         down = plain_array(self.down.get_value())
@@ -185,24 +191,24 @@ def dropless_experts(
         wide: Gate and up weights, or up alone, each (experts, embed, mlp).
         down: Down weights (experts, mlp, embed).
     """
-    found = placement()
+    context = placement()
     run = partial(_sorted_experts, combine)
-    tokens, over, inside = (
+    tokens, expert_axes, mlp_axes = (
         (mesh_axes_of("batch") or None, mesh_axes_of("seq") or None),
         mesh_axes_of("experts"),
         mesh_axes_of("mlp"),
     )
-    axes = {name for names in (*tokens, over, inside) if names for name in names}
-    if found is None or not axes:
+    axes = {name for names in (*tokens, expert_axes, mlp_axes) if names for name in names}
+    if context is None or not axes:
         return run((), (), x, shares, experts, wide, down)
-    in_order = PartitionSpec(*tokens)
-    by_width = PartitionSpec(over or None, None, inside or None)
-    by_row = PartitionSpec(over or None, inside or None)
+    token_spec = PartitionSpec(*tokens)
+    gate_up_spec = PartitionSpec(expert_axes or None, None, mlp_axes or None)
+    down_spec = PartitionSpec(expert_axes or None, mlp_axes or None)
     return jax.shard_map(
-        partial(run, over, inside),
-        mesh=found.current_mesh,
-        in_specs=(in_order, in_order, in_order, [by_width] * len(wide), by_row),
-        out_specs=in_order,
+        partial(run, expert_axes, mlp_axes),
+        mesh=context.current_mesh,
+        in_specs=(token_spec, token_spec, token_spec, [gate_up_spec] * len(wide), down_spec),
+        out_specs=token_spec,
         axis_names=axes,
         check_vma=False,
     )(x, shares, experts, wide, down)
@@ -232,8 +238,8 @@ def slot_in_expert(
     """
     chosen = jax.nn.one_hot(experts, count, dtype=jnp.int32)
     flat = chosen.reshape(len(experts), -1, count)
-    before = (jnp.cumsum(flat, axis=1) - flat).reshape(chosen.shape)
-    return (before * chosen).sum(-1)
+    earlier = (jnp.cumsum(flat, axis=1) - flat).reshape(chosen.shape)
+    return (earlier * chosen).sum(-1)
 
 
 def router_losses(
@@ -253,9 +259,9 @@ def router_losses(
     the fraction of all choices; Zoph et al. 2022, "ST-MoE", equation 5,
     https://arxiv.org/abs/2202.08906
     """
-    chosen = jax.nn.one_hot(experts, mixture.experts).mean((0, 1, 2))
-    likely = jax.nn.softmax(scores, axis=-1).mean((0, 1))
-    balance = mixture.experts * (chosen * likely).sum()
+    mean_choices = jax.nn.one_hot(experts, mixture.experts).mean((0, 1, 2))
+    mean_probs = jax.nn.softmax(scores, axis=-1).mean((0, 1))
+    balance = mixture.experts * (mean_choices * mean_probs).sum()
     squares = jnp.square(jax.nn.logsumexp(scores, axis=-1)).mean()
     return {
         "balance_loss": mixture.balance_loss * balance / layers,
@@ -265,61 +271,63 @@ def router_losses(
 
 def _sorted_experts(
     combine: GateUpFunction,
-    over: tuple[str, ...],
-    inside: tuple[str, ...],
+    expert_axes: tuple[str, ...],
+    mlp_axes: tuple[str, ...],
     x: jax.Array,
     shares: jax.Array,
     experts: jax.Array,
-    wide: list[jax.Array],
+    gate_up_weights: list[jax.Array],
     down: jax.Array,
 ) -> jax.Array:
     """Apply the experts of this device to the tokens of all devices that share them.
 
     Args:
         combine: As in dropless_experts.
-        over: Mesh axes that shard the experts.
-        inside: Mesh axes that shard the hidden width of an expert.
+        expert_axes: Mesh axes that shard the experts.
+        mlp_axes: Mesh axes that shard the hidden width of an expert.
         x: Tokens of this device (batch, seq, embed).
         shares: Weights of their chosen experts (batch, seq, choices).
         experts: Global indices of their chosen experts (batch, seq, choices).
-        wide: This device's shard of the gate and up weights.
+        gate_up_weights: This device's shard of the gate and up weights.
         down: This device's shard of the down weights.
     """
     shape, chosen = x.shape, experts.shape[-1]
-    tokens = [each.reshape(-1, each.shape[-1]) for each in (x, shares, experts)]
-    if over:
-        tokens = [jax.lax.all_gather(each, over, tiled=True) for each in tokens]
+    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, shares, experts)]
+    if expert_axes:
+        tokens = [jax.lax.all_gather(array, expert_axes, tiled=True) for array in tokens]
     x, shares, experts = tokens
-    first = jax.lax.axis_index(over) * len(down) if over else 0
-    mine = (experts.reshape(-1) >= first) & (experts.reshape(-1) < first + len(down))
-    key = jnp.where(
-        mine, experts.reshape(-1) - first, len(down)
+    first_expert = jax.lax.axis_index(expert_axes) * len(down) if expert_axes else 0
+    is_local = (experts.reshape(-1) >= first_expert) & (
+        experts.reshape(-1) < first_expert + len(down)
+    )
+    sort_key = jnp.where(
+        is_local, experts.reshape(-1) - first_expert, len(down)
     )  # choices of other devices' experts sort last
-    order = jnp.argsort(key, stable=True)
+    order = jnp.argsort(sort_key, stable=True)
     # A sum of comparisons: bincount is an integer scatter-add, which Neuron does not support.
-    sizes = (key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
+    sizes = (sort_key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)
-    hidden = combine([checkpoint_name(product(rows, w), PROJECTION) for w in wide])
+    hidden = combine([checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights])
     out = checkpoint_name(product(hidden, down), PROJECTION).astype(jnp.float32)
-    share = jnp.where(mine, shares.reshape(-1), 0)[order]
+    share = jnp.where(is_local, shares.reshape(-1), 0)[order]
     total = jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])
-    if inside:
-        total = jax.lax.psum(total, inside)
-    if over:
-        total = jax.lax.psum_scatter(total, over, tiled=True)
+    if mlp_axes:
+        total = jax.lax.psum(total, mlp_axes)
+    if expert_axes:
+        total = jax.lax.psum_scatter(total, expert_axes, tiled=True)
     return total.reshape(shape).astype(x.dtype)
 
 
-def _ragged(rows: jax.Array, by_expert: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged(rows: jax.Array, expert_weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply groups of rows, each by its expert's matrix; rows after the last group are zero."""
-    exact = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     out = jax.lax.ragged_dot(
         rows,
-        by_expert.astype(rows.dtype),
+        expert_weights.astype(rows.dtype),
         sizes,
-        precision=exact,
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
-    real = jnp.arange(len(rows)) < sizes.sum()
-    return jnp.where(real[:, None], out, 0).astype(rows.dtype)
+    is_assigned = jnp.arange(len(rows)) < sizes.sum()
+    return jnp.where(is_assigned[:, None], out, 0).astype(rows.dtype)

@@ -52,7 +52,7 @@ def to_pipeline_layout(parameters: Parameters, stages: Stages) -> dict[str, Any]
 
 def pipeline_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
     """Return the ArraySpecs of arrange's result."""
-    return {**specs, "layers": jax.tree.map(lambda one: row_spec(one, stages), specs["layers"])}
+    return {**specs, "layers": jax.tree.map(lambda spec: row_spec(spec, stages), specs["layers"])}
 
 
 def _leading(stages: Stages) -> tuple[int, ...]:
@@ -75,36 +75,39 @@ def decoder_pipeline(
         term_weight: Weight of one microbatch's auxiliary losses.
     """
 
-    def keys_of(number: jax.Array) -> tuple[Any, Any]:
-        return split_key(None if keys is None else keys(number))
+    def keys_of(microbatch_index: jax.Array) -> tuple[Any, Any]:
+        return split_key(None if keys is None else keys(microbatch_index))
 
-    def first(weights: Tree, microbatch: Tree, number: jax.Array) -> jax.Array:
-        return merge(model, weights).embed(microbatch["tokens"], keys_of(number)[0])
+    def embed_stage(weights: Tree, microbatch: Tree, microbatch_index: jax.Array) -> jax.Array:
+        return merge(model, weights).embed(microbatch["tokens"], keys_of(microbatch_index)[0])
 
-    def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
-        drop, full = layer_keys(model, keys_of(number)[1]), global_attention_layers(model)
-        begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        here = begin + jnp.arange(stages.rows_per_chunk)
-        which = jnp.minimum(here, model.layers - 1)  # rows of zeros may be past the end
+    def layer_stage(
+        rows: Tree, x: jax.Array, microbatch_index: jax.Array, chunk: jax.Array
+    ) -> tuple[Any, Any]:
+        drop, full = layer_keys(model, keys_of(microbatch_index)[1]), global_attention_layers(model)
+        first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
+        row_layers = first_layer + jnp.arange(stages.rows_per_chunk)
+        # Rows of zeros may be past the end.
+        layer_indices = jnp.minimum(row_layers, model.layers - 1)
         count = jnp.array(stages.layers)[chunk]
         x, terms = apply_stack(
             model,
             merge(model, {"layers": rows}).layers,
             x,
-            None if drop is None else drop[which],
-            here < begin + count if stages.padding_fraction else None,
-            None if full is None else full[which],
+            None if drop is None else drop[layer_indices],
+            row_layers < first_layer + count if stages.padding_fraction else None,
+            None if full is None else full[layer_indices],
         )
         return x, jax.tree.map(lambda term: term * term_weight, terms)
 
-    def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
+    def loss_stage(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         decoder = merge(model, weights)
         return score(decoder.unembed(decoder.final_norm(x)), microbatch)
 
     return Pipeline(
-        first,
-        stage,
-        last,
+        embed_stage,
+        layer_stage,
+        loss_stage,
         virtual_stages=stages.rounds,
         remat=model.remat != "none",
         mixes_sequences=model.moe is not None,
@@ -123,11 +126,11 @@ def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
 
 def merge_gradients(gradients: Tree) -> Tree:
     """Return the gradients before split_for_pipeline; those of a tied head are summed."""
-    joined = {**gradients["last"], "layers": gradients["stages"]}
+    merged = {**gradients["last"], "layers": gradients["stages"]}
     embedding = gradients["first"]["embedding"]
-    if "embedding" in joined:
-        embedding = jax.tree.map(jnp.add, embedding, joined["embedding"])
-    return {**joined, "embedding": embedding}
+    if "embedding" in merged:
+        embedding = jax.tree.map(jnp.add, embedding, merged["embedding"])
+    return {**merged, "embedding": embedding}
 
 
 def split_batch(batch: Tree, stages: int, devices: int) -> Tree:
@@ -139,11 +142,11 @@ def split_batch(batch: Tree, stages: int, devices: int) -> Tree:
         devices: The number of sequences in each is a multiple of it.
     """
     sequences = len(batch["tokens"])
-    parts = math.gcd(sequences // devices, stages) if sequences % devices == 0 else 1
+    microbatches = math.gcd(sequences // devices, stages) if sequences % devices == 0 else 1
 
     def split(array: jax.Array) -> jax.Array:
-        array = array.reshape(parts, sequences // parts, *array.shape[1:])
-        empty = jnp.zeros((-parts % stages, *array.shape[1:]), array.dtype)
+        array = array.reshape(microbatches, sequences // microbatches, *array.shape[1:])
+        empty = jnp.zeros((-microbatches % stages, *array.shape[1:]), array.dtype)
         return jnp.concatenate([array, empty])
 
     return jax.tree.map(split, batch)

@@ -29,8 +29,8 @@ def project_many(
 ) -> list[jax.Array]:
     """Apply project for several parameters that multiply the same x."""
     with jax.named_scope("+".join(names)):
-        several = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
-    return [_finish(module, name, y) for name, y in zip(names, several, strict=True)]
+        products = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
+    return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
 
 
 def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:

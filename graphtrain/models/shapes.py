@@ -59,8 +59,8 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
         arrays["output_bias"] = _array(model, "embed")
     if model.qk_norm:
         for norm in ("query_norm", "key_norm"):
-            own = _norm(model, "head_dim")
-            arrays |= {f"{norm}/{name}": spec for name, spec in own.items()}
+            norm_arrays = _norm(model, "head_dim")
+            arrays |= {f"{norm}/{name}": spec for name, spec in norm_arrays.items()}
     return arrays
 
 
@@ -68,13 +68,13 @@ def _mlp(model: Model) -> dict[str, ArraySpec]:
     if model.moe is not None:
         return _experts(model)
     names = ("gate", "up") if is_gated(model) else ("up",)
-    wide: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
+    output_axes: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
     if model.fused_gate_up:
-        wide = {"gate_up": (None, "mlp")}
-    arrays = {name: _array(model, "embed", *axes) for name, axes in wide.items()}
+        output_axes = {"gate_up": (None, "mlp")}
+    arrays = {name: _array(model, "embed", *axes) for name, axes in output_axes.items()}
     arrays["down"] = _array(model, "mlp", "embed")
     if model.bias == "all":
-        arrays |= {f"{name}_bias": _array(model, *axes) for name, axes in wide.items()}
+        arrays |= {f"{name}_bias": _array(model, *axes) for name, axes in output_axes.items()}
         arrays["down_bias"] = _array(model, "embed")
     return arrays
 

@@ -76,12 +76,12 @@ def assess_all(
 
 def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
     """Estimate a program without the compiler. If a plan is given, do not import JAX."""
-    filled = with_padding_layers(program)
+    padded_program = with_padding_layers(program)
     return _assessment(
         program,
         plan or plan_program(program),
-        estimated_memory(filled),
-        predict_collectives(filled),
+        estimated_memory(padded_program),
+        predict_collectives(padded_program),
         "estimate",
     )
 
@@ -102,7 +102,7 @@ def _from_outcome(
         memory = replace(guess.memory, compiler_out_of_memory=outcome.kind == "OutOfMemory")
         return replace(guess, memory=memory, note=_missing_reason(outcome))
     record = artifact.record
-    collectives = tuple(Collective.from_record(one) for one in record["collectives"])
+    collectives = tuple(Collective.from_record(entry) for entry in record["collectives"])
     memory = _memory_by_part(record["memory"]["peak"], program, plan)
     remark = ""
     if record["unknown_loops"]:
@@ -127,9 +127,9 @@ def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
     """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
     guess = estimated_memory(with_padding_layers(program))
     parameters, frozen, optimizer = map(plan.bytes_per_device, ("parameter", "frozen", "optimizer"))
-    rest = max(0, peak - parameters - frozen - optimizer)
-    gradients = min(guess.gradients, rest)
-    activations = min(guess.activations, rest - gradients)
+    remaining_bytes = max(0, peak - parameters - frozen - optimizer)
+    gradients = min(guess.gradients, remaining_bytes)
+    activations = min(guess.activations, remaining_bytes - gradients)
     return replace(
         guess,
         parameters=parameters,
@@ -137,7 +137,7 @@ def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
         optimizer=optimizer,
         gradients=gradients,
         activations=activations,
-        temporaries=rest - gradients - activations,
+        temporaries=remaining_bytes - gradients - activations,
         peak=peak,
         source="compiler",
     )
@@ -150,9 +150,9 @@ def _assessment(
     collectives: tuple[Collective, ...],
     source: Any,
 ) -> Assessment:
-    filled = with_padding_layers(program)
-    flash = step_uses_flash_kernel(filled)
-    time = step_time(filled, memory, collectives, bubble_of(program), flash=flash)
+    padded_program = with_padding_layers(program)
+    flash = step_uses_flash_kernel(padded_program)
+    time = step_time(padded_program, memory, collectives, bubble_of(program), flash=flash)
     return Assessment(
         target=program.settings.target,
         plan=plan,
@@ -162,5 +162,5 @@ def _assessment(
         time=time,
         mfu=mfu(program, time.total),
         mfu_causal=mfu(program, time.total, causal=True),
-        chunk=loss_chunk(filled),
+        chunk=loss_chunk(padded_program),
     )

@@ -112,32 +112,34 @@ def candidates(
     for sizes in _meshes(program, Target.parse(program.target).devices, choices):
         batch = replace(program.batch, microbatches=sizes["stage"])
         for names in _rules(program, sizes):
-            here = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
+            settings = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
             for pipeline in _pipelines(sizes["stage"], program):
-                placed = resolve(replace(here, pipeline=pipeline), load_rules)
+                resolved = resolve(replace(settings, pipeline=pipeline), load_rules)
                 try:
-                    weights = shard_weights(placed)
-                    step_uses_flash_kernel(placed)
-                    loss_chunk(placed)
+                    weights = shard_weights(resolved)
+                    step_uses_flash_kernel(resolved)
+                    loss_chunk(resolved)
                     if choices.arrays is not None:
-                        arrays = state_arrays(choices.arrays, placed.optimizer)
-                        make_plan(arrays, placed.rules, placed.mesh)
+                        arrays = state_arrays(choices.arrays, resolved.optimizer)
+                        make_plan(arrays, resolved.rules, resolved.mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes do not divide or there is no kernel; the schedule is irrelevant
-                for variant in _variants(placed, choices.remats):
+                for variant in _variants(resolved, choices.remats):
                     yield _candidate(variant, weights, attained)
 
 
 def _candidate(
     program: ResolvedProgram, weights: Sequence[ShardedWeight], attained: float
 ) -> Candidate:
-    held = memory(program, weights)
-    if not held.fits:
-        return Candidate(program, held)
+    estimated_memory = memory(program, weights)
+    if not estimated_memory.fits:
+        return Candidate(program, estimated_memory)
     collectives = predict_collectives(program, weights)
     flash = step_uses_flash_kernel(program)
-    spent = step_time(program, held, collectives, bubble_of(program), attained, flash)
-    return Candidate(program, held, spent, mfu(program, spent.total))
+    estimated_time = step_time(
+        program, estimated_memory, collectives, bubble_of(program), attained, flash
+    )
+    return Candidate(program, estimated_memory, estimated_time, mfu(program, estimated_time.total))
 
 
 def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:
@@ -162,8 +164,8 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
 
 def _without_stages(program: Program) -> bool:
     """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
-    apart = not program.batch.cross_document_attention
-    return apart or has_frozen_weights(program) or program.loss.has_chunks
+    isolates_documents = not program.batch.cross_document_attention
+    return isolates_documents or has_frozen_weights(program) or program.loss.has_chunks
 
 
 def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:
@@ -186,10 +188,10 @@ def indivisible_size(model: Model, tensor: int) -> str:
 def _rules(program: Program, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
     """Yield rule tables with variants for data and tensor; keep ulysses and the user's files."""
     context = "ulysses" if "ulysses" in program.rules else "context"
-    own = [name for name in program.rules if name.endswith(".toml")]
+    user_files = [name for name in program.rules if name.endswith(".toml")]
     for first in ("data", "zero1", "zero2") if sizes["data"] > 1 else ("data",):
         for last in (["sequence"], []) if sizes["tensor"] > 1 else (["sequence"],):
-            yield (first, "fsdp", "pipeline", "expert", context, "tensor", *last, *own)
+            yield (first, "fsdp", "pipeline", "expert", context, "tensor", *last, *user_files)
 
 
 def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[ResolvedProgram]:
@@ -205,12 +207,12 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
         if program.loss.kind == "dpo" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
-            varied = replace(
+            varied_settings = replace(
                 settings,
                 model=replace(program.model, remat=remat),
                 batch=replace(program.batch, microbatches=microbatches),
             )
-            yield program.with_settings(varied)
+            yield program.with_settings(varied_settings)
 
 
 def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:

@@ -62,34 +62,40 @@ def explain_collectives(
     reasons = Reasons(program, parameters)
     speeds = bytes_per_second or {}
 
-    def cause(collective: Collective) -> CollectiveOrigin:
+    def explain(collective: Collective) -> CollectiveOrigin:
         moved = parameters.classify(collective)
-        found = {axis: reasons.find(collective, moved, axis) for axis in collective.axes}
-        given = list(dict.fromkeys(reason for reason in found.values() if reason))
-        explained = all(found.values())
+        reasons_by_axis = {axis: reasons.find(collective, moved, axis) for axis in collective.axes}
+        known_reasons = list(dict.fromkeys(reason for reason in reasons_by_axis.values() if reason))
+        explained = all(reasons_by_axis.values())
         seconds = _seconds(collective, speeds)
         if explained:
-            why = _explanation(collective, moved, given, reasons)
+            why = _explanation(collective, moved, known_reasons, reasons)
         else:
-            why = _why_unexplained(collective, moved, found, reasons, annotations)
-        sentence = f"{_what(collective, moved, reasons)}{_cost(collective, seconds)}: {why}"
+            why = _why_unexplained(collective, moved, reasons_by_axis, reasons, annotations)
+        sentence = (
+            f"{_describe_traffic(collective, moved, reasons)}{_cost(collective, seconds)}: {why}"
+        )
         return CollectiveOrigin(
             collective,
             str(moved),
-            "; ".join(reason.rule for reason in given) if explained else "",
-            " + ".join(dict.fromkeys(r.strategy for r in given if r.strategy)) if explained else "",
+            "; ".join(reason.rule for reason in known_reasons) if explained else "",
+            " + ".join(dict.fromkeys(r.strategy for r in known_reasons if r.strategy))
+            if explained
+            else "",
             explained,
             sentence,
             seconds,
         )
 
-    return tuple(cause(each) for each in collectives)
+    return tuple(explain(collective) for collective in collectives)
 
 
 def unexplained(causes: Iterable[CollectiveOrigin]) -> tuple[CollectiveOrigin, ...]:
     """Return the causes that no strategy explains, most expensive first."""
-    found = (cause for cause in causes if not cause.explained)
-    return tuple(sorted(found, key=lambda cause: -cause.collective.wire_bytes_per_step))
+    unexplained_causes = (cause for cause in causes if not cause.explained)
+    return tuple(
+        sorted(unexplained_causes, key=lambda cause: -cause.collective.wire_bytes_per_step)
+    )
 
 
 def _seconds(collective: Collective, speeds: Mapping[str, float]) -> float | None:
@@ -97,7 +103,7 @@ def _seconds(collective: Collective, speeds: Mapping[str, float]) -> float | Non
     return None if math.isinf(slowest) else collective.wire_bytes_per_step / slowest
 
 
-def _what(collective: Collective, moved: MovedArrays, reasons: Reasons) -> str:
+def _describe_traffic(collective: Collective, moved: MovedArrays, reasons: Reasons) -> str:
     verb = _VERBS.get(collective.decomposed_from or collective.op, collective.op)
     kind = {"gradients": "gradient of ", "updated weights": "updated "}.get(moved.kind, "")
     phases = {scope.phase for scope in moved.scopes}
@@ -122,9 +128,9 @@ def _amount(size: float) -> str:
 
 
 def _explanation(
-    collective: Collective, moved: MovedArrays, given: list[Reason], reasons: Reasons
+    collective: Collective, moved: MovedArrays, known_reasons: list[Reason], reasons: Reasons
 ) -> str:
-    why = " and ".join(str(reason) for reason in given)
+    why = " and ".join(str(reason) for reason in known_reasons)
     if reasons.keeps_whole(collective, moved):
         why += "; each device uses only its shard, so a reduce-scatter would send half as much"
     if moved.kind == "gradients" and reasons.in_microbatches(collective):
@@ -135,14 +141,14 @@ def _explanation(
 def _why_unexplained(
     collective: Collective,
     moved: MovedArrays,
-    found: Mapping[str, Reason | None],
+    reasons_by_axis: Mapping[str, Reason | None],
     reasons: Reasons,
     annotations: Sequence[Mapping[str, Any]],
 ) -> str:
-    axes = " and ".join(axis for axis, reason in found.items() if reason is None)
+    axes = " and ".join(axis for axis, reason in reasons_by_axis.items() if reason is None)
     op = collective.decomposed_from or collective.op
     if moved.kind in ("weights", "updated weights"):
-        return _of_weights(moved, axes, reasons, again=reasons.in_microbatches(collective))
+        return _of_weights(moved, axes, reasons, per_microbatch=reasons.in_microbatches(collective))
     if moved.kind == "gradients" and op == "all-gather":
         return (
             f"it is replicated over {axes}, but its parameter is sharded over {axes}; constrain it "
@@ -159,25 +165,27 @@ def _why_unexplained(
             'constrain(scores, "batch", "seq", "vocab") until they are reduced'
         )
         return advice if op == "all-gather" else f"no rule requires it over {axes}"
-    what = "an involuntary reshard that no rule requires"
+    problem = "an involuntary reshard that no rule requires"
     if op == "all-gather":
-        what = f"an involuntary full rematerialization: no rule replicates it over {axes}"
+        problem = f"an involuntary full rematerialization: no rule replicates it over {axes}"
     meeting = _conflict(collective, axes, annotations)
-    return f"{what}; {meeting or 'constrain() it to the sharding that its producer has'}"
+    return f"{problem}; {meeting or 'constrain() it to the sharding that its producer has'}"
 
 
-def _of_weights(moved: MovedArrays, axes: str, reasons: Reasons, *, again: bool) -> str:
-    if again:
+def _of_weights(moved: MovedArrays, axes: str, reasons: Reasons, *, per_microbatch: bool) -> str:
+    if per_microbatch:
         return (
             "once for every microbatch, although no rule shards stored weights over that axis; "
             "constrain them before the loop"
         )
-    split = [
+    splitting_rules = [
         f"activations.{axis} = {', '.join(reasons.rules.activations[axis])}"
         for axis in reasons.axes_of(moved)
         if set(reasons.rules.activations.get(axis, ())) & set(axes.split(" and "))
     ]
-    also = f"; {' and '.join(split)} also splits their products" if split else ""
+    also = (
+        f"; {' and '.join(splitting_rules)} also splits their products" if splitting_rules else ""
+    )
     return f"no rule gathers weights over {axes}{also}; constrain() their products with that axis"
 
 
@@ -188,16 +196,17 @@ def _conflict(
 
     One of them is at the collective's line, or else in the same file. None if there is no pair.
     """
-    here = [each for each in annotations if each["source"] == collective.source]
-    wanted = set(axes.split(" and "))
+    same_line = [each for each in annotations if each["source"] == collective.source]
+    mesh_axes = set(axes.split(" and "))
     file = collective.source.partition(":")[0]
 
     def over(annotation: Mapping[str, Any]) -> set[str]:
-        return {name for names in annotation["split"] for name in names} & wanted
+        return {name for names in annotation["split"] for name in names} & mesh_axes
 
     pairs = [
         (one, other)
-        for one in here or [each for each in annotations if each["source"].startswith(f"{file}:")]
+        for one in same_line
+        or [each for each in annotations if each["source"].startswith(f"{file}:")]
         for other in annotations
         if list(one["shape"]) == list(other["shape"])
         and one["source"] != other["source"]

@@ -60,9 +60,9 @@ def differences(before: Assessment, after: Assessment) -> list[PlanChange]:
 def _compare(
     kind: Kind, before: Mapping[str, str | float], after: Mapping[str, str | float], unit: str = ""
 ) -> Iterator[PlanChange]:
-    for what in {**before, **after}:
-        if before.get(what) != after.get(what):
-            yield PlanChange(kind, what, before.get(what), after.get(what), unit)
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            yield PlanChange(kind, name, before.get(name), after.get(name), unit)
 
 
 def _without_matching_moments(changes: Iterable[PlanChange]) -> Iterator[PlanChange]:
@@ -82,8 +82,8 @@ def _without_matching_moments(changes: Iterable[PlanChange]) -> Iterator[PlanCha
 
 
 def _placement(of: Assessment) -> dict[str, str | float]:
-    about: dict[str, str | float] = {"target": of.target, "mesh": str(of.plan.mesh)}
-    return about | {path: placement(of.plan, path) for path in of.plan.layouts}
+    placements: dict[str, str | float] = {"target": of.target, "mesh": str(of.plan.mesh)}
+    return placements | {path: placement(of.plan, path) for path in of.plan.layouts}
 
 
 def placement(plan: Plan, path: str) -> str:
@@ -113,5 +113,5 @@ def _sent(of: Assessment) -> dict[str, str | float]:
 def _time(of: Assessment) -> dict[str, str | float]:
     time = of.time
     parts: dict[str, str | float] = {"compute": time.compute, "memory": time.memory}
-    parts |= {f"communication over {axes}": spent for axes, spent in time.communication.items()}
+    parts |= {f"communication over {axes}": seconds for axes, seconds in time.communication.items()}
     return parts | {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}

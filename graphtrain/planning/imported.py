@@ -43,7 +43,7 @@ class TorchSearch:
 
     def with_torch_model(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the native model replaced by the PyTorch model."""
-        found = candidate.program
-        model = replace(self.program.model, remat=found.model.remat)
-        program = found.with_settings(replace(found.settings, model=model))
+        native_program = candidate.program
+        model = replace(self.program.model, remat=native_program.model.remat)
+        program = native_program.with_settings(replace(native_program.settings, model=model))
         return replace(candidate, program=program)

@@ -40,12 +40,12 @@ def lock_diff(locked: str, assessment: Assessment) -> list[str]:
     before, after = list(_significant_lines(locked)), list(_significant_lines(now))
     if before == after:
         return []
-    asked = _source(before), _source(after)
-    if asked[0] != asked[1]:
+    sources = _source(before), _source(after)
+    if sources[0] != sources[1]:
         reason = assessment.note or "use --no-compile for both or neither, or rewrite the lock"
         raise PlanError(
-            f"the lock is from the {asked[0]} and this plan is from the {asked[1]}, so they cannot "
-            f"be compared; {reason}"
+            f"the lock is from the {sources[0]} and this plan is from the {sources[1]}, so they "
+            f"cannot be compared; {reason}"
         )
     lines = difflib.unified_diff(before, after, "locked", "now", lineterm="", n=0)
     toolchain = difflib.unified_diff(
@@ -79,8 +79,8 @@ def _body(assessment: Assessment) -> Iterator[str]:
         *(["peak"] if memory.source == "compiler" else _ESTIMATED),
     ]
     yield from _aligned((kind, str(getattr(memory, kind))) for kind in kinds)
-    about = f"executions in a step x bytes, from the {assessment.collectives_source}"
-    yield from ["", f"[collectives]  # over mesh axes, operation, {about}"]
+    heading = f"executions in a step x bytes, from the {assessment.collectives_source}"
+    yield from ["", f"[collectives]  # over mesh axes, operation, {heading}"]
     yield from _aligned(_collectives(assessment))
 
 

@@ -40,17 +40,17 @@ def record_run(
         OSError: the ledger cannot be written.
     """
     path = ledger.ledger_path(store)
-    spent = [one["step_seconds"] for one in journal if "step_seconds" in one][1:]
+    step_seconds = [metrics["step_seconds"] for metrics in journal if "step_seconds" in metrics][1:]
     entry = LedgerEntry(
         target=program.settings.target,
         request=request_keys(program)["train"].digest,
         when=timestamp(),
-        steps=len(spent),
+        steps=len(step_seconds),
         stablehlo_bytes=record["stablehlo_bytes"],
         predicted=_predicted(path, program, record),
         measured=Costs(
             compile_seconds=record["compile_seconds"],
-            step_seconds=statistics.median(spent) if spent else None,
+            step_seconds=statistics.median(step_seconds) if step_seconds else None,
             peak_bytes=peak_bytes,
         ),
     )
@@ -60,10 +60,10 @@ def record_run(
 def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) -> Costs:
     """Return the costs that a plan predicts for the same compiled program."""
     size = record["stablehlo_bytes"]
-    collectives = [Collective.from_record(one) for one in record["collectives"]]
-    filled = with_padding_layers(program)
-    held, flash = memory(filled), step_uses_flash_kernel(filled)
-    time = step_time(filled, held, collectives, bubble_of(program), flash=flash)
+    collectives = [Collective.from_record(entry) for entry in record["collectives"]]
+    padded_program = with_padding_layers(program)
+    estimated_memory, flash = memory(padded_program), step_uses_flash_kernel(padded_program)
+    time = step_time(padded_program, estimated_memory, collectives, bubble_of(program), flash=flash)
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(
             ledger.read(path), program.settings.target, size

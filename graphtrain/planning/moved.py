@@ -34,9 +34,9 @@ class MovedArrays:
         return tuple(dict.fromkeys(named))
 
     def __str__(self) -> str:
-        first, *more = self.names or ("an unnamed array",)
-        others = f" and {len(more)} more" if more else ""
-        return f"{first}{others}"
+        first, *remaining = self.names or ("an unnamed array",)
+        suffix = f" and {len(remaining)} more" if remaining else ""
+        return f"{first}{suffix}"
 
 
 class ParameterIndex:
@@ -56,36 +56,41 @@ class ParameterIndex:
 
     def classify(self, collective: Collective) -> MovedArrays:
         """Classify the arrays that a collective moves."""
-        told = scopes(collective.scope)
+        name_scopes = scopes(collective.scope)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
         weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
         if weights:
-            return MovedArrays("weights", weights, told)
+            return MovedArrays("weights", weights, name_scopes)
         shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]
         if not shapes:
-            return MovedArrays("scalars", (), told)
-        alike = [self._by_shape.get(_key(shape)) for shape in shapes]
-        few = 2 * sum(map(bool, alike)) <= len(alike)  # some of several may be stacked by stage
+            return MovedArrays("scalars", (), name_scopes)
+        matching_paths = [self._by_shape.get(_key(shape)) for shape in shapes]
+        matches = sum(map(bool, matching_paths))
+        mostly_unmatched = 2 * matches <= len(shapes)  # some of several may be stacked by stage
         passes_on = collective.op == "collective-permute" and not collective.decomposed_from
-        if few or passes_on:
-            return MovedArrays("activations", (), told)
-        phases = {scope.phase for scope in told}
-        einsums = [scope for scope in told if scope.equation]
+        if mostly_unmatched or passes_on:
+            return MovedArrays("activations", (), name_scopes)
+        phases = {scope.phase for scope in name_scopes}
+        einsums = [scope for scope in name_scopes if scope.equation]
         of_weights = [scope for scope in einsums if _is_of_weights(scope)]
         if phases <= {"update"} and collective.op == "all-gather":
-            return MovedArrays("updated weights", self._named(told, alike), told)
+            return MovedArrays(
+                "updated weights", self._named(name_scopes, matching_paths), name_scopes
+            )
         if phases != {"forward"} and len(of_weights) * 2 >= len(einsums):
-            return MovedArrays("gradients", self._named(told, alike), told)
-        return MovedArrays("activations", (), told)
+            return MovedArrays("gradients", self._named(name_scopes, matching_paths), name_scopes)
+        return MovedArrays("activations", (), name_scopes)
 
     def named(self, name: str) -> tuple[str, ...]:
         """Return the paths of parameters with this name as a component."""
         return tuple(path for path in self.paths if name in path.split("/"))
 
-    def _named(self, told: tuple[Scope, ...], alike: list[list[str] | None]) -> tuple[str, ...]:
+    def _named(
+        self, name_scopes: tuple[Scope, ...], matching_paths: list[list[str] | None]
+    ) -> tuple[str, ...]:
         """Return the parameters with a moved shape; if scopes name some of them, only those."""
-        possible = dict.fromkeys(path for paths in alike for path in paths or ())
-        named = [path for path in possible if any(_names(scope, path) for scope in told)]
+        possible = dict.fromkeys(path for paths in matching_paths for path in paths or ())
+        named = [path for path in possible if any(_names(scope, path) for scope in name_scopes)]
         return tuple(named or possible)
 
     def _shapes(self, path: str) -> set[tuple[int, ...]]:
@@ -100,12 +105,14 @@ class ParameterIndex:
         sizes = []
         for axis, size in zip(spec.axes, spec.shape, strict=True):
             names = {name for table in tables for name in (table.get(axis, ()) if axis else ())}
-            parts = (
-                self.plan.mesh.size(some)
-                for count in range(len(names) + 1)
-                for some in itertools.combinations(sorted(names), count)
+            shard_counts = (
+                self.plan.mesh.size(subset)
+                for subset_size in range(len(names) + 1)
+                for subset in itertools.combinations(sorted(names), subset_size)
             )
-            possible = {size // part for part in parts if size % part == 0}
+            possible = {
+                size // shard_count for shard_count in shard_counts if size % shard_count == 0
+            }
             sizes.append(possible | ({1} if axis == "layers" else set()))
         return {_key(shape) for shape in itertools.product(*sizes)}
 
@@ -120,12 +127,16 @@ def _names(scope: Scope, path: str) -> bool:
 
     "norm" matches any "..._norm", and "up+gate" matches both "up" and "gate".
     """
-    parts = iter(path.split("/"))
+    components = iter(path.split("/"))
 
-    def met(name: str) -> bool:
-        return any(f"_{part}".endswith(f"_{one}") for part in parts for one in name.split("+"))
+    def has_component(name: str) -> bool:
+        return any(
+            f"_{component}".endswith(f"_{alternative}")
+            for component in components
+            for alternative in name.split("+")
+        )
 
-    return bool(scope.names) and all(met(name) for name in scope.names)
+    return bool(scope.names) and all(has_component(name) for name in scope.names)
 
 
 def _key(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def as_json(found: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:
     return {
         "considered": found.considered,
         "search_seconds": round(found.seconds, 3),
-        "strategies": [_row(one) for one in ranked],
+        "strategies": [_row(candidate) for candidate in ranked],
         "lost": found.rejected,
     }
 
@@ -39,20 +39,20 @@ def table(ranked: Sequence[Candidate]) -> Table:
     """Return a table with one row for each strategy."""
     from rich.table import Table
 
-    drawn = Table(box=None, pad_edge=False)
+    rich_table = Table(box=None, pad_edge=False)
     for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS, "source"):
-        right = name in ("micro", *_NUMBER_COLUMNS)
-        drawn.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for one in ranked:
-        said = one.memory.source
-        drawn.add_row(
-            str(one.mesh),
-            *map(one.choice, ("zero", "sequence", "schedule")),
-            str(one.program.batch.microbatches),
-            one.choice("remat"),
-            f"{one.seconds:.3f}",
-            f"{one.mfu:.1%}",
-            f"{one.memory.peak / 1e9:.1f}",
-            said if one.memory.fits else f"{said}: does not fit",
+        is_number = name in ("micro", *_NUMBER_COLUMNS)
+        rich_table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for candidate in ranked:
+        source = candidate.memory.source
+        rich_table.add_row(
+            str(candidate.mesh),
+            *map(candidate.choice, ("zero", "sequence", "schedule")),
+            str(candidate.program.batch.microbatches),
+            candidate.choice("remat"),
+            f"{candidate.seconds:.3f}",
+            f"{candidate.mfu:.1%}",
+            f"{candidate.memory.peak / 1e9:.1f}",
+            source if candidate.memory.fits else f"{source}: does not fit",
         )
-    return drawn
+    return rich_table

@@ -108,12 +108,12 @@ class Reasons:
     ) -> Reason | None:
         """Return the rule for a gradient: a sum over axes of tokens, scattered to its sharding."""
         summed = self._tokens(mesh_axis)
-        late = self.program.batch.gradient_reduction == "per_step" and self.in_microbatches(
+        is_deferred = self.program.batch.gradient_reduction == "per_step" and self.in_microbatches(
             collective
         )
         if op == "all-gather":
             return None if collective.loops else self._updated(collective, moved, mesh_axis)
-        if op not in ("all-reduce", "reduce-scatter") or (late and mesh_axis == "data"):
+        if op not in ("all-reduce", "reduce-scatter") or (is_deferred and mesh_axis == "data"):
             return None
         if summed and op == "reduce-scatter":
             return self._resting(moved.paths, mesh_axis) or summed
@@ -147,8 +147,8 @@ class Reasons:
         einsums = [scope for scope in moved.scopes if scope.equation]
         for scope in einsums:
             axes = [axis for letter in scope.contracted for axis in _LETTERS.get(letter, ())]
-            if found := self._activation(axes, mesh_axis):
-                return found
+            if reason := self._activation(axes, mesh_axis):
+                return reason
         if einsums:
             return None
         names = {name for scope in moved.scopes for name in scope.names}

@@ -69,16 +69,20 @@ def find_remedies(
     candidates = _fitting_candidates(failed, program, vary)
     if not confirm:
         return candidates[:_MAX_REMEDIES]
-    found: list[Remedy] = []
+    confirmed_remedies: list[Remedy] = []
     tried = 0
-    while candidates[tried:] and len(found) < _MAX_REMEDIES and tried < _COMPILATIONS:
-        batch = candidates[tried : tried + min(_MAX_REMEDIES - len(found), _COMPILATIONS - tried)]
+    while candidates[tried:] and len(confirmed_remedies) < _MAX_REMEDIES and tried < _COMPILATIONS:
+        batch = candidates[
+            tried : tried + min(_MAX_REMEDIES - len(confirmed_remedies), _COMPILATIONS - tried)
+        ]
         tried += len(batch)
         programs = {" ".join(remedy.change): vary(remedy.change) for remedy in batch}
         assessed = assess_all(programs, cache, observe)
-        compiled = (replace(one, assessment=assessed[" ".join(one.change)]) for one in batch)
-        found += [one for one in compiled if one.assessment.memory.fits]
-    return found
+        compiled = (
+            replace(remedy, assessment=assessed[" ".join(remedy.change)]) for remedy in batch
+        )
+        confirmed_remedies += [remedy for remedy in compiled if remedy.assessment.memory.fits]
+    return confirmed_remedies
 
 
 def _fitting_candidates(
@@ -88,10 +92,10 @@ def _fitting_candidates(
     error = max(1.0, failed.memory.peak / _estimate(program).memory.peak)
     families = [list(family) for family in _families(program)]
     remedies: list[Remedy] = []
-    for together in range(1, _FAMILIES + 1):
-        for chosen in itertools.combinations(families, together):
-            for changes in itertools.product(*chosen):
-                change = tuple(one for parts in changes for one in parts)
+    for combination_size in range(1, _FAMILIES + 1):
+        for chosen_families in itertools.combinations(families, combination_size):
+            for changes in itertools.product(*chosen_families):
+                change = tuple(setting for family_change in changes for setting in family_change)
                 try:
                     assessment = _estimate(vary(change))
                 except UserError:
@@ -100,8 +104,10 @@ def _fitting_candidates(
                     remedies.append(Remedy(change, assessment))
         if len(remedies) >= _MAX_REMEDIES:
             break
-    now = failed.plan.mesh.devices
-    return sorted(remedies, key=lambda one: (one.devices > now, one.device_seconds))
+    device_count = failed.plan.mesh.devices
+    return sorted(
+        remedies, key=lambda remedy: (remedy.devices > device_count, remedy.device_seconds)
+    )
 
 
 def _estimate(program: ResolvedProgram) -> Assessment:
@@ -122,11 +128,11 @@ def _families(program: ResolvedProgram) -> Iterator[Iterator[Change]]:
 
 
 def _remat(program: ResolvedProgram) -> Iterator[Change]:
-    now = program.model.remat
-    known = _REMAT.index(now) if now in _REMAT else 0
-    for remat in _REMAT[known + 1 :]:
+    current = program.model.remat
+    current_index = _REMAT.index(current) if current in _REMAT else 0
+    for remat in _REMAT[current_index + 1 :]:
         yield (f"program.model.remat={remat}",)
-    if now != "offload" and program.target.platform != "cpu":
+    if current != "offload" and program.target.platform != "cpu":
         yield ("program.model.remat=offload",)
 
 

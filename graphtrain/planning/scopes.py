@@ -52,11 +52,11 @@ def scopes(text: str) -> tuple[Scope, ...]:
 def _several(text: str) -> list[str]:
     if not text.endswith(")"):
         return [text]
-    begin = _matching(text)
-    inside = _split(text[begin + 1 : -1], ":")
-    if len(inside) < 2 or (begin and text[begin - 1] != "/"):
+    open_index = _matching(text)
+    alternatives = _split(text[open_index + 1 : -1], ":")
+    if len(alternatives) < 2 or (open_index and text[open_index - 1] != "/"):
         return [text]
-    return [text[:begin] + part for part in inside]
+    return [text[:open_index] + alternative for alternative in alternatives]
 
 
 def _matching(text: str) -> int:
@@ -82,14 +82,14 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _scope(text: str) -> Scope:
-    *around, operation = _split(text, "/")
+    *outer_names, operation = _split(text, "/")
     names, equation = [], None
-    for name in around:
-        while derived := _DERIVED.match(name):
-            name = derived[1]
-        found = _EQUATION.match(name)
-        if found:
-            equation = (found[1], found[2], found[3])
+    for name in outer_names:
+        while derived_match := _DERIVED.match(name):
+            name = derived_match[1]
+        equation_match = _EQUATION.match(name)
+        if equation_match:
+            equation = (equation_match[1], equation_match[2], equation_match[3])
         elif name not in _JAX and not _CALLED.match(name):
             names.append(name)
     return Scope(tuple(names), operation, _phase(text), equation)

@@ -49,7 +49,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
         PlanError: no strategy divides the model and the batch, the model is a mixture of experts,
             or it is a PyTorch model whose sizes are unknown.
     """
-    began, asked, imported = time.perf_counter(), program, None
+    start_time, original_program, imported = time.perf_counter(), program, None
     program = with_native_model(program)
     if program.model.moe is not None:
         raise PlanError(
@@ -57,10 +57,11 @@ def search(program: Program, keep: int = 20) -> SearchResult:
             "experts; use graphtrain plan with a mesh and rules of your choice"
         )
     choices = SearchOptions()
-    if program is not asked:  # a native model of the same sizes stands in for a PyTorch model
+    if program is not original_program:
+        # a native model of the same sizes stands in for a PyTorch model
         from graphtrain.planning.imported import TorchSearch
 
-        imported = TorchSearch.of(asked)
+        imported = TorchSearch.of(original_program)
         choices = imported.choices
     fitting: list[Candidate] = []
     best_of: dict[tuple[str, str], Candidate] = {}
@@ -79,25 +80,27 @@ def search(program: Program, keep: int = 20) -> SearchResult:
             "the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
-    fitting.sort(key=lambda one: one.rank)
-    kept = fitting[:keep]
-    lost = _why_lost(program, kept[0] if kept else None, best_of)
+    fitting.sort(key=lambda candidate: candidate.rank)
+    best_candidates = fitting[:keep]
+    rejected = _rejection_reasons(program, best_candidates[0] if best_candidates else None, best_of)
     if imported is not None:
-        lost |= imported.not_tried
-        kept = [imported.with_torch_model(one) for one in kept]
-    return SearchResult(tuple(kept), lost, considered, time.perf_counter() - began)
+        rejected |= imported.not_tried
+        best_candidates = [imported.with_torch_model(candidate) for candidate in best_candidates]
+    return SearchResult(
+        tuple(best_candidates), rejected, considered, time.perf_counter() - start_time
+    )
 
 
-def _is_better(one: Candidate, other: Candidate) -> bool:
-    """Return whether `one` is better: it fits, or is faster, or is smaller if neither fits."""
-    if one.memory.fits != other.memory.fits:
-        return one.memory.fits
-    if one.memory.fits:
-        return one.rank < other.rank
-    return one.memory.peak < other.memory.peak
+def _is_better(candidate: Candidate, incumbent: Candidate) -> bool:
+    """Return whether `candidate` is better: fits, or is faster, or is smaller if neither fits."""
+    if candidate.memory.fits != incumbent.memory.fits:
+        return candidate.memory.fits
+    if candidate.memory.fits:
+        return candidate.rank < incumbent.rank
+    return candidate.memory.peak < incumbent.memory.peak
 
 
-def _why_lost(
+def _rejection_reasons(
     program: Program, winner: Candidate | None, best_of: dict[tuple[str, str], Candidate]
 ) -> dict[str, str]:
     reasons = {}
@@ -117,33 +120,36 @@ def _why_lost(
 
 def _reason(winner: Candidate | None, best: Candidate) -> str:
     if best.time is None:
-        held = best.memory
+        memory = best.memory
         parts = {
-            name: getattr(held, name)
+            name: getattr(memory, name)
             for name in ("parameters", "optimizer", "gradients", "activations", "temporaries")
         }
         largest = max(parts, key=lambda name: parts[name])
         return (
-            f"nothing fits: the smallest needs {held.peak / 1e9:.1f} GB of "
-            f"{held.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
+            f"nothing fits: the smallest needs {memory.peak / 1e9:.1f} GB of "
+            f"{memory.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
         )
     assert winner is not None and winner.time is not None
     times = f"{best.seconds:.3g} s per step instead of {winner.seconds:.3g} s, with {best.mesh}"
     if best.rank[0] == winner.rank[0]:
-        more = best.rank[1] - winner.rank[1]
-        return f"{times}: equal if all communication overlaps, but it takes {more:.2f} s longer"
+        extra_seconds = best.rank[1] - winner.rank[1]
+        return (
+            f"{times}: equal if all communication overlaps, but it takes "
+            f"{extra_seconds:.2f} s longer"
+        )
     return f"{times}: {_largest_excess(best, winner.time)}"
 
 
-def _largest_excess(best: Candidate, other: StepTime) -> str:
-    """Return the part of a step with the largest excess over that of another, in words."""
+def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
+    """Describe the part of a step whose time exceeds the winner's the most."""
     time, total = best.time, best.seconds
     assert time is not None
     work = max(time.compute, time.memory)
     limit = "compute" if time.compute > time.memory else "memory traffic"
     excess = {
-        f"{limit} {work:.2f} s": work - max(other.compute, other.memory),
-        f"pipeline bubble {time.bubble:.2f} s": time.bubble - other.bubble,
+        f"{limit} {work:.2f} s": work - max(winner_time.compute, winner_time.memory),
+        f"pipeline bubble {time.bubble:.2f} s": time.bubble - winner_time.bubble,
     }
     for axes, seconds in time.communication.items():
         names = tuple(axes.split("+"))
@@ -151,14 +157,14 @@ def _largest_excess(best: Candidate, other: StepTime) -> str:
             crosses = (
                 " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
             )
-            said = f"communication over {axes}{crosses} {seconds:.2f} s"
-            excess[said] = seconds - other.communication.get(axes, 0.0)
-    hidden = {
+            label = f"communication over {axes}{crosses} {seconds:.2f} s"
+            excess[label] = seconds - winner_time.communication.get(axes, 0.0)
+    overlappable = {
         axes: s for axes, s in time.communication.items() if set(axes.split("+")) <= OVERLAPPED_AXES
     }
-    exposed = sum(hidden.values()) - time.overlapped
-    if hidden:
-        slowest = max(hidden, key=lambda axes: hidden[axes])
+    exposed = sum(overlappable.values()) - time.overlapped
+    if overlappable:
+        slowest = max(overlappable, key=lambda axes: overlappable[axes])
         excess[f"communication over {slowest} without overlap {exposed:.2f} s"] = exposed
-    said = max(excess, key=lambda each: excess[each])
-    return f"{said} of {total:.2f} s"
+    label = max(excess, key=lambda entry: excess[entry])
+    return f"{label} of {total:.2f} s"

@@ -117,13 +117,15 @@ def _chunk_line(assessment: "Assessment") -> list[str]:
 
 def _flags(causes: "Sequence[CollectiveOrigin]") -> list[str]:
     """Return a text block that lists the collectives that no strategy explains."""
-    found = unexplained(causes)
-    if not found:
+    unexplained_causes = unexplained(causes)
+    if not unexplained_causes:
         return []
-    lines = [f"no strategy explains {len(found)} of {len(causes)} collectives:"]
-    lines += [f"- {cause.explanation}" for cause in found[:_FLAGS]]
-    if len(found) > _FLAGS:
-        lines.append(f"- and {len(found) - _FLAGS} smaller ones; --blame lists every collective")
+    lines = [f"no strategy explains {len(unexplained_causes)} of {len(causes)} collectives:"]
+    lines += [f"- {cause.explanation}" for cause in unexplained_causes[:_FLAGS]]
+    if len(unexplained_causes) > _FLAGS:
+        lines.append(
+            f"- and {len(unexplained_causes) - _FLAGS} smaller ones; --blame lists every collective"
+        )
     return ["\n".join(lines)]
 
 
@@ -137,12 +139,12 @@ def fit_summary(assessment: "Assessment") -> str:
     memory = assessment.memory
     if memory.compiler_out_of_memory:
         return f"does not fit {assessment.target}: the compiler found no way to fit it"
-    said = "compiler" if memory.source == "compiler" else "estimate"
-    share = f"peak {_megabytes(memory.peak)} of {_megabytes(memory.capacity)} MB (source: {said})"
+    source = "compiler" if memory.source == "compiler" else "estimate"
+    share = f"peak {_megabytes(memory.peak)} of {_megabytes(memory.capacity)} MB (source: {source})"
     if memory.fits:
         return f"fits {assessment.target}: {share}"
-    over = _megabytes(memory.peak - memory.capacity)
-    return f"does not fit {assessment.target}: {share}, {over} MB too much"
+    excess_megabytes = _megabytes(memory.peak - memory.capacity)
+    return f"does not fit {assessment.target}: {share}, {excess_megabytes} MB too much"
 
 
 def _error_bars(answer: "Answer") -> list[str]:
@@ -174,20 +176,20 @@ def targets_table(rows: "Sequence[TargetRow]") -> "Table":
         "target", "mesh", "source", "fits", ">peak MB", ">of MB", ">step s", ">MFU", ">compile s"
     )
     for row in rows:
-        of = row.assessment
-        if of is None:
+        assessment = row.assessment
+        if assessment is None:
             table.add_row(row.target, "", "error")
             continue
-        memory, spent = of.memory, of.compile_seconds
+        memory, compile_seconds = assessment.memory, assessment.compile_seconds
         sizes = (
             _megabytes(memory.peak),
             _megabytes(memory.capacity),
-            format_seconds(of.time.total),
-            f"{of.mfu:.1%}",
+            format_seconds(assessment.time.total),
+            f"{assessment.mfu:.1%}",
         )
         fits = "yes" if memory.fits else "no: refused" if memory.compiler_out_of_memory else "no"
-        compiled = "-" if spent is None else f"{spent:.1f}"
-        table.add_row(row.target, str(of.plan.mesh), memory.source, fits, *sizes, compiled)
+        compiled = "-" if compile_seconds is None else f"{compile_seconds:.1f}"
+        table.add_row(row.target, str(assessment.plan.mesh), memory.source, fits, *sizes, compiled)
     return table
 
 
@@ -232,20 +234,20 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
         for remedy in answer.remedies
     ]
     bars = {name: asdict(bar) for name, bar in answer.error_bars.items()}
-    about = assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
-    for row, cause in zip(about["collectives"], answer.causes, strict=False):
+    result = assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
+    for row, cause in zip(result["collectives"], answer.causes, strict=False):
         row |= {"why": cause.explanation, "rule": cause.rule, "explained": cause.explained}
-    return about
+    return result
 
 
 def memory_table(memory: "Memory", target: "Target") -> "Table":
     """Return the table of one device's memory by kind, with the source of each number."""
     table = _table("memory per device", ">MB", ">of device", "source")
-    for part, source in memory_sources(memory).items():
-        size = getattr(memory, part)
-        if part == "frozen" and not size:
+    for kind, source in memory_sources(memory).items():
+        size = getattr(memory, kind)
+        if kind == "frozen" and not size:
             continue  # there are no frozen weights
-        table.add_row(part, _megabytes(size), f"{size / memory.capacity:.1%}", source)
+        table.add_row(kind, _megabytes(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if target.platform == "cpu" else "datasheet"
     table.add_row("device", _megabytes(memory.capacity), "", source)
     return table
@@ -255,7 +257,7 @@ def memory_sources(memory: "Memory") -> dict[str, str]:
     """Return the source of the size of each part."""
     if memory.source == "estimate":
         return dict.fromkeys(_PARTS, "estimate")
-    sources = {part: "compiler" if part in _COUNTED else "estimate" for part in _PARTS}
+    sources = {kind: "compiler" if kind in _COUNTED else "estimate" for kind in _PARTS}
     return sources | {"temporaries": "the compiler's peak minus the rows above"}
 
 
@@ -273,12 +275,12 @@ def time_table(assessment: "Assessment") -> "Table":
     table, time = _table("step time", ">seconds", "source"), assessment.time
     limit = "memory" if time.memory > time.compute else "compute"
     for name in ("compute", "memory"):
-        told = "estimate" if name == limit else f"estimate; not counted, less than {limit}"
-        table.add_row(name, format_seconds(getattr(time, name)), told)
+        source = "estimate" if name == limit else f"estimate; not counted, less than {limit}"
+        table.add_row(name, format_seconds(getattr(time, name)), source)
     traffic = assessment.collectives_source
-    for axes, spent in time.communication.items():
+    for axes, seconds in time.communication.items():
         table.add_row(
-            f"communication over {axes}", format_seconds(spent), f"estimate, traffic: {traffic}"
+            f"communication over {axes}", format_seconds(seconds), f"estimate, traffic: {traffic}"
         )
     if time.communication:
         table.add_row("overlapped with compute", f"-{format_seconds(time.overlapped)}", "estimate")

@@ -24,13 +24,13 @@ class Traffic:
 def sum_by_axes(collectives: Iterable[Collective]) -> list[Traffic]:
     """Sum collectives by mesh axes and operation; sort by bytes sent, descending."""
     sums: dict[tuple[str, str], list[float]] = {}
-    for one in collectives:
-        total = sums.setdefault(("+".join(one.axes), one.op), [0, 0, 0.0])
-        total[0] += one.count
-        total[1] += one.count * one.bytes
-        total[2] += one.wire_bytes_per_step
+    for collective in collectives:
+        total = sums.setdefault(("+".join(collective.axes), collective.op), [0, 0, 0.0])
+        total[0] += collective.count
+        total[1] += collective.count * collective.bytes
+        total[2] += collective.wire_bytes_per_step
     rows = [
-        Traffic(axes, op, int(count), int(handled), sent)
-        for (axes, op), (count, handled, sent) in sums.items()
+        Traffic(axes, op, int(count), int(total_bytes), wire_bytes)
+        for (axes, op), (count, total_bytes, wire_bytes) in sums.items()
     ]
     return sorted(rows, key=lambda row: (-row.wire_bytes, row.axes, row.op))

@@ -26,16 +26,19 @@ def compile_best(
     Their memory is the compiler's, and their time is based on the compiled collectives. A candidate
     whose compiler is missing or failed keeps its estimate. Those that do not fit come last.
     """
-    done: list[Candidate] = []
+    assessed: list[Candidate] = []
     queue = list(candidates[: wanted * COMPILATIONS_PER_STRATEGY])
-    while queue and (missing := wanted - sum(one.memory.fits for one in done)) > 0:
+    while queue and (missing := wanted - sum(candidate.memory.fits for candidate in assessed)) > 0:
         batch, queue = queue[:missing], queue[missing:]
         programs = {
-            f"{number}: {one.mesh}": one.program for number, one in enumerate(batch, len(done) + 1)
+            f"{index}: {candidate.mesh}": candidate.program
+            for index, candidate in enumerate(batch, len(assessed) + 1)
         }
         answers = assess_all(programs, cache, observe, jobs=jobs).values()
-        done += [
-            replace(one, memory=answer.memory, time=answer.time, mfu=answer.mfu)
-            for one, answer in zip(batch, answers, strict=True)
+        assessed += [
+            replace(candidate, memory=answer.memory, time=answer.time, mfu=answer.mfu)
+            for candidate, answer in zip(batch, answers, strict=True)
         ]
-    return tuple(sorted(done, key=lambda one: (not one.memory.fits, one.rank)))
+    return tuple(
+        sorted(assessed, key=lambda candidate: (not candidate.memory.fits, candidate.rank))
+    )

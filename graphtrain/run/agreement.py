@@ -33,14 +33,16 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         result = action()
     except UserError as error:
         failed = error
-    answers = distributed.all_gather_text(f"{type(failed).__name__}: {failed}" if failed else "")
+    error_texts = distributed.all_gather_text(
+        f"{type(failed).__name__}: {failed}" if failed else ""
+    )
     if failed is not None:
         raise failed
-    for rank, answer in enumerate(answers):
-        if answer:
-            kind, _, said = answer.partition(": ")
+    for rank, error_text in enumerate(error_texts):
+        if error_text:
+            kind, _, message = error_text.partition(": ")
             error = MissingProgram if kind == "MissingProgram" else TrainingError
-            raise error(f"rank {rank}: {said}")
+            raise error(f"rank {rank}: {message}")
     return result  # pyright: ignore[reportReturnType]
 
 
@@ -50,12 +52,12 @@ def check_same_checkpoints(directory: str, steps: list[int]) -> None:
     Raises:
         TrainingError: they do not; the run directory is not shared by all hosts.
     """
-    seen = distributed.all_gather_text(json.dumps(steps))
-    for rank, other in enumerate(seen):
-        if other != seen[0]:
+    steps_by_rank = distributed.all_gather_text(json.dumps(steps))
+    for rank, rank_steps in enumerate(steps_by_rank):
+        if rank_steps != steps_by_rank[0]:
             raise TrainingError(
-                f"rank {rank} sees checkpoints {other} in {directory}, but rank 0 sees {seen[0]}; "
-                "run.directory must be on a file system that all hosts share"
+                f"rank {rank} sees checkpoints {rank_steps} in {directory}, but rank 0 sees "
+                f"{steps_by_rank[0]}; run.directory must be on a file system that all hosts share"
             )
 
 
@@ -65,12 +67,21 @@ def check_same_executables(programs: LoadedPrograms) -> None:
     Raises:
         TrainingError: they did not; names the graph, the ranks, and the key part that differs.
     """
-    mine = programs.digests()
-    found = [json.loads(word) for word in distributed.all_gather_text(json.dumps(mine))]
-    differing = next((name for name in mine if len({one[name] for one in found}) > 1), None)
+    local_digests = programs.digests()
+    digests_by_rank = [
+        json.loads(text) for text in distributed.all_gather_text(json.dumps(local_digests))
+    ]
+    differing = next(
+        (
+            name
+            for name in local_digests
+            if len({rank_digests[name] for rank_digests in digests_by_rank}) > 1
+        ),
+        None,
+    )
     if differing is None:
         return
-    digests = [one[differing] for one in found]
+    digests = [rank_digests[differing] for rank_digests in digests_by_rank]
     groups = [
         [r for r, d in enumerate(digests) if d == digest] for digest in dict.fromkeys(digests)
     ]
@@ -82,9 +93,9 @@ def check_same_executables(programs: LoadedPrograms) -> None:
     )
 
 
-def _difference(one: str, other: str) -> str:
-    differences = CacheKey.from_json(json.loads(one)).differences(
-        CacheKey.from_json(json.loads(other))
+def _difference(first_key: str, second_key: str) -> str:
+    differences = CacheKey.from_json(json.loads(first_key)).differences(
+        CacheKey.from_json(json.loads(second_key))
     )
     if not differences:
         return (

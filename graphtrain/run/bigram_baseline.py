@@ -35,8 +35,10 @@ class Bigram:
                 raise DataError(
                     f"{dataset.prefix}: contains token {tokens.max()}, but vocab = {vocab}"
                 )
-            found, found_counts = np.unique(tokens[:-1] * vocab + tokens[1:], return_counts=True)
-            pairs, counts = _sum_counts(pairs, counts, found, found_counts)
+            chunk_pairs, chunk_counts = np.unique(
+                tokens[:-1] * vocab + tokens[1:], return_counts=True
+            )
+            pairs, counts = _sum_counts(pairs, counts, chunk_pairs, chunk_counts)
         first_counts = np.bincount(pairs // vocab, counts, minlength=vocab).astype(np.int64)
         return cls(vocab, pairs, counts, first_counts)
 
@@ -61,9 +63,9 @@ class Bigram:
 
         Source: Jurafsky and Martin, "Speech and Language Processing", section 3.6.1 (Laplace)
         """
-        wanted = tokens.astype(np.int64) * self.vocab + targets
-        places = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
-        counts = np.where(self.pairs[places] == wanted, self.pair_counts[places], 0)
+        pair_ids = tokens.astype(np.int64) * self.vocab + targets
+        indices = np.minimum(np.searchsorted(self.pairs, pair_ids), len(self.pairs) - 1)
+        counts = np.where(self.pairs[indices] == pair_ids, self.pair_counts[indices], 0)
         return (counts + 1) / (self.first_counts[tokens] + self.vocab)
 
     def loss(self, batches: Iterable[Batch]) -> float:

@@ -122,12 +122,16 @@ def checkpoint_loss(
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    beginning = None
+    initial_weights = None
     if steps or not step:
-        beginning = InitialWeights.open(program, run, resuming=bool(steps))
-    if (beginning is None or steps) and (not steps or (step is not None and step not in steps)):
-        there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
+        initial_weights = InitialWeights.open(program, run, resuming=bool(steps))
+    if (initial_weights is None or steps) and (
+        not steps or (step is not None and step not in steps)
+    ):
+        available_steps = ", ".join(map(str, steps)) or "none"
+        raise TrainingError(
+            f"no such checkpoint in {directory}; available steps: {available_steps}"
+        )
     step = steps[-1] if steps and step is None else step or 0
     evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
     with lowering.backend(program.target).forbid_tracing():
@@ -135,11 +139,11 @@ def checkpoint_loss(
         if steps:
             parameters = restore_parameters(directory, step, described, layer_order_of(program))
         else:
-            assert beginning is not None
-            parameters = beginning.parameters(described)
+            assert initial_weights is not None
+            parameters = initial_weights.parameters(described)
         weights = (parameters,)
-        if beginning is not None and has_frozen_weights(program.settings):
-            weights = parameters, beginning.frozen(evaluate.inputs("frozen"))
+        if initial_weights is not None and has_frozen_weights(program.settings):
+            weights = parameters, initial_weights.frozen(evaluate.inputs("frozen"))
         batches = validation_batches(run.data, program.settings, program.model.vocab, None)
         loss = validation_loss(evaluate, weights, batches, program.target)
     return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
@@ -162,13 +166,15 @@ def bigram_loss(config: Config) -> float:
         DataError: there is no validation set, or a dataset cannot be used.
     """
     data, model = config.run.data, config.program.model
-    prefixes = [data.train] if isinstance(data.train, str) else [one.dataset for one in data.train]
+    prefixes = (
+        [data.train] if isinstance(data.train, str) else [source.dataset for source in data.train]
+    )
     # Not the vocabulary of the model: if it is padded, smoothing would assign probability to tokens
     # that never occur.
     descriptions = [read_description(prefix) for prefix in prefixes]
-    vocab = max(one.vocab if one else model.vocab for one in descriptions)
-    counted = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]
+    vocab = max(description.vocab if description else model.vocab for description in descriptions)
+    bigrams = [Bigram.count(IndexedDataset(prefix), vocab) for prefix in prefixes]
     if not isinstance(data.train, str):
-        sizes = [int(one.pair_counts.sum()) for one in counted]
-        counted = [Bigram.weighted_sum(counted, blend_counts(data.train, sizes))]
-    return counted[0].loss(validation_batches(data, config.program, vocab, None))
+        sizes = [int(bigram.pair_counts.sum()) for bigram in bigrams]
+        bigrams = [Bigram.weighted_sum(bigrams, blend_counts(data.train, sizes))]
+    return bigrams[0].loss(validation_batches(data, config.program, vocab, None))

@@ -146,7 +146,8 @@ class Generator:
         Args:
             prompt: Token ids, at least one.
             max_new_tokens: Maximum number of tokens; the sequence is also limited by
-            program.batch.seq_len. sampling: How each token is chosen.
+                program.batch.seq_len.
+            sampling: How each token is chosen.
             vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:
@@ -160,34 +161,36 @@ class Generator:
             )
         random = np.random.default_rng(sampling.seed)
         with self._backend.forbid_tracing():
-            kept, scores = self._prefill(prompt)
+            kv_cache, scores = self._prefill(prompt)
             for position in range(len(prompt), min(len(prompt) + max_new_tokens, longest)):
                 token = sample_token(scores[:vocab], sampling, random)
                 yield token
-                kept, scores = self._decode_step("decode", kept, [token], position, 0)
+                kv_cache, scores = self._decode_step("decode", kv_cache, [token], position, 0)
 
     def _prefill(self, prompt: Sequence[int]) -> tuple[Tree, np.ndarray]:
         described = self._graphs["prefill"].inputs("kept")
-        empty = {path: np.zeros(one.shape, one.dtype) for path, one in flatten(described).items()}
-        kept = self._backend.to_devices(unflatten(empty), described)
+        empty = {
+            path: np.zeros(array.shape, array.dtype) for path, array in flatten(described).items()
+        }
+        kv_cache = self._backend.to_devices(unflatten(empty), described)
         count = self._graphs["prefill"].inputs("tokens").shape[1]
         scores = np.zeros(0)
         for begin in range(0, len(prompt), count):
-            part = list(prompt[begin : begin + count])
-            last = len(part) - 1
-            kept, scores = self._decode_step(
-                "prefill", kept, part + [0] * (count - len(part)), begin, last
+            chunk = list(prompt[begin : begin + count])
+            last = len(chunk) - 1
+            kv_cache, scores = self._decode_step(
+                "prefill", kv_cache, chunk + [0] * (count - len(chunk)), begin, last
             )
-        return kept, scores
+        return kv_cache, scores
 
     def _decode_step(
-        self, name: str, kept: Tree, tokens: list[int], begin: int, last: int
+        self, name: str, kv_cache: Tree, tokens: list[int], begin: int, last: int
     ) -> tuple[Tree, np.ndarray]:
         """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]
         copies = np.tile(np.array(tokens, np.int32), (self._program.batch.global_batch_size, 1))
-        placed = self._backend.to_devices(copies, graph.inputs("tokens"))
-        outputs = graph(self._parameters, kept, placed, np.int32(begin))
+        device_tokens = self._backend.to_devices(copies, graph.inputs("tokens"))
+        outputs = graph(self._parameters, kv_cache, device_tokens, np.int32(begin))
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
@@ -204,8 +207,10 @@ def _checkpoint_step(run: Run, step: int | None) -> int | None:
     if step in steps:
         return step
     if step is not None or run.init_from is None:
-        there = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(f"no such checkpoint in {directory}; available steps: {there}")
+        available_steps = ", ".join(map(str, steps)) or "none"
+        raise TrainingError(
+            f"no such checkpoint in {directory}; available steps: {available_steps}"
+        )
     if run.init_adapter_from is not None:
         raise TrainingError(
             f"no checkpoint in {directory}, and generate does not read run.init_adapter_from; "

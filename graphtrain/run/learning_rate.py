@@ -18,11 +18,13 @@ def learning_rate(schedule: LearningRate, steps: int, step: int) -> float:
 
     Source: Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, equation 5
     """
-    done = step + 1
-    if done <= schedule.warmup_steps:
-        return schedule.peak * done / schedule.warmup_steps
+    completed_steps = step + 1
+    if completed_steps <= schedule.warmup_steps:
+        return schedule.peak * completed_steps / schedule.warmup_steps
     if schedule.schedule == "constant":
         return schedule.peak
-    progress = (done - schedule.warmup_steps) / (steps - schedule.warmup_steps)
-    left = 1 - progress if schedule.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return schedule.minimum + (schedule.peak - schedule.minimum) * left
+    progress = (completed_steps - schedule.warmup_steps) / (steps - schedule.warmup_steps)
+    decay_factor = (
+        1 - progress if schedule.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    )
+    return schedule.minimum + (schedule.peak - schedule.minimum) * decay_factor

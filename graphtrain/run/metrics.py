@@ -80,6 +80,6 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
 def _drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [record for record in read_journal(path.parent) if record["step"] <= step]
+    records = [record for record in read_journal(path.parent) if record["step"] <= step]
     with atomic_write(path) as file:
-        file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())

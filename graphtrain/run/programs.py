@@ -34,12 +34,12 @@ class LoadedPrograms:
             MissingProgram: a graph is not in the cache; reports which part of its key differs.
         """
         keys = request_keys(program, names)
-        found = {name: cache.get_by_request(keys[name]) for name in names}
-        missing = {name: keys[name] for name, artifact in found.items() if artifact is None}
+        artifacts = {name: cache.get_by_request(keys[name]) for name in names}
+        missing = {name: keys[name] for name, artifact in artifacts.items() if artifact is None}
         if missing:
             raise MissingProgram("\n".join([*_reasons(cache, missing), f"run: {remedy}"]))
         self.keys = {name: keys[name] for name in names}
-        self._artifacts = found
+        self._artifacts = artifacts
         self._loaded: dict[str, Any] = {}
         self._target = program.target
 

@@ -42,18 +42,18 @@ def stop_requests() -> Iterator[StopRequest]:
             yield DistributedStopRequest()
         return
     request = StopRequest()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous_handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        request.signal = signal.Signals(number)
+    def note(signum: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(signum)
         restore()
 
     def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
 
-    for number in _SIGNALS:
-        signal.signal(number, note)
+    for signum in _SIGNALS:
+        signal.signal(signum, note)
     try:
         yield request
     finally:
@@ -63,9 +63,9 @@ def stop_requests() -> Iterator[StopRequest]:
 @contextmanager
 def _sigint_as_sigterm() -> Iterator[None]:
     """Convert Ctrl-C to SIGTERM, which JAX's preemption service forwards to the other processes."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    previous_handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

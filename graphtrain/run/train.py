@@ -70,26 +70,28 @@ def train(
         WeightsError: the initial weights cannot be used.
     """
     directory = Path(run.directory)
-    first = distributed.rank() == 0  # rank 0 writes the files that all ranks share
+    is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     with ExitStack() as stack:
         on_all_ranks(
-            lambda: stack.enter_context(locked_run_directory(directory)) if first else None
+            lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
         saved = saved_steps(directory / "checkpoints")
         check_same_checkpoints(run.directory, saved)
         start = saved[-1] if saved else 0
-        beginning = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=bool(saved)))
+        initial_weights = on_all_ranks(
+            lambda: InitialWeights.open(program, run, resuming=bool(saved))
+        )
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
-        ahead = _preallocate_memory(programs, program.target)
-        stack.callback(ahead.stop)
+        prefault = _preallocate_memory(programs, program.target)
+        stack.callback(prefault.stop)
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
-        given = ahead.stop()
-        began = host.reset_peak() - given
+        prefaulted_bytes = prefault.stop()
+        baseline_bytes = host.reset_peak() - prefaulted_bytes
         checkpoints = Checkpoints(
             directory / "checkpoints", run.keep_checkpoints, layer_order_of(program)
         )
@@ -101,31 +103,36 @@ def train(
         else:
             state = _init_state(programs, run.seed)
         loader = _open_data(run, program.settings, stack)  # while the devices compute init
-        if not saved and beginning is not None:
-            state = _load_initial_weights(beginning, programs, state)
+        if not saved and initial_weights is not None:
+            state = _load_initial_weights(initial_weights, programs, state)
         step = programs["train"]
         frozen = ()
-        if beginning is not None and has_frozen_weights(program.settings):
-            frozen = (beginning.frozen(step.inputs("frozen")),)
+        if initial_weights is not None and has_frozen_weights(program.settings):
+            frozen = (initial_weights.frozen(step.inputs("frozen")),)
         if restored is not None:
             loader.restore(restored.data_position)
-        if first:
-            stack.callback(_record_measurements, program, run, cache, programs, start, began)
-        kept, config = None if saved else beginning, Config(program=program.settings, run=run)
-        opens = (
-            partial(_open_journal, config, kept, start, on_record, stack)
-            if first
+        if is_rank_zero:
+            stack.callback(
+                _record_measurements, program, run, cache, programs, start, baseline_bytes
+            )
+        new_run_weights = None if saved else initial_weights
+        config = Config(program=program.settings, run=run)
+        open_journal = (
+            partial(_open_journal, config, new_run_weights, start, on_record, stack)
+            if is_rank_zero
             else _discard_journal
         )
-        loop = TrainingLoop(program, run, programs, frozen, loader, checkpoints, opens, start)
+        loop = TrainingLoop(
+            program, run, programs, frozen, loader, checkpoints, open_journal, start
+        )
         startup.resume_garbage_collection()
         return loop.run_steps(state, stop)
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
     """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
-    here = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
-    return startup.MemoryPrefault(programs.peak_bytes() * here)
+    local_devices = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
+    return startup.MemoryPrefault(programs.peak_bytes() * local_devices)
 
 
 def _init_state(programs: LoadedPrograms, seed: int) -> Tree:
@@ -135,20 +142,22 @@ def _init_state(programs: LoadedPrograms, seed: int) -> Tree:
     return state
 
 
-def _load_initial_weights(beginning: InitialWeights, programs: LoadedPrograms, state: Tree) -> Tree:
+def _load_initial_weights(
+    initial_weights: InitialWeights, programs: LoadedPrograms, state: Tree
+) -> Tree:
     """Return the state with its random weights replaced by the initial weights.
 
     The random weights are freed first, to limit the peak memory.
     """
-    others = {name: tree for name, tree in state.items() if name != "parameters"}
+    other_state = {name: tree for name, tree in state.items() if name != "parameters"}
     # New LoRA adapters keep their random initialization.
-    new = state["parameters"] if beginning.program.adapter is not None else None
+    new = state["parameters"] if initial_weights.program.adapter is not None else None
     state.clear()
     described = programs["train"].inputs("state")["parameters"]
-    return others | {"parameters": beginning.parameters(described, new)}
+    return other_state | {"parameters": initial_weights.parameters(described, new)}
 
 
-def _copy_hf_files(config: Config, beginning: InitialWeights | None) -> None:
+def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> None:
     """Copy the tokenizer and the Hugging Face files of the weights into the run directory.
 
     graphtrain convert graphtrain-to-hf exports them with the trained weights.
@@ -158,15 +167,19 @@ def _copy_hf_files(config: Config, beginning: InitialWeights | None) -> None:
 
     run = config.run
     directory = Path(run.directory)
-    if beginning is not None:
-        beginning.save_run_files(directory)
+    if initial_weights is not None:
+        initial_weights.save_run_files(directory)
     data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
     with write_errors(directory):
         copy_tokenizer(data, directory / HF_FILES)
 
 
 def _open_journal(
-    config: Config, beginning: InitialWeights | None, start: int, report: Report, stack: ExitStack
+    config: Config,
+    initial_weights: InitialWeights | None,
+    start: int,
+    report: Report,
+    stack: ExitStack,
 ) -> Report:
     """Write config.toml and the Hugging Face files, and open the journal of metrics.
 
@@ -175,7 +188,7 @@ def _open_journal(
     directory = Path(config.run.directory)
     with write_errors(directory), atomic_write(directory / "config.toml") as file:
         file.write(render(config).encode())
-    _copy_hf_files(config, beginning)
+    _copy_hf_files(config, initial_weights)
     journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
     stack.callback(journal.close)
 
@@ -194,7 +207,7 @@ def _discard_journal() -> Report:
 def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
     """Check the validation set, then return the training data loader, which `stack` closes."""
 
-    def opened() -> Any:
+    def open_loader() -> Any:
         from graphtrain.data.batches.loader import Loader
 
         if run.data.validation is not None:
@@ -213,7 +226,7 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             pairs=program.loss.kind == "dpo",
         )
 
-    loader = on_all_ranks(opened)
+    loader = on_all_ranks(open_loader)
     stack.callback(loader.close)
     return loader
 
@@ -230,7 +243,7 @@ def _record_measurements(
     cache: Cache,
     programs: LoadedPrograms,
     start: int,
-    began: int,
+    baseline_bytes: int,
 ) -> None:
     """Record the measured time and memory in the ledger, however the run ended.
 
@@ -238,15 +251,15 @@ def _record_measurements(
     """
     from graphtrain.planning.measured import record_run
 
-    steps = [one for one in read_journal(Path(run.directory)) if one["step"] > start]
+    steps = [record for record in read_journal(Path(run.directory)) if record["step"] > start]
     if not steps or sizes_unknown(program.settings):
         return
     target = program.target
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
-    each = (peak - began) / target.devices if target.runs_on_cpu else peak
+    device_bytes = (peak - baseline_bytes) / target.devices if target.runs_on_cpu else peak
     try:
-        record_run(cache.root, program, programs["train"].record, steps, each)
+        record_run(cache.root, program, programs["train"].record, steps, device_bytes)
     except (OSError, ShardingError) as error:
         warnings.warn(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",
@@ -284,37 +297,37 @@ class TrainingLoop:
         run, target = self.run, self.program.target
         put = lowering.backend(target).to_devices
         step, batches = self.programs["train"], self.programs["train"].inputs("batch")
-        validation, done = None, self.start
+        validation, completed_steps = None, self.start
         for index in range(self.start, run.steps):
             rate = learning_rate(run.learning_rate, run.steps, index)
             batch, waited = self._next_batch()
             outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
-            state, done = outputs["state"], index + 1
+            state, completed_steps = outputs["state"], index + 1
             if index == self.start:
                 self._write = self.open_journal()  # while the step computes
             self._finish_pending_step()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
-            self._pending = done, outputs["metrics"], rate, waited
-            last = done == run.steps
-            if last or (run.evaluate_every and done % run.evaluate_every == 0):
-                validation = self._validate(done, state)
-            stopping = stop.should_stop(done)
-            if last or done % run.save_every == 0 or stopping:
+            self._pending = completed_steps, outputs["metrics"], rate, waited
+            last = completed_steps == run.steps
+            if last or (run.evaluate_every and completed_steps % run.evaluate_every == 0):
+                validation = self._validate(completed_steps, state)
+            stopping = stop.should_stop(completed_steps)
+            if last or completed_steps % run.save_every == 0 or stopping:
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 storable = lowering.backend(target).checkpoint_arrays(state)
-                self.checkpoints.save(done, storable, self.loader.state())
+                self.checkpoints.save(completed_steps, storable, self.loader.state())
             if stopping:
                 break
         self._finish_pending_step()
-        stopped = stop.signal.name if stop.signal and done < run.steps else None
-        return RunSummary(done, self.start or None, validation, stopped)
+        stopped = stop.signal.name if stop.signal and completed_steps < run.steps else None
+        return RunSummary(completed_steps, self.start or None, validation, stopped)
 
     def _next_batch(self) -> tuple[Tree, float]:
         """Return the next batch, split into microbatches, and the seconds waited for it."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         batch, count = next(self.loader), self.program.batch.microbatches
-        waited = time.perf_counter() - began
+        waited = time.perf_counter() - start_time
         return {
             name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()
         }, waited
@@ -327,21 +340,23 @@ class TrainingLoop:
         """
         if self._pending is None:
             return
-        done, metrics, rate, waited = self._pending
+        completed_steps, metrics, rate, waited = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        further = {name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS}
+        extra_metrics = {
+            name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
+        }
         now = time.perf_counter()
         seconds, self._last_finished_at = now - self._last_finished_at, now
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(self._not_finite(done, loss, norm))
+            raise TrainingError(self._not_finite(completed_steps, loss, norm))
         tokens_per_second = self.program.batch.tokens / seconds
         self._write(
             {
-                "step": done,
+                "step": completed_steps,
                 "loss": loss,
                 "grad_norm": norm,
-                **further,
+                **extra_metrics,
                 "learning_rate": rate,
                 "targets": int(metrics["targets"]),
                 "step_seconds": round(seconds, 6),
@@ -354,22 +369,27 @@ class TrainingLoop:
 
     def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
         """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
-        peak, known = self.program.target.peak_flops(self.program.model.dtype), self._flops
+        peak, flops_per_token = (
+            self.program.target.peak_flops(self.program.model.dtype),
+            self._flops,
+        )
         return {
-            name: round(known[name] * tokens_per_second / peak, 6) if peak and known else None
+            name: round(flops_per_token[name] * tokens_per_second / peak, 6)
+            if peak and flops_per_token
+            else None
             for name in ("mfu", "mfu_causal")
         }
 
-    def _not_finite(self, done: int, loss: float, norm: float) -> str:
+    def _not_finite(self, completed_steps: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # until the last checkpoint is complete
         saved = saved_steps(Path(self.run.directory) / "checkpoints")
         return (
-            f"step {done}: loss {loss}, gradient norm {norm}; the batch contains "
-            f"{self.loader.describe(done - 1)}; last good checkpoint: "
+            f"step {completed_steps}: loss {loss}, gradient norm {norm}; the batch contains "
+            f"{self.loader.describe(completed_steps - 1)}; last good checkpoint: "
             + (f"{self.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
         )
 
-    def _validate(self, done: int, state: Tree) -> float | None:
+    def _validate(self, completed_steps: int, state: Tree) -> float | None:
         run = self.run
         if run.data.validation is None:
             return None
@@ -380,6 +400,6 @@ class TrainingLoop:
         evaluate = self.programs["evaluate"]
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self.program.target)
-        self._write({"step": done, "validation_loss": loss})
+        self._write({"step": completed_steps, "validation_loss": loss})
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from graphtrain.config.schema import AttentionImplementation
 from graphtrain.models.attention import module as native
 from graphtrain.models.attention.kv_cache import cache_offset, layer_cache
-from graphtrain.models.attention.score_mods import ScoreTransform
-from graphtrain.models.attention.score_mods import soft_cap as bent
+from graphtrain.models.attention.score_mods import ScoreTransform, soft_cap
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
@@ -61,14 +60,14 @@ def causal_attention(
     query, key, value = (
         _pad_head_dim(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value)
     )
-    if (before := layer_cache()) is not None:
-        key, value = before.update(key, value)
+    if (kv_cache := layer_cache()) is not None:
+        key, value = kv_cache.update(key, value)
     elif window is not None and window >= query.shape[1]:
         window = None
     if key.shape[2] == 1:  # the only KV head is replicated over the mesh
         key, value = (jnp.repeat(x, shards_of("kv_heads"), 2) for x in (key, value))
-    mixed = native.attend(query, key, value, scoring, window, remat, unroll, how)
-    return mixed[..., :value_dim].transpose(0, 2, 1, 3)
+    attn_out = native.attend(query, key, value, scoring, window, remat, unroll, how)
+    return attn_out[..., :value_dim].transpose(0, 2, 1, 3)
 
 
 def _pad_head_dim(x: jax.Array, width: int) -> jax.Array:
@@ -124,41 +123,41 @@ def dense_attention(
     products = dot(
         "bhgqd,bhkd->bhgqk", query.reshape(batch, *groups, queries, head_dim), key, jnp.float32
     )
-    scores = bent(products * (1 / math.sqrt(head_dim) if scale is None else scale), softcap)
+    scores = soft_cap(products * (1 / math.sqrt(head_dim) if scale is None else scale), softcap)
     visible = jnp.tril(jnp.ones((queries, keys), bool)) if causal else None
     if mask is not None:
-        given = _grouped(mask, groups)
-        if given.dtype == jnp.bool_:
-            visible = _and(visible, given)
+        grouped_mask = _group_mask(mask, groups)
+        if grouped_mask.dtype == jnp.bool_:
+            visible = _and_masks(visible, grouped_mask)
         else:
-            scores = scores + given
+            scores = scores + grouped_mask
             # In an additive mask, a row of only minus infinity also means: attends to no key.
-            visible = _and(visible, scores > -jnp.inf)
-    shares = _softmax(scores, visible)
+            visible = _and_masks(visible, scores > -jnp.inf)
+    attn_weights = _softmax(scores, visible)
     if dropout and dropout_key is not None:
-        kept = jax.random.bernoulli(dropout_key, 1 - dropout, shares.shape)
-        shares = jnp.where(kept, shares / (1 - dropout), 0)
-    mixed = dot("bhgqk,bhkd->bhgqd", shares.astype(value.dtype), value)
-    out = mixed.reshape(batch, heads, queries, value.shape[-1])
+        keep_mask = jax.random.bernoulli(dropout_key, 1 - dropout, attn_weights.shape)
+        attn_weights = jnp.where(keep_mask, attn_weights / (1 - dropout), 0)
+    attn_out = dot("bhgqk,bhkd->bhgqd", attn_weights.astype(value.dtype), value)
+    out = attn_out.reshape(batch, heads, queries, value.shape[-1])
     return constrain(out, "batch", "heads", None, None)
 
 
-def _and(one: jax.Array | None, other: jax.Array) -> jax.Array:
-    return other if one is None else one & other
+def _and_masks(mask: jax.Array | None, other_mask: jax.Array) -> jax.Array:
+    return other_mask if mask is None else mask & other_mask
 
 
-def _grouped(seen: jax.Array, groups: tuple[int, int]) -> jax.Array:
+def _group_mask(mask: jax.Array, groups: tuple[int, int]) -> jax.Array:
     """Reshape a mask to (batch, kv_heads, group, queries, keys)."""
-    whole = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
-    if whole.shape[1] == 1:
-        return whole[:, :, None]
-    return whole.reshape(whole.shape[0], *groups, *whole.shape[2:])
+    mask_4d = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if mask_4d.shape[1] == 1:
+        return mask_4d[:, :, None]
+    return mask_4d.reshape(mask_4d.shape[0], *groups, *mask_4d.shape[2:])
 
 
 def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Compute a masked softmax over keys; fully masked rows give zeros, and no NaN gradients."""
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    low = jnp.finfo(scores.dtype).min
-    shares = jax.nn.softmax(jnp.where(mask, scores, low), axis=-1)
-    return jnp.where(mask, shares, 0)
+    lowest = jnp.finfo(scores.dtype).min
+    probs = jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1)
+    return jnp.where(mask, probs, 0)

@@ -50,9 +50,9 @@ def name_axes(
     embed = _residual_width(shapes, vocab)
     named: dict[str, NamedAxes] = {}
     for name, shape in shapes.items():
-        own = next((axes for pattern, axes in given.items() if _matches(name, pattern)), None)
-        if own is not None:
-            named[name] = NamedAxes(tuple(axis or None for axis in own), "settings")
+        override = next((axes for pattern, axes in given.items() if _matches(name, pattern)), None)
+        if override is not None:
+            named[name] = NamedAxes(tuple(axis or None for axis in override), "settings")
         else:
             named[name] = _by_name(module, name, shape) or _by_shape(
                 name, shape, embed, vocab, shapes

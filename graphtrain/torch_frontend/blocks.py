@@ -64,30 +64,36 @@ class UnrolledBlocks:
 
 def find_stacks(module: torch.nn.Module) -> list[Stack | UnrolledBlocks]:
     """Return the lists of blocks of a module, without lists nested in other blocks."""
-    own = set(dict(module.named_parameters()))  # without those tied to an earlier one
-    found: list[Stack | UnrolledBlocks] = []
+    owned_parameters = set(dict(module.named_parameters()))  # without those tied to an earlier one
+    block_lists: list[Stack | UnrolledBlocks] = []
     for name, inner in module.named_modules():
-        inside = any(name.startswith(f"{one.name}.") for one in found)
-        if isinstance(inner, torch.nn.ModuleList) and len(inner) > 1 and not inside:
-            found.append(_stack(name, inner, own))
-    return found
+        is_nested = any(name.startswith(f"{block_list.name}.") for block_list in block_lists)
+        if isinstance(inner, torch.nn.ModuleList) and len(inner) > 1 and not is_nested:
+            block_lists.append(_stack(name, inner, owned_parameters))
+    return block_lists
 
 
-def _stack(name: str, blocks: torch.nn.ModuleList, own: set[str]) -> Stack | UnrolledBlocks:
+def _stack(
+    name: str, blocks: torch.nn.ModuleList, owned_parameters: set[str]
+) -> Stack | UnrolledBlocks:
     def unrolled(reason: str) -> UnrolledBlocks:
         return UnrolledBlocks(name, len(blocks), reason)
 
-    local = [tuple(dict(block.named_parameters())) for block in blocks]
-    for number, names in enumerate(local):
-        if missing := [one for one in names if f"{name}.{number}.{one}" not in own]:
+    parameter_names = [tuple(dict(block.named_parameters())) for block in blocks]
+    for number, names in enumerate(parameter_names):
+        if missing := [
+            parameter_name
+            for parameter_name in names
+            if f"{name}.{number}.{parameter_name}" not in owned_parameters
+        ]:
             return unrolled(f"block {number} shares its parameter {missing[0]} with another module")
-    if not local[0]:
+    if not parameter_names[0]:
         return unrolled("its blocks have no parameters")
     signatures = [dict(_signature(block)) for block in blocks]
     period = _period(signatures)
     if period is None:
         return unrolled(f"its blocks differ: {_difference(signatures)}")
-    return Stack(name, len(blocks), period, tuple(local[:period]))
+    return Stack(name, len(blocks), period, tuple(parameter_names[:period]))
 
 
 def _period(signatures: list[dict[str, Any]]) -> int | None:
@@ -107,11 +113,11 @@ def _period(signatures: list[dict[str, Any]]) -> int | None:
 def _difference(signatures: list[dict[str, Any]]) -> str:
     """Describe the first difference between block 0 and another block."""
     first = signatures[0]
-    for number, other in enumerate(signatures):
-        for path in first | other:
-            if first.get(path) != other.get(path):
+    for number, signature in enumerate(signatures):
+        for path in first | signature:
+            if first.get(path) != signature.get(path):
                 return (
-                    f"block {number} has {path} = {_short(other.get(path))}, "
+                    f"block {number} has {path} = {_short(signature.get(path))}, "
                     f"block 0 {_short(first.get(path))}"
                 )
     raise AssertionError("blocks without a period are all alike")

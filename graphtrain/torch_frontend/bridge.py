@@ -99,12 +99,12 @@ class TraceEnvironment(TorchaxEnvironment):
             result = self._with_torch_promotion(args, result)
         if torch.is_grad_enabled():
             return result
-        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+        argument_ids = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
 
         def without_gradient(tensor: Tensor) -> Tensor:
             array = tensor.jax()
             # An operation may return its input, as .float() of a float32 tensor does.
-            if id(tensor) in given or not jnp.issubdtype(array.dtype, jnp.floating):
+            if id(tensor) in argument_ids or not jnp.issubdtype(array.dtype, jnp.floating):
                 return tensor
             return Tensor(jax.lax.stop_gradient(array), self)
 
@@ -115,9 +115,9 @@ class TraceEnvironment(TorchaxEnvironment):
 
         JAX promotes bfloat16 times a 0-dimensional float32 to float32, and all results after it.
         """
-        given = [one.jax() for one in args if isinstance(one, Tensor)]
-        floats = [array.dtype for array in given if jnp.issubdtype(array.dtype, jnp.floating)]
-        wide = [array.dtype for array in given if array.ndim and array.dtype in floats]
+        operands = [arg.jax() for arg in args if isinstance(arg, Tensor)]
+        floats = [array.dtype for array in operands if jnp.issubdtype(array.dtype, jnp.floating)]
+        wide = [array.dtype for array in operands if array.ndim and array.dtype in floats]
         if not wide or not isinstance(result, Tensor) or len({*floats}) == 1:
             return result
         array, dtype = result.jax(), jnp.result_type(*wide)
@@ -127,11 +127,11 @@ class TraceEnvironment(TorchaxEnvironment):
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
         """Disable attention kernels inside, where a trace needs only shapes."""
-        how, self._attention = self._attention, "dense"
+        previous, self._attention = self._attention, "dense"
         try:
             yield
         finally:
-            self._attention = how
+            self._attention = previous
 
     def wrap(self, tree: Any) -> Any:
         """Wrap a tree of JAX arrays as torch tensors."""
@@ -168,7 +168,7 @@ class TraceEnvironment(TorchaxEnvironment):
                 "cannot be traced; remove max_norm"
             )
         table = weight.jax()
-        if any(table is one for one in self._zero_placeholders):
+        if any(table is placeholder for placeholder in self._zero_placeholders):
             # XLA's partitioner crashes on a lookup inside a shard_map, even unused (jax 0.11.2).
             return Tensor(jnp.zeros((*input.shape, table.shape[1]), self.computes_in), self)
         if padding_idx is not None:
@@ -257,22 +257,23 @@ class TraceEnvironment(TorchaxEnvironment):
         if causal and mask is None and not dropout and query.shape[2] == key.shape[2]:
             self.native_attention_calls += 1
             scoring = ScoreTransform(scale, cap)
-            mixed = causal_attention(
+            attn_out = causal_attention(
                 *arrays, scoring, window, self._remat, self._unroll, how=self._attention
             )
-            return Tensor(mixed, self)
-        if what := feature_needing_native_attention():
-            how = "dropout" if dropout else "a mask, a bias, or is_causal = False"
+            return Tensor(attn_out, self)
+        if feature := feature_needing_native_attention():
+            unsupported = "dropout" if dropout else "a mask, a bias, or is_causal = False"
             raise ImportedModelError(
-                f"{what} requires plain causal attention; the attention of this module has {how}"
+                f"{feature} requires plain causal attention; the attention of this module has "
+                f"{unsupported}"
             )
-        seen = None if mask is None else mask.jax()
+        mask_array = None if mask is None else mask.jax()
         if window is not None:
             distance = jnp.arange(query.shape[2])[:, None] - jnp.arange(key.shape[2])
-            seen = distance < window
+            mask_array = distance < window
         dropout_key = self.get_and_rotate_prng_key() if dropout else None
         return Tensor(
-            dense_attention(*arrays, seen, dropout, causal, scale, dropout_key, cap), self
+            dense_attention(*arrays, mask_array, dropout, causal, scale, dropout_key, cap), self
         )
 
 
@@ -313,7 +314,7 @@ def call_module(
         ImportedModelError: the module cannot be traced, or a trace would be silently wrong.
     """
     constants = {name: environment.constant(buffer) for name, buffer in buffers.items()}
-    before = {name: constant.jax() for name, constant in constants.items()}
+    initial_arrays = {name: constant.jax() for name, constant in constants.items()}
     state = {**environment.wrap(dict(arrays)), **constants}
     prng = jax.random.key(0) if key is None else key
     with ExitStack() as stack:
@@ -325,7 +326,7 @@ def call_module(
         stack.enter_context(private_torch.reparametrize(module, state))
         with explain_errors(module):
             result = function()
-    changed = [name for name in before if constants[name].jax() is not before[name]]
+    changed = [name for name in initial_arrays if constants[name].jax() is not initial_arrays[name]]
     if changed and module.training:
         raise buffer_changed_error(module, changed[0])
     return result
@@ -346,7 +347,7 @@ def _patch_torch(environment: TraceEnvironment) -> Iterator[None]:
             "turn it off (gradient_checkpointing) and set program.model.remat",
         )
 
-    entering = torch.autocast.__enter__
+    original_enter = torch.autocast.__enter__
 
     def autocast(self: torch.autocast) -> Any:
         if getattr(self, "_enabled", False):
@@ -354,16 +355,16 @@ def _patch_torch(environment: TraceEnvironment) -> Iterator[None]:
                 f"torch.autocast at {current_user_line()} is ignored by a trace",
                 "remove it and set program.model.dtype",
             )
-        return entering(self)
+        return original_enter(self)
 
     with ExitStack() as stack:
-        for owner, name, stand_in in (
+        for owner, name, replacement in (
             (torch.autograd.Function, "apply", classmethod(function)),
             (torch.autocast, "__enter__", autocast),
             # Not torch.utils.checkpoint.checkpoint, of which modules hold references by import.
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint),
         ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 

@@ -49,7 +49,7 @@ def kv_cache_specs(opened: OpenedModel, sequences: int, max_seq_len: int) -> Tre
         if (rows := _rows(opened, name)) is not None:
             shape, axes = (rows, *shape), ("layers", *axes)
         spec = ArraySpec(shape, axes, opened.settings.dtype, "activation")
-        specs |= {f"{_path(name)}/{one}": spec for one in ("key", "value")}
+        specs |= {f"{_path(name)}/{entry}": spec for entry in ("key", "value")}
     return unflatten(specs)
 
 
@@ -65,66 +65,71 @@ def decode_step(
         tokens: the next token ids, (batch, seq).
         offset: cache offset, the position of the first of these tokens.
     """
-    before, after = flatten(cache), {}
+    cached_arrays, updated_arrays = flatten(cache), {}
 
-    def of(name: str) -> dict[str, jax.Array]:
-        return {one: before[f"{_path(name)}/{one}"] for one in ("key", "value")}
+    def load_cache(name: str) -> dict[str, jax.Array]:
+        return {entry: cached_arrays[f"{_path(name)}/{entry}"] for entry in ("key", "value")}
 
-    def put(name: str, arrays: dict[str, jax.Array]) -> None:
-        after.update({f"{_path(name)}/{one}": array for one, array in arrays.items()})
+    def store_cache(name: str, arrays: dict[str, jax.Array]) -> None:
+        updated_arrays.update({f"{_path(name)}/{entry}": array for entry, array in arrays.items()})
 
     @contextmanager
-    def around(name: str) -> Iterator[None]:
-        with use_cache(**of(name)) as here:
+    def cached_block(name: str) -> Iterator[None]:
+        with use_cache(**load_cache(name)) as layer_cache:
             yield
-        put(name, {"key": here.key, "value": here.value})
+        store_cache(name, {"key": layer_cache.key, "value": layer_cache.value})
 
-    def leaving(scan: Scan) -> jax.Array:
+    def run_blocks(scan: Scan) -> jax.Array:
         names = _positions(scan.stack)
 
-        def row(hidden: jax.Array, each: Any) -> tuple[jax.Array, Any]:
-            arrays, keys, kept = each
-            found = []
+        def scan_row(hidden: jax.Array, row_inputs: Any) -> tuple[jax.Array, Any]:
+            arrays, keys, row_caches = row_inputs
+            updated_caches = []
             for position in range(len(names)):
-                with use_cache(**kept[position]) as here:
+                with use_cache(**row_caches[position]) as layer_cache:
                     hidden = scan.run_block(position, hidden, arrays[position], keys[position])
-                found.append({"key": here.key, "value": here.value})
-            return hidden, found
+                updated_caches.append({"key": layer_cache.key, "value": layer_cache.value})
+            return hidden, updated_caches
 
         assert scan.hidden is not None
-        rows = scan.rows, scan.keys(), [of(name) for name in names]
-        hidden, found = jax.lax.scan(row, scan.hidden, rows)
-        for name, arrays in zip(names, found, strict=True):
-            put(name, arrays)
+        rows = scan.rows, scan.keys(), [load_cache(name) for name in names]
+        hidden, stacked_caches = jax.lax.scan(scan_row, scan.hidden, rows)
+        for name, arrays in zip(names, stacked_caches, strict=True):
+            store_cache(name, arrays)
         return hidden
 
-    whole = _without_remat(opened)
-    arrays = whole.cast_parameters(flatten(parameters))
+    model = _without_remat(opened)
+    arrays = model.cast_parameters(flatten(parameters))
     with at_cache_offset(offset):
-        out = whole.run(arrays, tokens, None, ScanHooks(run_blocks=leaving, around_block=around))
-        return whole.finish_logits(out, tokens), unflatten(after)
+        out = model.run(
+            arrays, tokens, None, ScanHooks(run_blocks=run_blocks, around_block=cached_block)
+        )
+        return model.finish_logits(out, tokens), unflatten(updated_arrays)
 
 
 def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
     """Return the number of KV heads and head_dim by block, or by position of a stack's period."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    heads_by_block: dict[str, list[tuple[int, int]]] = {}
 
     @contextmanager
-    def around(name: str) -> Iterator[None]:
-        with record_cache_shapes() as here:
+    def recorded_block(name: str) -> Iterator[None]:
+        with record_cache_shapes() as recorder:
             yield
-        found[name] = here.heads
+        heads_by_block[name] = recorder.heads
 
-    def leaving(scan: Scan) -> Any:
+    def run_blocks(scan: Scan) -> Any:
         for position, name in enumerate(_positions(scan.stack)):
-            with around(name):
+            with recorded_block(name):
                 scan.describe(position)
         return scan.hidden
 
     def run(arrays: dict[str, jax.Array], tokens: jax.Array) -> CacheShapeRecorder:
-        whole, through = _without_remat(opened), ScanHooks(run_blocks=leaving, around_block=around)
+        model, through = (
+            _without_remat(opened),
+            ScanHooks(run_blocks=run_blocks, around_block=recorded_block),
+        )
         with record_cache_shapes() as outside:
-            whole.run(whole.cast_parameters(arrays), tokens, None, through)
+            model.run(model.cast_parameters(arrays), tokens, None, through)
         return outside
 
     specs = {
@@ -136,19 +141,21 @@ def _heads(opened: OpenedModel) -> dict[str, tuple[int, int]]:
         specs,
         jax.ShapeDtypeStruct(_TOKENS, jnp.int32),
     )
-    described = sum(len(found[name]) for one in opened.stacks for name in _positions(one))
-    if len(outside[0].heads) > described:
+    block_calls = sum(
+        len(heads_by_block[name]) for stack in opened.stacks for name in _positions(stack)
+    )
+    if len(outside[0].heads) > block_calls:
         raise ImportedModelError(
             "decoding with a KV cache requires all attention to be in blocks of a ModuleList, but "
             "this model calls attention outside of them"
         )
-    for name, heads in found.items():
+    for name, heads in heads_by_block.items():
         if len(heads) != 1:
             raise ImportedModelError(
                 "decoding with a KV cache requires one attention in each block that graphtrain "
                 f"computes; {name} has {len(heads)}"
             )
-    return {name: heads[0] for name, heads in found.items()}
+    return {name: heads[0] for name, heads in heads_by_block.items()}
 
 
 def _positions(stack: Stack) -> list[str]:
@@ -158,7 +165,9 @@ def _positions(stack: Stack) -> list[str]:
 
 def _rows(opened: OpenedModel, name: str) -> int | None:
     """Return the number of rows of a stack's arrays; None for a block outside of stacks."""
-    by_name = {one: stack.rows for stack in opened.stacks for one in _positions(stack)}
+    by_name = {
+        position_name: stack.rows for stack in opened.stacks for position_name in _positions(stack)
+    }
     return by_name.get(name)
 
 

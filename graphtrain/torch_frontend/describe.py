@@ -22,18 +22,21 @@ def describe(model: TorchModel, store: Path) -> Iterator[str]:
         model: settings.
         store: directory of the cache, which may have the model's parity record.
     """
-    known = stored_parity(model, store)
-    if known is not None and known.strict and model.front_end == "auto":
+    parity = stored_parity(model, store)
+    if parity is not None and parity.strict and model.front_end == "auto":
         model = replace(model, front_end="strict")
     opened = open_model(model)
     if opened.strict:
-        yield f"front end: strict, because {known.strict if known else opened.strict}"
-    for one in opened.block_lists:
-        if isinstance(one, Stack):
-            every = f", {one.period} at a time" if one.period > 1 else ""
-            yield f"{one.name}: {one.count} blocks in one scan{every}"
+        yield f"front end: strict, because {parity.strict if parity else opened.strict}"
+    for block_list in opened.block_lists:
+        if isinstance(block_list, Stack):
+            period_text = f", {block_list.period} at a time" if block_list.period > 1 else ""
+            yield f"{block_list.name}: {block_list.count} blocks in one scan{period_text}"
         else:
-            yield f"{one.name}: {one.count} blocks traced one by one, because {one.reason}"
+            yield (
+                f"{block_list.name}: {block_list.count} blocks traced one by one, because "
+                f"{block_list.reason}"
+            )
     specs = opened.specs()
     for path, names in opened.parameter_names_by_path().items():
         named = opened.axes[names[0]]

@@ -63,25 +63,28 @@ def check_documents_isolated(model: TorchModel) -> float:
     row = np.random.default_rng(0).integers(0, small.vocab, (1, sum(_DOCUMENT_LENGTHS)), np.int32)
     documents = np.repeat(np.arange(2, dtype=np.int32), _DOCUMENT_LENGTHS)[None]
 
-    def both(arrays: dict[str, jax.Array], row: jax.Array) -> Any:
+    def packed_and_separate(arrays: dict[str, jax.Array], row: jax.Array) -> Any:
         with isolate_documents(jnp.asarray(documents)):
             packed, _ = opened.forward(unflatten(arrays), row, None)
         # Tokens after a document do not affect it: attention is causal.
-        each = jnp.concatenate([row, jnp.roll(row, -_DOCUMENT_LENGTHS[0], 1)])
-        (first, second), _ = opened.forward(unflatten(arrays), each, None)
+        shifted_rows = jnp.concatenate([row, jnp.roll(row, -_DOCUMENT_LENGTHS[0], 1)])
+        (first, second), _ = opened.forward(unflatten(arrays), shifted_rows, None)
         return packed[0], jnp.concatenate(
             [first[: _DOCUMENT_LENGTHS[0]], second[: _DOCUMENT_LENGTHS[1]]]
         )
 
     arrays = stack_weights(opened, weights(module))
-    together, alone = jax.device_get(
-        jax.jit(both).lower(arrays, row).compile(UNOPTIMIZED)(arrays, row)
+    packed_logits, separate_logits = jax.device_get(
+        jax.jit(packed_and_separate).lower(arrays, row).compile(UNOPTIMIZED)(arrays, row)
     )
-    off = float(np.abs(together - alone).max() / np.abs(alone).max())
-    if not off <= _TOLERANCE:
+    difference = float(
+        np.abs(packed_logits - separate_logits).max() / np.abs(separate_logits).max()
+    )
+    if not difference <= _TOLERANCE:
         raise ImportedModelError(
             f"{type(module).__name__} mixes positions outside of attention, for example by a "
             "convolution, so documents of one row affect each other (logits differ by "
-            f"{off:.1e}): remove batch.cross_document_attention = false and the rules context"
+            f"{difference:.1e}): remove batch.cross_document_attention = false and the rules "
+            "context"
         )
-    return off
+    return difference

@@ -38,26 +38,26 @@ def _experts(
         top_k_index: experts of each token, (tokens, k).
         top_k_weights: their router weights, (tokens, k).
     """
-    if not (has_grouped_matmul() and _plain(self) and isinstance(hidden_states, Tensor)):
+    if not (has_grouped_matmul() and _is_standard(self) and isinstance(hidden_states, Tensor)):
         return _dense_experts(self, hidden_states, top_k_index, top_k_weights)
     environment = private_torch.environment_of(hidden_states)
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    wide, down = first.jax(), self.down_proj.jax()
+    input_proj = self.gate_up_proj if self.has_gate else self.up_proj
+    input_weights, output_weights = input_proj.jax(), self.down_proj.jax()
     if not self.is_transposed:
-        wide, down = wide.swapaxes(1, 2), down.swapaxes(1, 2)
-    apart = jnp.split(wide, 2, axis=2) if self.has_gate else [wide]
+        input_weights, output_weights = input_weights.swapaxes(1, 2), output_weights.swapaxes(1, 2)
+    gate_and_up = jnp.split(input_weights, 2, axis=2) if self.has_gate else [input_weights]
 
     def combine(products: list[Array]) -> Array:
-        *gate, up = (Tensor(one, environment) for one in products)
+        *gate, up = (Tensor(product, environment) for product in products)
         return (self.act_fn(gate[0]) * up if gate else self.act_fn(up)).jax()
 
     # The batch and sequence axes are flattened here: each token is passed as a sequence of 1.
-    x, shares, experts = (
-        one.jax()[:, None]  # pyright: ignore[reportAttributeAccessIssue]
-        for one in (hidden_states, top_k_weights, top_k_index)
+    x, router_weights, experts = (
+        tensor.jax()[:, None]  # pyright: ignore[reportAttributeAccessIssue]
+        for tensor in (hidden_states, top_k_weights, top_k_index)
     )
-    mixed = dropless_experts(combine, x, shares, experts, apart, down)
-    return Tensor(mixed[:, 0], environment)
+    expert_out = dropless_experts(combine, x, router_weights, experts, gate_and_up, output_weights)
+    return Tensor(expert_out[:, 0], environment)
 
 
 def has_grouped_matmul() -> bool:
@@ -66,15 +66,17 @@ def has_grouped_matmul() -> bool:
     XLA for GPUs and CPUs multiplies all rows by every expert (jaxlib 0.10.2: 16 experts take 3.7
     times the operations of 4), and each token is k rows.
     """
-    found = placement()
-    return found is not None and found.mesh.devices.flat[0].platform == "tpu"
+    current_placement = placement()
+    return (
+        current_placement is not None and current_placement.mesh.devices.flat[0].platform == "tpu"
+    )
 
 
-def _plain(experts: Any) -> bool:
+def _is_standard(experts: Any) -> bool:
     """Return true for experts with the default gate, concatenated with up, no bias, no norm."""
-    own_gate = not private_torch.has_default_gate(experts)
-    more = experts.has_bias or experts.has_post_expert_norm or not experts.is_concatenated
-    return not (own_gate or more)
+    has_custom_gate = not private_torch.has_default_gate(experts)
+    has_extras = experts.has_bias or experts.has_post_expert_norm or not experts.is_concatenated
+    return not (has_custom_gate or has_extras)
 
 
 def _dense_experts(
@@ -89,18 +91,18 @@ def _dense_experts(
             "experts with a norm after each expert (has_post_expert_norm) are not supported"
         )
     tokens = hidden_states.size(0)
-    shares = torch.zeros(
+    router_weights = torch.zeros(
         tokens, self.num_experts, dtype=top_k_weights.dtype, device=top_k_weights.device
     )
-    shares = shares.scatter_add(1, top_k_index, top_k_weights)
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    into, back = ("eio", "eoi") if self.is_transposed else ("eoi", "eio")
-    inner = torch.einsum(f"ti,{into}->eto", hidden_states, first)
+    router_weights = router_weights.scatter_add(1, top_k_index, top_k_weights)
+    input_proj = self.gate_up_proj if self.has_gate else self.up_proj
+    input_axes, output_axes = ("eio", "eoi") if self.is_transposed else ("eoi", "eio")
+    inner = torch.einsum(f"ti,{input_axes}->eto", hidden_states, input_proj)
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         inner = inner + bias[:, None]
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    out = torch.einsum(f"eto,{back}->eti", inner, self.down_proj)
+    out = torch.einsum(f"eto,{output_axes}->eti", inner, self.down_proj)
     if self.has_bias:
         out = out + self.down_proj_bias[:, None]
-    return torch.einsum("eti,te->ti", out, shares.to(out.dtype)).to(hidden_states.dtype)
+    return torch.einsum("eti,te->ti", out, router_weights.to(out.dtype)).to(hidden_states.dtype)

@@ -48,42 +48,44 @@ def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) ->
         args: of the call.
         environment: already entered; the backward pass, which JAX traces later, enters it again.
     """
-    places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
+    tensor_indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
     contexts: list[tuple[Any, Any]] = []  # of the last forward pass: values, structure
     results: list[Any] = []
 
     def forward(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        given = list(args)
-        for place, array in zip(places, arrays, strict=True):
-            given[place] = Tensor(array, environment)
+        filled_args = list(args)
+        for index, array in zip(tensor_indices, arrays, strict=True):
+            filled_args[index] = Tensor(array, environment)
         context = _Context(len(args))
         with environment, torch.device("jax"), torch.no_grad():
-            out = _forward(cls, context, given)
+            out = _forward(cls, context, filled_args)
         flat, structure = pytree.tree_flatten(out)
         results[:] = [structure]
-        kept, kept_structure = pytree.tree_flatten(vars(context))
-        contexts[:] = [([_TENSOR if _is_tensor(one) else one for one in kept], kept_structure)]
-        saved = [one.jax() for one in kept if _is_tensor(one)]
-        return [one.jax() for one in flat], saved
+        leaves, context_structure = pytree.tree_flatten(vars(context))
+        contexts[:] = [
+            ([_TENSOR if _is_tensor(leaf) else leaf for leaf in leaves], context_structure)
+        ]
+        saved = [leaf.jax() for leaf in leaves if _is_tensor(leaf)]
+        return [tensor.jax() for tensor in flat], saved
 
     @jax.custom_vjp
     def function(*arrays: jax.Array) -> list[jax.Array]:
         return forward(*arrays)[0]
 
     def backward(saved: list[jax.Array], gradients: list[jax.Array]) -> tuple[jax.Array, ...]:
-        ((kept, kept_structure),) = contexts
-        arrays = iter(saved[: len(saved) - len(places)])
-        filled = [Tensor(next(arrays), environment) if one is _TENSOR else one for one in kept]
+        ((leaves, context_structure),) = contexts
+        arrays = iter(saved[: len(saved) - len(tensor_indices)])
+        filled = [Tensor(next(arrays), environment) if leaf is _TENSOR else leaf for leaf in leaves]
         context = _Context(len(args))
-        vars(context).update(pytree.tree_unflatten(filled, kept_structure))
+        vars(context).update(pytree.tree_unflatten(filled, context_structure))
         with environment, torch.device("jax"), torch.no_grad():
-            wrapped = [Tensor(one, environment) for one in gradients]
+            wrapped = [Tensor(gradient, environment) for gradient in gradients]
             out = cls.backward(context, *wrapped)
         out = out if isinstance(out, tuple) else (out,)
-        inputs = saved[len(saved) - len(places) :]
+        inputs = saved[len(saved) - len(tensor_indices) :]
         return tuple(
-            jnp.zeros_like(array) if out[place] is None else out[place].jax().astype(array.dtype)
-            for place, array in zip(places, inputs, strict=True)
+            jnp.zeros_like(array) if out[index] is None else out[index].jax().astype(array.dtype)
+            for index, array in zip(tensor_indices, inputs, strict=True)
         )
 
     def forward_saving(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -91,16 +93,16 @@ def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) ->
         return out, [*saved, *arrays]  # the backward pass needs the inputs' shapes
 
     function.defvjp(forward_saving, backward)
-    out = function(*(args[place].jax() for place in places))
-    return pytree.tree_unflatten([Tensor(one, environment) for one in out], results[0])
+    out = function(*(args[index].jax() for index in tensor_indices))
+    return pytree.tree_unflatten([Tensor(out_array, environment) for out_array in out], results[0])
 
 
-def _forward(cls: Any, context: _Context, given: list[Any]) -> Any:
+def _forward(cls: Any, context: _Context, args: list[Any]) -> Any:
     """Call cls.forward, with ctx as its first argument or with a separate setup_context."""
     if cls.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
-        return cls.forward(context, *given)
-    out = cls.forward(*given)
-    cls.setup_context(context, tuple(given), out)
+        return cls.forward(context, *args)
+    out = cls.forward(*args)
+    cls.setup_context(context, tuple(args), out)
     return out
 
 

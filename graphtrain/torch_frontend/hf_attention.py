@@ -35,7 +35,7 @@ class CausalMask:
 
 
 def register() -> None:
-    """Register the implementation with transformers under the name OWN."""
+    """Register the implementation with transformers under the name in IMPLEMENTATION."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
@@ -53,16 +53,16 @@ def _mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> CausalMask | torch.Tensor | None:
-    plain = causal_mask_function
+    causal = causal_mask_function
     if local_size is not None:
-        plain = sliding_window_causal_mask_function(local_size)
+        causal = sliding_window_causal_mask_function(local_size)
     # transformers takes position_ids that do not count up for packed sequences, and adds a mask. It
     # is not needed: such position_ids come from graphtrain, whose attention knows the segments.
-    packed = packed_sequence_compatibility_function(plain, *_ANYTHING)
+    packed_causal = packed_sequence_compatibility_function(causal, *_ANYTHING)
     if attention_mask is None and (
-        _same_function(mask_function, plain) or _same_function(mask_function, packed)
+        _same_function(mask_function, causal) or _same_function(mask_function, packed_causal)
     ):
         return CausalMask(local_size)
     return sdpa_mask(
@@ -70,24 +70,26 @@ def _mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        **others,
+        **kwargs,
     )
 
 
-_ANYTHING: Any = (..., ...)  # matches any value in _alike
+_ANYTHING: Any = (..., ...)  # matches any value in _same_function
 
 
-def _same_function(found: Any, wanted: Any) -> bool:
+def _same_function(function: Any, expected: Any) -> bool:
     """Return true if two functions have the same code and equal closure values."""
-    if wanted is ...:
+    if expected is ...:
         return True
-    if isinstance(wanted, tuple):
-        return len(found) == len(wanted) and all(map(_same_function, found, wanted))
-    if not hasattr(wanted, "__code__"):
-        return found == wanted
-    return getattr(found, "__code__", None) is wanted.__code__ and all(
-        _same_function(one.cell_contents, other.cell_contents)
-        for one, other in zip(found.__closure__ or (), wanted.__closure__ or (), strict=True)
+    if isinstance(expected, tuple):
+        return len(function) == len(expected) and all(map(_same_function, function, expected))
+    if not hasattr(expected, "__code__"):
+        return function == expected
+    return getattr(function, "__code__", None) is expected.__code__ and all(
+        _same_function(cell.cell_contents, expected_cell.cell_contents)
+        for cell, expected_cell in zip(
+            function.__closure__ or (), expected.__closure__ or (), strict=True
+        )
     )
 
 
@@ -101,30 +103,30 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     for name in ("s_aux", "position_bias"):
-        if others.get(name) is not None:
+        if kwargs.get(name) is not None:
             raise ImportedModelError(
                 f"{type(module).__name__} passes {name} to attention, which is not supported"
             )
-    plain = isinstance(attention_mask, CausalMask)
+    has_causal_marker = isinstance(attention_mask, CausalMask)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not isinstance(query, Tensor):
-        mixed = _torch_attention(
+        attn_out = _torch_attention(
             query, key, value, attention_mask, causal, dropout, scaling, softcap
         )
-        return mixed.transpose(1, 2), None
+        return attn_out.transpose(1, 2), None
     environment: Any = private_torch.environment_of(query)
-    mixed = environment.attend(
+    attn_out = environment.attend(
         *(query, key, value, scaling),
-        causal=plain or (attention_mask is None and causal and query.shape[2] > 1),
-        mask=None if plain else attention_mask,
-        window=attention_mask.window if plain else None,
+        causal=has_causal_marker or (attention_mask is None and causal and query.shape[2] > 1),
+        mask=None if has_causal_marker else attention_mask,
+        window=attention_mask.window if has_causal_marker else None,
         cap=softcap,
         dropout=dropout,
     )
-    return mixed.transpose(1, 2), None
+    return attn_out.transpose(1, 2), None
 
 
 def _torch_attention(
@@ -143,19 +145,19 @@ def _torch_attention(
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    seen = mask if isinstance(mask, torch.Tensor) else None
+    visible = mask if isinstance(mask, torch.Tensor) else None
     if isinstance(mask, CausalMask) or (mask is None and causal):
-        places = torch.arange(query.shape[2], device=query.device)
-        distance = places[:, None] - places
-        seen = distance >= 0
+        positions = torch.arange(query.shape[2], device=query.device)
+        distance = positions[:, None] - positions
+        visible = distance >= 0
         if isinstance(mask, CausalMask) and mask.window is not None:
-            seen = seen & (distance < mask.window)
-    if seen is not None and seen.dtype != torch.bool:
-        scores = scores + seen
-        seen = scores > -torch.inf
-    if seen is not None:
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    shares = torch.softmax(scores, -1, dtype=torch.float32)
-    if seen is not None:  # zeros for a query that attends to no key
-        shares = shares.masked_fill(~seen, 0)
-    return torch.nn.functional.dropout(shares.to(value.dtype), dropout) @ value
+            visible = visible & (distance < mask.window)
+    if visible is not None and visible.dtype != torch.bool:
+        scores = scores + visible
+        visible = scores > -torch.inf
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    attn_weights = torch.softmax(scores, -1, dtype=torch.float32)
+    if visible is not None:  # zeros for a query that attends to no key
+        attn_weights = attn_weights.masked_fill(~visible, 0)
+    return torch.nn.functional.dropout(attn_weights.to(value.dtype), dropout) @ value

@@ -72,7 +72,7 @@ def trace_joint(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        parameters, buffers, given = _fakes(made, dtype, tokens)
+        parameters, buffers, fake_tokens = _fake_inputs(made, dtype, tokens)
     names = [*parameters, *buffers]
 
     def function(*flat: torch.Tensor) -> tuple[torch.Tensor]:
@@ -87,8 +87,8 @@ def trace_joint(
         return (logits,)
 
     made.module.train(training)
-    with fake, _traced(made.module):
-        inputs = *parameters.values(), *buffers.values(), given
+    with fake, _explain_trace_errors(made.module):
+        inputs = *parameters.values(), *buffers.values(), fake_tokens
         graph = private_torch.export_joint(function, inputs, _decompositions())
     assert isinstance(graph, torch.fx.GraphModule)
     return JointGraph(graph, tuple(parameters), tuple(buffers))
@@ -100,31 +100,31 @@ def find_writes_through_views(made: MetaModule, tokens: tuple[int, ...], call: C
     The module is called on fake tensors. If that fails the list is empty, as the trace will report
     the error.
     """
-    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), InPlaceWriteRecorder()
+    fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), InPlaceWriteRecorder()
     with fake:
-        parameters, buffers, given = _fakes(made, "float32", tokens)
-        state = {**parameters, **{name: one.clone() for name, one in buffers.items()}}
+        parameters, buffers, fake_tokens = _fake_inputs(made, "float32", tokens)
+        state = {**parameters, **{name: buffer.clone() for name, buffer in buffers.items()}}
         try:
             with (
                 _on_host(),
                 private_torch.reparametrize(made.module, state),
-                watch,
+                recorder,
             ):
-                call(given)
+                call(fake_tokens)
         except Exception:  # the trace reports it
             return []
-    return watch.through_views
+    return recorder.through_views
 
 
-def _fakes(
-    made: MetaModule, dtype: str, tokens: tuple[int, ...]
+def _fake_inputs(
+    meta: MetaModule, dtype: str, tokens: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Return empty parameters, buffers and tokens, on the CPU, for a FakeTensorMode."""
     parameters = {
-        name: torch.empty(one.shape, dtype=getattr(torch, dtype)).requires_grad_()
-        for name, one in made.parameters().items()
+        name: torch.empty(parameter.shape, dtype=getattr(torch, dtype)).requires_grad_()
+        for name, parameter in meta.parameters().items()
     }
-    buffers = {name: torch.empty_like(one) for name, one in made.buffers.items()}
+    buffers = {name: torch.empty_like(buffer) for name, buffer in meta.buffers.items()}
     return parameters, buffers, torch.empty(tokens, dtype=torch.long)
 
 
@@ -148,7 +148,7 @@ def _decompositions() -> dict[Any, Any]:
 
 
 @contextmanager
-def _traced(module: torch.nn.Module) -> Iterator[None]:
+def _explain_trace_errors(module: torch.nn.Module) -> Iterator[None]:
     """Turn errors of a trace into ones that name the line of the module."""
     name = type(module).__name__
     try:
@@ -157,17 +157,17 @@ def _traced(module: torch.nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ImportedModelError(
             f"{name} cannot be traced: it depends on the values of a tensor (.item(), an if, or "
-            f"indexing by a mask) at {_place(error)}"
+            f"indexing by a mask) at {_location(error)}"
         ) from error
     except RuntimeError as error:
         raise ImportedModelError(
-            f"{name} cannot be traced: at {_place(error)} PyTorch reports: {error}"
+            f"{name} cannot be traced: at {_location(error)} PyTorch reports: {error}"
         ) from error
     except Exception as error:
         raise user_code_error(f"{name} cannot be traced: it", error) from error
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     return innermost_user_line(traceback.extract_tb(error.__traceback__))
 
 
@@ -188,12 +188,12 @@ def _on_host() -> Iterator[None]:
 @contextmanager
 def autocast_on_cpu() -> Iterator[list[torch.dtype]]:
     """Redirect torch.autocast of any device to the CPU; yield the dtypes it was enabled with."""
-    begin, asked = torch.autocast.__init__, []
+    original_init, dtypes = torch.autocast.__init__, []
 
-    def begin_on_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        begin(self, "cpu", *args, **kwargs)
+    def init_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, "cpu", *args, **kwargs)
         if self._enabled:
-            asked.append(self.fast_dtype)
+            dtypes.append(self.fast_dtype)
 
-    with mock.patch.object(torch.autocast, "__init__", begin_on_host):
-        yield asked
+    with mock.patch.object(torch.autocast, "__init__", init_on_cpu):
+        yield dtypes

@@ -62,17 +62,17 @@ class LoadBalancing:
             for inner in block.modules():
                 if isinstance(inner, self.router):
                     handle = inner.register_forward_hook(
-                        lambda _, given, returned: sums.append(self._sums(returned[self.index]))
+                        lambda _, inputs, returned: sums.append(self._sums(returned[self.index]))
                     )
                     stack.callback(handle.remove)
             yield sums
 
     def _sums(self, scores: Any) -> RouterStatistics:
         """Return each expert's share of tokens, and its mean router probability."""
-        likely = jax.nn.softmax(scores.jax(), axis=-1)
-        _, chosen = jax.lax.top_k(likely, self.per_token)
-        counts = jax.nn.one_hot(chosen, likely.shape[-1], dtype=jnp.float32).sum(1)
-        return counts.mean(0), likely.astype(jnp.float32).mean(0)
+        probs = jax.nn.softmax(scores.jax(), axis=-1)
+        _, expert_indices = jax.lax.top_k(probs, self.per_token)
+        counts = jax.nn.one_hot(expert_indices, probs.shape[-1], dtype=jnp.float32).sum(1)
+        return counts.mean(0), probs.astype(jnp.float32).mean(0)
 
     def loss(self, sums: list[RouterStatistics]) -> jax.Array:
         """Compute the loss from the sums of all blocks, which a scan stacks.
@@ -80,8 +80,10 @@ class LoadBalancing:
         Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961; as in
         transformers, means are over the tokens of all layers.
         """
-        chosen, likely = (
-            jnp.concatenate([each[part].reshape(-1, each[part].shape[-1]) for each in sums]).mean(0)
-            for part in (0, 1)
+        token_shares, mean_probs = (
+            jnp.concatenate(
+                [statistics[index].reshape(-1, statistics[index].shape[-1]) for statistics in sums]
+            ).mean(0)
+            for index in (0, 1)
         )
-        return self.weight * chosen.shape[0] * (chosen * likely).sum()
+        return self.weight * token_shares.shape[0] * (token_shares * mean_probs).sum()

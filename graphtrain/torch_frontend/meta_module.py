@@ -70,7 +70,7 @@ def build_on_meta(factory: Callable[[], torch.nn.Module]) -> MetaModule:
         raise ImportedModelError(
             f"the factory returned a {type(module).__name__}, not a torch.nn.Module"
         )
-    beginnings = {
+    initializers = {
         name: recorder.initializer(parameter) for name, parameter in module.named_parameters()
     }
     buffers = dict(module.named_buffers())
@@ -80,7 +80,7 @@ def build_on_meta(factory: Callable[[], torch.nn.Module]) -> MetaModule:
                 f"buffer {name} has no value: it is uninitialised (torch.empty) or random; compute "
                 "it from constants, or make it a parameter"
             )
-    return MetaModule(module, beginnings, buffers)
+    return MetaModule(module, initializers, buffers)
 
 
 class _Recorder(TorchFunctionMode):
@@ -100,12 +100,12 @@ class _Recorder(TorchFunctionMode):
             kwargs["device"] = "meta"
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
         if isinstance(first, torch.nn.Parameter) and name[-1:] == "_" and name[-2:] != "__":
-            of_init = getattr(func, "__module__", "") == "torch.nn.init"
-            self._write_down(first, name, args[1:], kwargs, of_init)
+            is_torch_init = getattr(func, "__module__", "") == "torch.nn.init"
+            self._record(first, name, args[1:], kwargs, is_torch_init)
         return func(*args, **kwargs)
 
-    def _write_down(
-        self, parameter: Any, name: str, args: tuple, kwargs: dict, of_init: bool
+    def _record(
+        self, parameter: Any, name: str, args: tuple, kwargs: dict, is_torch_init: bool
     ) -> None:
         if name in ("requires_grad_", "detach_"):
             return
@@ -115,9 +115,9 @@ class _Recorder(TorchFunctionMode):
         if name in _OVERWRITING:
             self._changes[id(parameter)].clear()
         kwargs = {key: value for key, value in kwargs.items() if key not in ("generator", "tensor")}
-        given = tuple(_plain(one) for one in args)
-        settings = tuple((key, _plain(value)) for key, value in sorted(kwargs.items()))
-        self._changes[id(parameter)].append(InitOperation(name, given, settings, of_init))
+        arguments = tuple(_to_plain_value(arg) for arg in args)
+        settings = tuple((key, _to_plain_value(value)) for key, value in sorted(kwargs.items()))
+        self._changes[id(parameter)].append(InitOperation(name, arguments, settings, is_torch_init))
 
     def initializer(self, parameter: torch.Tensor) -> tuple[InitOperation, ...]:
         """Return the operations that initialise a parameter; empty if unknown."""
@@ -134,7 +134,7 @@ def _on_host(device: Any) -> bool:
     return device is None or torch.device(device).type == "cpu"
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     """Convert tensors to Python scalars or NumPy arrays."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else np.array(value.detach().float())

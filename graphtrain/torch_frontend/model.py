@@ -65,56 +65,60 @@ def open_uncached(model: TorchModel) -> OpenedModel:
     Raises:
         ImportedModelError: the module cannot be built or traced.
     """
-    made = build_on_meta(factory(model))
-    _check_parameters(made)
+    meta = build_on_meta(factory(model))
+    _check_parameters(meta)
     assert model.vocab is not None
     axes, balance = (
-        name_axes(made.module, model.vocab, model.axes),
-        LoadBalancing.from_module(made.module),
+        name_axes(meta.module, model.vocab, model.axes),
+        LoadBalancing.from_module(meta.module),
     )
-    opened = OpenedModel(model, made, (), axes, balance)
+    opened = OpenedModel(model, meta, (), axes, balance)
     if model.front_end == "strict":
-        return _strict(opened, 'program.model.front_end = "strict"')
+        return _open_strict(opened, 'program.model.front_end = "strict"')
     if model.front_end == "auto" and (
-        writes := find_writes_through_views(made, _TOKENS, opened.call)
+        writes := find_writes_through_views(meta, _TOKENS, opened.call)
     ):
-        return _strict(opened, writes[0])
+        return _open_strict(opened, writes[0])
     try:
-        return _traced(opened)
-    except StrictFrontEndRequired as found:
+        return _open_traced(opened)
+    except StrictFrontEndRequired as error:
         if model.front_end == "trace":
             raise
-        return _strict(opened, found.reason)
+        return _open_strict(opened, error.reason)
 
 
-def _strict(opened: OpenedModel, because: str) -> OpenedModel:
+def _open_strict(opened: OpenedModel, reason: str) -> OpenedModel:
     """Return the model for the strict front end, which traces the module as one graph."""
     if opened.balance is not None:
         raise ImportedModelError(
             "output_router_logits adds a load-balancing loss, which the strict front end (used "
-            f"because {because}) does not support; set it to false in program.model.overrides"
+            f"because {reason}) does not support; set it to false in program.model.overrides"
         )
-    lists = tuple(
-        UnrolledBlocks(one.name, one.count, "the strict front end traces a module as one graph")
-        for one in find_stacks(opened.meta.module)
+    block_lists = tuple(
+        UnrolledBlocks(
+            blocks.name, blocks.count, "the strict front end traces a module as one graph"
+        )
+        for blocks in find_stacks(opened.meta.module)
     )
-    opened = replace(opened, block_lists=lists, strict=because)
+    opened = replace(opened, block_lists=block_lists, strict=reason)
     opened.check()
     return opened
 
 
-def _traced(opened: OpenedModel) -> OpenedModel:
+def _open_traced(opened: OpenedModel) -> OpenedModel:
     """Return the model for the trace front end; stacks whose blocks differ are unrolled."""
-    lists = find_stacks(opened.meta.module)
+    block_lists = find_stacks(opened.meta.module)
     while True:
-        opened = replace(opened, block_lists=tuple(lists))
+        opened = replace(opened, block_lists=tuple(block_lists))
         try:
             opened.check()
             return opened
-        except BlocksDiffer as found:
-            stack = found.stack
-            unrolled = UnrolledBlocks(stack.name, stack.count, found.reason)
-            lists = [unrolled if one is stack else one for one in lists]
+        except BlocksDiffer as error:
+            stack = error.stack
+            unrolled = UnrolledBlocks(stack.name, stack.count, error.reason)
+            block_lists = [
+                unrolled if block_list is stack else block_list for block_list in block_lists
+            ]
 
 
 def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
@@ -130,25 +134,25 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
         return lambda: from_config(config)
     assert model.torch is not None
     name, function = split_name(model.torch)
-    who = f'torch = "{model.torch}": '
+    error_prefix = f'torch = "{model.torch}": '
     try:
-        made = getattr(_module(name), function, None)
+        build_module = getattr(_import_module(name), function, None)
     except Exception as error:
-        raise user_code_error(f"{who}importing {name}", error) from error
-    if not callable(made):
-        raise ImportedModelError(f"{who}{name} has no function {function}")
+        raise user_code_error(f"{error_prefix}importing {name}", error) from error
+    if not callable(build_module):
+        raise ImportedModelError(f"{error_prefix}{name} has no function {function}")
 
     def call() -> torch.nn.Module:
         try:
-            return made(**model.overrides)  # pyright: ignore[reportReturnType]  (make checks it)
+            return build_module(**model.overrides)  # pyright: ignore[reportReturnType]  (build_on_meta checks it)
         except Exception as error:
-            given = f" (overrides = {dict(model.overrides)})" if model.overrides else ""
-            raise user_code_error(f"{who}{function}{given}", error) from error
+            overrides_text = f" (overrides = {dict(model.overrides)})" if model.overrides else ""
+            raise user_code_error(f"{error_prefix}{function}{overrides_text}", error) from error
 
     return call
 
 
-def _module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     path = find_module_file(name)
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -168,10 +172,10 @@ def _module(name: str) -> Any:
     return module
 
 
-def _check_parameters(made: MetaModule) -> None:
-    if not made.parameters():
-        raise ImportedModelError(f"{type(made.module).__name__} has no parameters to train")
-    for name, parameter in made.parameters().items():
+def _check_parameters(meta: MetaModule) -> None:
+    if not meta.parameters():
+        raise ImportedModelError(f"{type(meta.module).__name__} has no parameters to train")
+    for name, parameter in meta.parameters().items():
         if not parameter.requires_grad or not parameter.is_floating_point():
             raise ImportedModelError(
                 f"parameter {name} does not require a gradient or is not floating point, but all "
@@ -194,22 +198,22 @@ class OpenedModel:
     @property
     def stacks(self) -> list[Stack]:
         """Lists of blocks that run as one scan."""
-        return [one for one in self.block_lists if isinstance(one, Stack)]
+        return [blocks for blocks in self.block_lists if isinstance(blocks, Stack)]
 
     def parameter_names_by_path(self) -> dict[str, list[str]]:
         """Return the module's parameter names by the path of the array that stores them.
 
         An array of several names is stacked: each name is one row.
         """
-        places = {
+        stacked_names = {
             stack.path(position, name): stack.parameter_names(position, name)
             for stack in self.stacks
             for position, names in enumerate(stack.parameters)
             for name in names
         }
-        stacked = {name for names in places.values() for name in names}
-        rest = [name for name in self.meta.parameters() if name not in stacked]
-        return {name.replace(".", "/"): [name] for name in rest} | places
+        stacked = {name for names in stacked_names.values() for name in names}
+        unstacked_names = [name for name in self.meta.parameters() if name not in stacked]
+        return {name.replace(".", "/"): [name] for name in unstacked_names} | stacked_names
 
     def is_stacked(self, path: str) -> bool:
         """Return true if the array at this path stacks the parameters of several blocks."""
@@ -269,25 +273,30 @@ class OpenedModel:
         keys = jax.random.split(key, len(stored))
         parameters = self.meta.parameters()
         arrays = {}
-        for (path, names), own in zip(sorted(stored.items()), keys, strict=True):
+        for (path, names), array_key in zip(sorted(stored.items()), keys, strict=True):
             shape = tuple(parameters[names[0]].shape)
-            changes = [self._initializer(name) for name in names]
+            operations = [self._initializer(name) for name in names]
             if not self.is_stacked(path):
-                arrays[path] = _begin(changes[0], shape, own)
+                arrays[path] = _initial_array(operations[0], shape, array_key)
                 continue
-            rows = jax.random.split(own, len(names))
-            if all(_alike(change, changes[0]) for change in changes):
-                arrays[path] = jax.vmap(lambda row, of=changes[0], s=shape: _begin(of, s, row))(
-                    rows
-                )
+            rows = jax.random.split(array_key, len(names))
+            if all(
+                _same_operations(row_operations, operations[0]) for row_operations in operations
+            ):
+                arrays[path] = jax.vmap(
+                    lambda row, init=operations[0], s=shape: _initial_array(init, s, row)
+                )(rows)
             else:
-                drawn = [_begin(of, shape, row) for of, row in zip(changes, rows, strict=True)]
-                arrays[path] = jnp.stack(drawn)
+                row_arrays = [
+                    _initial_array(init, shape, row)
+                    for init, row in zip(operations, rows, strict=True)
+                ]
+                arrays[path] = jnp.stack(row_arrays)
         return unflatten(arrays)
 
     def _initializer(self, name: str) -> tuple[InitOperation, ...]:
-        if changes := self.meta.initializers[name]:
-            return changes
+        if operations := self.meta.initializers[name]:
+            return operations
         raise ImportedModelError(
             f"the initial values of {name} are unknown: its constructor does not fill it by "
             "torch.nn.init or an in-place method of tensors; fill it so (for example by "
@@ -310,13 +319,13 @@ class OpenedModel:
         self._check_balanced()
         balance = self.balance
 
-        def leaving(scan: Scan) -> jax.Array:
+        def run_blocks(scan: Scan) -> jax.Array:
             hidden = scan.run()
             terms["balance_loss"] = balance.loss(scan.router_statistics)
             return hidden
 
-        through = ScanHooks(run_blocks=leaving, balance=balance)
-        return self.finish_logits(self.run(arrays, tokens, dropout_key, through), tokens), terms
+        hooks = ScanHooks(run_blocks=run_blocks, balance=balance)
+        return self.finish_logits(self.run(arrays, tokens, dropout_key, hooks), tokens), terms
 
     def _check_balanced(self) -> None:
         """Refuse programs that would balance experts over fewer tokens than the module does."""
@@ -342,13 +351,13 @@ class OpenedModel:
         """
         specs, dtype = self.specs(), self.settings.dtype
 
-        def computed(path: str, array: Any) -> Any:
+        def cast(path: str, array: Any) -> Any:
             if self.is_stacked(path) and isinstance(array, DeferredGradient):
                 return array
             array = attach_reductions(array)
             return array if "vocab" in specs[path].axes else array.astype(dtype)
 
-        return {path: computed(path, array) for path, array in parameters.items()}
+        return {path: cast(path, array) for path, array in parameters.items()}
 
     def _logits(
         self,
@@ -372,7 +381,7 @@ class OpenedModel:
         """Call the module and return its logits, in the dtype of the computation.
 
         Args:
-            arrays: every parameter by path, as from computed_in; a ShapeDtypeStruct may replace
+            arrays: every parameter by path, as from cast_parameters; a ShapeDtypeStruct may replace
                 one that does not affect the result.
             tokens: token ids, (batch, seq).
             key: for dropout; None disables dropout.
@@ -391,7 +400,7 @@ class OpenedModel:
         )
         self._check_length(tokens.shape[1])
         module.train(key is not None)
-        plain = {
+        unstacked = {
             names[0]: environment.array_or_zeros(arrays[path])
             for path, names in self.parameter_names_by_path().items()
             if not self.is_stacked(path)
@@ -401,19 +410,19 @@ class OpenedModel:
             with scanning_blocks(
                 module, environment, self.block_lists, arrays, settings.remat, verify, through
             ):
-                places = environment.wrap(self._positions(tokens.shape[1]))
-                return self._scores(Tensor(tokens, environment), places)
+                position_kwargs = environment.wrap(self._position_kwargs(tokens.shape[1]))
+                return self._module_logits(Tensor(tokens, environment), position_kwargs)
 
-        out: Any = call_module(module, environment, plain, self.meta.buffers, key, run)
+        out: Any = call_module(module, environment, unstacked, self.meta.buffers, key, run)
         if not environment.native_attention_calls and (
-            what := self._feature_needing_native_attention()
+            feature := self._feature_needing_native_attention()
         ):
-            instead = "call scaled_dot_product_attention with is_causal = True"
+            advice = "call scaled_dot_product_attention with is_causal = True"
             if settings.hf is not None:
-                instead = "use the native decoder (graphtrain convert hf-to-graphtrain)"
+                advice = "use the native decoder (graphtrain convert hf-to-graphtrain)"
             raise ImportedModelError(
-                f"{what} requires graphtrain's attention, but {type(module).__name__} computes its "
-                f"own or applies dropout to it; {instead}"
+                f"{feature} requires graphtrain's attention, but {type(module).__name__} computes "
+                f"its own or applies dropout to it; {advice}"
             )
         return out
 
@@ -423,16 +432,16 @@ class OpenedModel:
         Raises:
             ImportedModelError: they are not (batch, seq, vocab).
         """
-        self._check_scores(out, tokens.shape)
+        self._check_logits(out, tokens.shape)
         return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
 
     def _strict_logits(
         self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        if what := self._feature_needing_native_attention():
+        if feature := self._feature_needing_native_attention():
             raise ImportedModelError(
-                f"{what} requires graphtrain's attention, but the strict front end (used because "
-                f"{self.strict}) computes PyTorch's own; turn one of them off"
+                f"{feature} requires graphtrain's attention, but the strict front end (used "
+                f"because {self.strict}) computes PyTorch's own; turn one of them off"
             )
         self._check_length(tokens.shape[1])
         settings, training = self.settings, key is not None
@@ -459,23 +468,24 @@ class OpenedModel:
         Raises:
             ImportedModelError: they are not (batch, seq, vocab).
         """
-        found = self._scores(tokens, {})
-        self._check_scores(found, tuple(tokens.shape))
-        return found
+        logits = self._module_logits(tokens, {})
+        self._check_logits(logits, tuple(tokens.shape))
+        return logits
 
-    def _scores(self, tokens: torch.Tensor, places: dict[str, Any]) -> torch.Tensor:
-        """Return the module's logits of tokens; `places` holds position_ids, or is empty."""
+    def _module_logits(self, tokens: torch.Tensor, position_kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the module's logits of tokens; `position_kwargs` may be empty."""
         if self.settings.hf is not None:
-            places = {"use_cache": False} | places
-            return extract_logits(self.meta.module(input_ids=tokens, **places))
-        return extract_logits(self.meta.module(tokens, **places))
+            position_kwargs = {"use_cache": False} | position_kwargs
+            return extract_logits(self.meta.module(input_ids=tokens, **position_kwargs))
+        return extract_logits(self.meta.module(tokens, **position_kwargs))
 
-    def _check_scores(self, found: torch.Tensor, tokens: tuple[int, ...]) -> None:
-        want = (*tokens, self.settings.vocab)
-        if tuple(found.shape) != want:
+    def _check_logits(self, logits: torch.Tensor, tokens: tuple[int, ...]) -> None:
+        expected = (*tokens, self.settings.vocab)
+        if tuple(logits.shape) != expected:
             raise ImportedModelError(
-                f"the module returns logits of shape {tuple(found.shape)} for tokens of shape "
-                f"{tuple(tokens)}; with program.model.vocab = {want[-1]} they should be {want}"
+                f"the module returns logits of shape {tuple(logits.shape)} for tokens of shape "
+                f"{tuple(tokens)}; with program.model.vocab = {expected[-1]} they should be "
+                f"{expected}"
             )
 
     @property
@@ -487,22 +497,22 @@ class OpenedModel:
                 return parameter.shape[axes.index("embed")]
         return 0
 
-    def _positions(self, length: int) -> dict[str, jax.Array]:
+    def _position_kwargs(self, length: int) -> dict[str, jax.Array]:
         """Return position_ids if tokens are not at positions 0, 1, 2, ...; else nothing.
 
         Raises:
             ImportedModelError: the module does not accept position_ids.
         """
-        what = feature_needing_native_attention()
-        if what is None:
+        feature = feature_needing_native_attention()
+        if feature is None:
             return {}
         if "position_ids" not in inspect.signature(self.meta.module.forward).parameters:
             raise ImportedModelError(
-                f"{what} requires a module whose forward accepts position_ids, but that of "
+                f"{feature} requires a module whose forward accepts position_ids, but that of "
                 f"{type(self.meta.module).__name__} does not"
             )
-        found = positions(length)
-        return {"position_ids": found if found.ndim == 2 else found[None]}
+        position_ids = positions(length)
+        return {"position_ids": position_ids if position_ids.ndim == 2 else position_ids[None]}
 
     def _check_length(self, length: int) -> None:
         """Refuse sequences longer than a table of positions, which JAX would read out of bounds."""
@@ -524,19 +534,21 @@ def extract_logits(returned: Any) -> torch.Tensor:
     """
     if isinstance(returned, torch.Tensor):
         return returned
-    found = getattr(returned, "logits", None)
-    if found is None and isinstance(returned, tuple | list) and returned:
-        found = returned[0]
-    if not isinstance(found, torch.Tensor):
+    logits = getattr(returned, "logits", None)
+    if logits is None and isinstance(returned, tuple | list) and returned:
+        logits = returned[0]
+    if not isinstance(logits, torch.Tensor):
         raise ImportedModelError(
             f"the module returns {type(returned).__name__}; it should return logits (batch, seq, "
             "vocab), a tuple that begins with them, or an object with .logits"
         )
-    return found
+    return logits
 
 
-def _begin(changes: tuple[InitOperation, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """Return a float32 array that the changes initialise."""
+def _initial_array(
+    operations: tuple[InitOperation, ...], shape: tuple[int, ...], key: jax.Array
+) -> jax.Array:
+    """Return a float32 array that the operations initialise."""
     environment = TraceEnvironment()
     tensor = Tensor(jnp.zeros(shape, jnp.float32), environment)
     with (
@@ -545,15 +557,15 @@ def _begin(changes: tuple[InitOperation, ...], shape: tuple[int, ...], key: jax.
         torch.device("jax"),
         torch.no_grad(),
     ):
-        for change in changes:
-            if change.method == "copy_":
-                (values,) = change.arguments
+        for operation in operations:
+            if operation.method == "copy_":
+                (values,) = operation.arguments
                 filled = jnp.broadcast_to(jnp.asarray(values, jnp.float32), shape)
                 private_torch.set_array(tensor, filled)
             else:
-                change.apply(tensor)
+                operation.apply(tensor)
     return tensor.jax()
 
 
-def _alike(one: tuple[InitOperation, ...], other: tuple[InitOperation, ...]) -> bool:
-    return repr(one) == repr(other)
+def _same_operations(first: tuple[InitOperation, ...], second: tuple[InitOperation, ...]) -> bool:
+    return repr(first) == repr(second)

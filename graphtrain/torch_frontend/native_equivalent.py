@@ -33,7 +33,7 @@ def native_equivalent(model: TorchModel) -> Model | None:
     A module of the user is built to find its sizes, which imports PyTorch.
     """
     if model.hf is None:
-        return _of_module(model)
+        return _module_equivalent(model)
     config = read_config(model.hf, model.overrides)
     sizes: dict[str, Any] = {name: first_int(config, names) for name, names in SIZE_NAMES.items()}
     if not (sizes["layers"] and sizes["embed"] and sizes["heads"]):
@@ -60,11 +60,11 @@ def native_equivalent(model: TorchModel) -> Model | None:
 
 def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
     """Return the attention implementation; "dense" if the module computes its own."""
-    own = kind in _OWN_ATTENTION or model.front_end == "strict"
-    return "dense" if own else model.attention
+    computes_own = kind in _OWN_ATTENTION or model.front_end == "strict"
+    return "dense" if computes_own else model.attention
 
 
-def _of_module(model: TorchModel) -> Model | None:
+def _module_equivalent(model: TorchModel) -> Model | None:
     """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
     from graphtrain.torch_frontend.model import open_model
 
@@ -72,7 +72,7 @@ def _of_module(model: TorchModel) -> Model | None:
     if not opened.embed:
         return None
     assert model.vocab is not None
-    layers = max((one.count for one in opened.block_lists), default=1)
+    layers = max((block_list.count for block_list in opened.block_lists), default=1)
     specs = list(opened.specs().values())
     tables = [spec for spec in specs if {"vocab", "embed"} <= {*spec.axes}]
     matrices = [
@@ -80,7 +80,7 @@ def _of_module(model: TorchModel) -> Model | None:
         for spec in specs
         if not {"vocab", "positions"} & {*spec.axes} and len({*spec.axes} - {"layers"}) > 1
     ]
-    numbers = sum(math.prod(spec.shape) for spec in matrices)
+    weight_count = sum(math.prod(spec.shape) for spec in matrices)
     widths = [
         size
         for spec in matrices
@@ -89,7 +89,7 @@ def _of_module(model: TorchModel) -> Model | None:
     ]
     heads, head_dim = _heads(max(widths, default=1))
     attention = 4 * opened.embed * heads * head_dim
-    mlp = max(1, round((numbers / layers - attention) / (2 * opened.embed)))
+    mlp = max(1, round((weight_count / layers - attention) / (2 * opened.embed)))
     return Model(
         layers=layers,
         embed=opened.embed,

@@ -86,33 +86,33 @@ def run_check_once(
         names: keys of the result. A record with other keys, or that cannot be read, is replaced.
     """
     key = _key(model)
-    path = _record(key, store, suffix)
+    path = _record_path(key, store, suffix)
     with Cache(store).lock(key):  # compilations of the model's other graphs wait here
-        if (known := _read(path, names)) is not None:
-            return known
-        found = check()
-        text = (json.dumps(found) + "\n").encode()
+        if (stored_result := _read(path, names)) is not None:
+            return stored_result
+        result = check()
+        text = (json.dumps(result) + "\n").encode()
         with write_errors(path, len(text)):
             replace_file(StorePaths(store), path, text)
-    return found
+    return result
 
 
 def stored_parity(model: TorchModel, store: Path) -> Parity | None:
     """Return the stored comparison of a model, or None."""
-    found = _read(_record(_key(model), store), _PARITY)
-    return None if found is None else Parity(**found)
+    record = _read(_record_path(_key(model), store), _PARITY)
+    return None if record is None else Parity(**record)
 
 
 def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
     """Read a record; None if it is missing, unreadable, or has other keys than these."""
     try:
-        found = json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.keys() == names else None
+    return record if isinstance(record, dict) and record.keys() == names else None
 
 
-def _record(key: CacheKey, store: Path, suffix: str = "") -> Path:
+def _record_path(key: CacheKey, store: Path, suffix: str = "") -> Path:
     return store / "parity" / f"{key.digest}{suffix}.json"
 
 
@@ -140,19 +140,19 @@ def check_parity(model: TorchModel, tokens: tuple[int, int] = _TOKENS) -> Parity
     batch[0, 0] = small.vocab - 1
     eager = _eager(module_with_weights(small), batch, hf=small.hf is not None)
     opened = open_uncached(small)
-    found = _compare(opened, eager)
-    if found.close:
-        return Parity(*found.worst, overrides, opened.strict)
-    why = _mismatch(found, eager)
+    differences = _compare(opened, eager)
+    if differences.close:
+        return Parity(*differences.worst, overrides, opened.strict)
+    mismatch = _mismatch(differences, eager)
     if model.front_end != "auto" or opened.strict:
-        raise ImportedModelError(why)
+        raise ImportedModelError(mismatch)
     try:
-        second = _compare(open_uncached(replace(small, front_end="strict")), eager)
+        strict_differences = _compare(open_uncached(replace(small, front_end="strict")), eager)
     except ImportedModelError as error:
-        raise ImportedModelError(f"{why}; the strict front end fails too: {error}") from error
-    if not second.close:
-        raise ImportedModelError(f"{why}; the strict front end does not match either")
-    return Parity(*second.worst, overrides, why)
+        raise ImportedModelError(f"{mismatch}; the strict front end fails too: {error}") from error
+    if not strict_differences.close:
+        raise ImportedModelError(f"{mismatch}; the strict front end does not match either")
+    return Parity(*strict_differences.worst, overrides, mismatch)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Differences:
 
 def _compare(opened: OpenedModel, eager: _Eager) -> _Differences:
     disable_dropout(opened.meta.module)
-    value, gradients = _traced(opened, weights(eager.module), eager.batch)
+    value, gradients = _loss_and_gradients(opened, weights(eager.module), eager.batch)
     loss = abs(value - eager.loss) / max(abs(eager.loss), 1.0)
     return _Differences(value, loss, _gradient_differences(gradients, eager.gradients), eager.rough)
 
@@ -227,16 +227,16 @@ def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
 
 
-def _traced(
+def _loss_and_gradients(
     opened: OpenedModel, weights: Mapping[str, np.ndarray], batch: np.ndarray
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Compute the traced model's loss, and its gradients by parameter name."""
 
     def objective(arrays: dict[str, jax.Array]) -> jax.Array:
-        given = jnp.asarray(batch[:, :-1])
-        out, terms = opened.forward(unflatten(arrays), given, jax.random.key(0))
-        ones = jnp.ones(out.shape[:2])
-        loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), ones)[0] / ones.size
+        tokens = jnp.asarray(batch[:, :-1])
+        out, terms = opened.forward(unflatten(arrays), tokens, jax.random.key(0))
+        loss_mask = jnp.ones(out.shape[:2])
+        loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), loss_mask)[0] / loss_mask.size
         return loss + sum(terms.values())
 
     arrays = stack_weights(opened, weights)
@@ -256,7 +256,7 @@ def stack_weights(opened: OpenedModel, weights: Mapping[str, np.ndarray]) -> dic
 
 
 def unstack_weights(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Convert arrays by path to weights by parameter name; the inverse of stacked."""
+    """Convert arrays by path to weights by parameter name; the inverse of stack_weights."""
     by_name: dict[str, np.ndarray] = {}
     for path, names in opened.parameter_names_by_path().items():
         rows = (
@@ -284,8 +284,8 @@ def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
 
 
 def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> torch.Tensor:
-    given = tokens[:, :-1]
-    returned = module(input_ids=given, use_cache=False) if hf else module(given)
+    inputs = tokens[:, :-1]
+    returned = module(input_ids=inputs, use_cache=False) if hf else module(inputs)
     out = extract_logits(returned).float()
     loss = torch.nn.functional.cross_entropy(
         out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)
@@ -304,23 +304,24 @@ def _gradient_differences(
     the other parameters. NaN or infinity on either side counts as an infinite difference.
     """
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
-    apart = {}
+    differences = {}
     for name, gradient in expected.items():
         difference = float(np.abs(gradients[name] - gradient).max())
         scale = max(float(np.abs(gradient).max()), 1e-3 * largest)
-        apart[name] = difference / scale if math.isfinite(difference) else math.inf
-    return apart
+        differences[name] = difference / scale if math.isfinite(difference) else math.inf
+    return differences
 
 
-def _mismatch(found: _Differences, eager: _Eager) -> str:
+def _mismatch(differences: _Differences, eager: _Eager) -> str:
     """Describe the mismatch: losses, worst parameters and likely causes."""
-    apart, module = found.gradients, eager.module
-    worst = sorted(apart, key=lambda name: -apart[name])[:_SHOWN]
-    listed = ", ".join(f"{name} ({apart[name]:.1e})" for name in worst)
+    gradient_differences, module = differences.gradients, eager.module
+    worst = sorted(gradient_differences, key=lambda name: -gradient_differences[name])[:_SHOWN]
+    worst_text = ", ".join(f"{name} ({gradient_differences[name]:.1e})" for name in worst)
     causes = likely_causes(module, torch.tensor(eager.batch[:, :-1], dtype=torch.long))
-    said = f"likely cause: {'; or '.join(causes)}" if causes else "no known cause was found"
+    cause_text = f"likely cause: {'; or '.join(causes)}" if causes else "no known cause was found"
     return (
-        f"the traced {type(module).__name__} does not match eager PyTorch: loss {found.value:.6f} "
-        f"instead of {eager.loss:.6f}; largest relative differences of gradients: {listed} (of "
-        f"{len(apart)} parameters); {said}"
+        f"the traced {type(module).__name__} does not match eager PyTorch: loss "
+        f"{differences.value:.6f} instead of {eager.loss:.6f}; largest relative "
+        f"differences of gradients: {worst_text} (of {len(gradient_differences)} parameters); "
+        f"{cause_text}"
     )

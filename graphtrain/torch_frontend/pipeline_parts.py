@@ -78,12 +78,18 @@ def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tre
             "program.pipeline.layers_per_stage to the number of blocks in each stage"
         )
 
-    def store(path: str, one: Any) -> Any:
+    def store(path: str, array_or_spec: Any) -> Any:
         if path not in parts.stages:
-            return one
-        return row_spec(one, stages) if isinstance(one, ArraySpec) else layers_to_rows(one, stages)
+            return array_or_spec
+        return (
+            row_spec(array_or_spec, stages)
+            if isinstance(array_or_spec, ArraySpec)
+            else layers_to_rows(array_or_spec, stages)
+        )
 
-    return unflatten({path: store(path, one) for path, one in flatten(parameters).items()})
+    return unflatten(
+        {path: store(path, array_or_spec) for path, array_or_spec in flatten(parameters).items()}
+    )
 
 
 @cache
@@ -95,40 +101,42 @@ def parts_of(opened: OpenedModel) -> PipelineParts:
     """
     stack = _only_stack(opened)
     if opened.balance is not None:
-        raise _refused("the loss of output_router_logits balances experts over all blocks")
+        raise _cannot_split("the loss of output_router_logits balances experts over all blocks")
     arrays = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in opened.specs().items()
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
-    of_module = arrays, jax.ShapeDtypeStruct(_TOKENS, jnp.int32), key
+    module_inputs = arrays, jax.ShapeDtypeStruct(_TOKENS, jnp.int32), key
 
-    def at_blocks(wanted: Callable[[Scan], Any]) -> _Dependencies:
+    def dependencies_at_blocks(get_value: Callable[[Scan], Any]) -> _Dependencies:
         return _find_dependencies(
-            lambda arrays, tokens, key: _run_until_blocks(opened, arrays, tokens, key, wanted),
-            *of_module,
+            lambda arrays, tokens, key: _run_until_blocks(opened, arrays, tokens, key, get_value),
+            *module_inputs,
         )
 
-    before, beside = (
-        at_blocks(lambda scan: scan.hidden),
-        at_blocks(lambda scan: scan.block_arguments()),
+    before, arguments = (
+        dependencies_at_blocks(lambda scan: scan.hidden),
+        dependencies_at_blocks(lambda scan: scan.block_arguments()),
     )
     x = before.results[0]
     if len(x.shape) != 3:
-        raise _refused(f"its blocks get a hidden state of shape {x.shape}, not (2, 4, width)")
-    if beside.weights or beside.key:
-        what = ", ".join(sorted(beside.weights)) or "dropout"
-        raise _refused(f"the blocks of {stack.name} get an argument that depends on {what}")
+        raise _cannot_split(f"its blocks get a hidden state of shape {x.shape}, not (2, 4, width)")
+    if arguments.weights or arguments.key:
+        dependency = ", ".join(sorted(arguments.weights)) or "dropout"
+        raise _cannot_split(
+            f"the blocks of {stack.name} get an argument that depends on {dependency}"
+        )
 
-    def after(arrays: Arrays, tokens: jax.Array, key: jax.Array) -> jax.Array:
+    def logits_after_blocks(arrays: Arrays, tokens: jax.Array, key: jax.Array) -> jax.Array:
         return _run_after_blocks(opened, arrays, jnp.zeros(x.shape, x.dtype), tokens, key)
 
-    last = _find_dependencies(after, *of_module)
+    last = _find_dependencies(logits_after_blocks, *module_inputs)
     if last.tokens or last.key:
-        what = "the tokens" if last.tokens else "dropout"
-        raise _refused(f"the computation after {stack.name} depends on {what}")
+        dependency = "the tokens" if last.tokens else "dropout"
+        raise _cannot_split(f"the computation after {stack.name} depends on {dependency}")
     _check_by_position(opened, sorted(last.weights), x)
     stages = frozenset(path for path in arrays if opened.is_stacked(path))
-    return PipelineParts(before.weights, stages, last.weights, beside.tokens)
+    return PipelineParts(before.weights, stages, last.weights, arguments.tokens)
 
 
 def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
@@ -141,32 +149,42 @@ def _check_by_position(opened: OpenedModel, names: list[str], x: Any) -> None:
     specs, draw = opened.specs(), np.random.default_rng(0).standard_normal
     weights = {name: jnp.asarray(draw(specs[name].shape, np.float32)) for name in names}
     tokens, x = jnp.zeros(_TOKENS, jnp.int32), jnp.asarray(draw(x.shape, np.float32), x.dtype)
-    whole = _run_after_blocks(opened, weights, x, tokens)
-    pieces = [_run_after_blocks(opened, weights, x[:, at::2], tokens[:, at::2]) for at in (0, 1)]
-    if not all(jnp.allclose(whole[:, at::2], pieces[at], 1e-2, 1e-2) for at in (0, 1)):
-        raise _refused("the computation after its blocks mixes positions")
+    full_logits = _run_after_blocks(opened, weights, x, tokens)
+    half_logits = [
+        _run_after_blocks(opened, weights, x[:, offset::2], tokens[:, offset::2])
+        for offset in (0, 1)
+    ]
+    if not all(
+        jnp.allclose(full_logits[:, offset::2], half_logits[offset], 1e-2, 1e-2)
+        for offset in (0, 1)
+    ):
+        raise _cannot_split("the computation after its blocks mixes positions")
 
 
 def _only_stack(opened: OpenedModel) -> Stack:
     """Return the only stack of the model, which the stages divide."""
     if not opened.block_lists:
-        raise _refused("its blocks are not in a torch.nn.ModuleList")
-    for one in opened.block_lists:
-        if isinstance(one, UnrolledBlocks):
-            raise _refused(f"{one.name} is traced block by block, because {one.reason}")
+        raise _cannot_split("its blocks are not in a torch.nn.ModuleList")
+    for block_list in opened.block_lists:
+        if isinstance(block_list, UnrolledBlocks):
+            raise _cannot_split(
+                f"{block_list.name} is traced block by block, because {block_list.reason}"
+            )
     if len(opened.block_lists) > 1:
-        names = " and ".join(one.name for one in opened.block_lists)
-        raise _refused(f"its blocks are in several lists ({names}), and stages can divide only one")
+        names = " and ".join(block_list.name for block_list in opened.block_lists)
+        raise _cannot_split(
+            f"its blocks are in several lists ({names}), and stages can divide only one"
+        )
     (stack,) = opened.stacks
     if stack.period > 1:
-        raise _refused(
+        raise _cannot_split(
             f"the blocks of {stack.name} repeat only every {stack.period} blocks, but stages need "
             "identical blocks"
         )
     return stack
 
 
-def _refused(reason: str) -> ShardingError:
+def _cannot_split(reason: str) -> ShardingError:
     return ShardingError(
         f"this model cannot be split into pipeline stages: {reason}; set program.mesh.stage = 1 "
         "and split it over fsdp or tensor"
@@ -195,9 +213,9 @@ def _find_dependencies(
     for equation in reversed(program.jaxpr.eqns):
         if any(id(variable) in needed for variable in equation.outvars):
             needed |= {id(variable) for variable in equation.invars}
-    *weights, of_tokens, of_key = (id(each) in needed for each in program.jaxpr.invars)
+    *weights, uses_tokens, uses_key = (id(variable) in needed for variable in program.jaxpr.invars)
     names = [name for name, is_needed in zip(sorted(arrays), weights, strict=True) if is_needed]
-    return _Dependencies(frozenset(names), of_tokens, of_key, jax.tree.leaves(results))
+    return _Dependencies(frozenset(names), uses_tokens, uses_key, jax.tree.leaves(results))
 
 
 def _run_until_blocks(
@@ -205,17 +223,19 @@ def _run_until_blocks(
     arrays: Arrays,
     tokens: jax.Array,
     key: jax.Array | None,
-    wanted: Callable[[Scan], Any],
+    get_value: Callable[[Scan], Any],
 ) -> Any:
-    """Call the module up to its first block, and return `wanted` of the scan there."""
+    """Call the module up to its first block, and return `get_value` of its scan."""
 
-    def entering(scan: Scan) -> None:
-        raise StopForward(wanted(scan))
+    def stop_at_blocks(scan: Scan) -> None:
+        raise StopForward(get_value(scan))
 
     try:
-        opened.run(_all_weights(opened, arrays), tokens, key, ScanHooks(before_blocks=entering))
-    except StopForward as taken:
-        return taken.value
+        opened.run(
+            _all_weights(opened, arrays), tokens, key, ScanHooks(before_blocks=stop_at_blocks)
+        )
+    except StopForward as stop:
+        return stop.value
     raise AssertionError("the module returned before its first block")
 
 
@@ -227,14 +247,14 @@ def _run_after_blocks(
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Compute logits from x, the hidden state after the last block."""
-    through = ScanHooks(run_blocks=lambda scan: x)
+    hooks = ScanHooks(run_blocks=lambda scan: x)
     return opened.finish_logits(
-        opened.run(_all_weights(opened, arrays), tokens, key, through), tokens
+        opened.run(_all_weights(opened, arrays), tokens, key, hooks), tokens
     )
 
 
-def _all_weights(opened: OpenedModel, given: Arrays) -> Arrays:
-    """Return all weights in the dtype of the computation; those not given are only shapes."""
+def _all_weights(opened: OpenedModel, weights: Arrays) -> Arrays:
+    """Return all weights in the dtype of the computation; those not in `weights` as shapes."""
     specs = opened.specs()
     shapes = {
         path: jax.ShapeDtypeStruct(
@@ -242,7 +262,7 @@ def _all_weights(opened: OpenedModel, given: Arrays) -> Arrays:
         )
         for path, spec in specs.items()
     }
-    return shapes | opened.cast_parameters(given)
+    return shapes | opened.cast_parameters(weights)
 
 
 def imported_pipeline(
@@ -264,35 +284,41 @@ def imported_pipeline(
     """
     parts = parts_of(opened)
 
-    def key_of(number: jax.Array) -> jax.Array | None:
+    def microbatch_key(number: jax.Array) -> jax.Array | None:
         return None if keys is None else _replica_key(keys(number))
 
     def first(weights: Tree, microbatch: Tree, number: jax.Array) -> jax.Array:
-        entered = microbatch["tokens"], key_of(number)
+        inputs = microbatch["tokens"], microbatch_key(number)
         return constrain_residual(
-            _run_until_blocks(opened, weights, *entered, lambda scan: scan.hidden)
+            _run_until_blocks(opened, weights, *inputs, lambda scan: scan.hidden)
         )
 
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
-        begin = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        here = begin + jnp.arange(stages.rows_per_chunk)
-        real = here < begin + jnp.array(stages.layers)[chunk] if stages.padding_fraction else None
+        first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
+        layer_indices = first_layer + jnp.arange(stages.rows_per_chunk)
+        is_real = (
+            layer_indices < first_layer + jnp.array(stages.layers)[chunk]
+            if stages.padding_fraction
+            else None
+        )
 
-        def through(scan: Scan) -> jax.Array:
-            keys = scan.keys()[jnp.minimum(here, scan.stack.count - 1)]
+        def run_blocks(scan: Scan) -> jax.Array:
+            keys = scan.keys()[jnp.minimum(layer_indices, scan.stack.count - 1)]
             return scan.scan_rows(
-                x, [scan.arrays_by_name(opened.cast_parameters(rows))], keys, real
+                x, [scan.arrays_by_name(opened.cast_parameters(rows))], keys, is_real
             )
 
         shape = x.shape[:2]
-        seen = jnp.zeros(shape, jnp.int32)
+        stage_tokens = jnp.zeros(shape, jnp.int32)
         if parts.arguments_depend_on_tokens:
-            seen = draw_shard(lambda _: read_slot(tokens, number), shape, "batch", "seq")
-        return _run_until_blocks(opened, {}, seen, key_of(number), through), {}
+            stage_tokens = draw_shard(lambda _: read_slot(tokens, number), shape, "batch", "seq")
+        return _run_until_blocks(opened, {}, stage_tokens, microbatch_key(number), run_blocks), {}
 
     def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
-        none, unused = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
-        out = _run_after_blocks(opened, weights, x, none, None if keys is None else unused)
+        unused_tokens, unused_key = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
+        out = _run_after_blocks(
+            opened, weights, x, unused_tokens, None if keys is None else unused_key
+        )
         return score(out, microbatch)
 
     recompute = opened.settings.remat != "none"
@@ -301,9 +327,9 @@ def imported_pipeline(
 
 def _replica_key(key: jax.Array) -> jax.Array:
     """Fold the replica's index into a dropout key, where replicas are split manually."""
-    found = placement()
-    if found is None or found.unrestricted_rules is None:
+    current_placement = placement()
+    if current_placement is None or current_placement.unrestricted_rules is None:
         return key
-    of_batch = found.unrestricted_rules.activations.get("batch", ())
-    copies = tuple(name for name in found.manual if name in of_batch)
-    return jax.random.fold_in(key, jax.lax.axis_index(copies)) if copies else key
+    batch_axes = current_placement.unrestricted_rules.activations.get("batch", ())
+    replica_axes = tuple(name for name in current_placement.manual if name in batch_axes)
+    return jax.random.fold_in(key, jax.lax.axis_index(replica_axes)) if replica_axes else key

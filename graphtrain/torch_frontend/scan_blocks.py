@@ -67,9 +67,9 @@ class _Placeholder(Tensor):
 
 
 def _placeholder(array: Any, environment: TraceEnvironment, why: BlocksDiffer) -> _Placeholder:
-    made = _Placeholder(jax.ShapeDtypeStruct(array.shape, array.dtype), environment)  # pyright: ignore
-    made._why = why  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    placeholder = _Placeholder(jax.ShapeDtypeStruct(array.shape, array.dtype), environment)  # pyright: ignore
+    placeholder._why = why  # pyright: ignore[reportAttributeAccessIssue]
+    return placeholder
 
 
 @contextmanager
@@ -96,31 +96,33 @@ def scanning_blocks(
     Raises:
         BlocksDiffer: while the module is called, if blocks of a stack differ.
     """
-    changed, through = [], through or ScanHooks()
+    patched_blocks, through = [], through or ScanHooks()
     try:
-        for one in lists:
-            blocks = list(module.get_submodule(one.name))  # pyright: ignore[reportArgumentType]
-            if isinstance(one, Stack):
+        for block_list in lists:
+            blocks = list(module.get_submodule(block_list.name))  # pyright: ignore[reportArgumentType]
+            if isinstance(block_list, Stack):
                 rows = [
-                    {name: arrays[one.path(position, name)] for name in names}
-                    for position, names in enumerate(one.parameters)
+                    {name: arrays[block_list.path(position, name)] for name in names}
+                    for position, names in enumerate(block_list.parameters)
                 ]
-                scan = Scan(one, blocks, rows, environment, remat, verify, through)
-                stand_ins = [scan.replacement_forward(number) for number in range(one.count)]
+                scan = Scan(block_list, blocks, rows, environment, remat, verify, through)
+                replacements = [
+                    scan.replacement_forward(number) for number in range(block_list.count)
+                ]
             else:
-                stand_ins = [
-                    _within(
-                        partial(through.around_block, f"{one.name}.{number}"),
+                replacements = [
+                    _in_context(
+                        partial(through.around_block, f"{block_list.name}.{number}"),
                         _checkpointed(block, environment, remat),
                     )
                     for number, block in enumerate(blocks)
                 ]
-            for block, stand_in in zip(blocks, stand_ins, strict=True):
-                changed.append(block)
-                block.forward = stand_in
+            for block, replacement in zip(blocks, replacements, strict=True):
+                patched_blocks.append(block)
+                block.forward = replacement
         yield
     finally:
-        for block in changed:
+        for block in patched_blocks:
             block.__dict__.pop("forward", None)
 
 
@@ -155,19 +157,19 @@ class Scan:
 
     def replacement_forward(self, number: int) -> Callable[..., Any]:
         """Return the function that replaces the forward of one block."""
-        return lambda *args, **kwargs: self._called(number, args, kwargs)
+        return lambda *args, **kwargs: self._call_block(number, args, kwargs)
 
-    def _different(self, reason: str) -> BlocksDiffer:
+    def _blocks_differ(self, reason: str) -> BlocksDiffer:
         return BlocksDiffer(self.stack, reason)
 
-    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor):
-            raise self._different("the hidden state is not the first argument of its blocks")
+            raise self._blocks_differ("the hidden state is not the first argument of its blocks")
         position = number % self.stack.period
         if number == 0:
             self.hidden, self.calls = args[0].jax(), []  # pyright: ignore[reportAttributeAccessIssue]
         elif args[0] is not self.previous_output:
-            raise self._different(
+            raise self._blocks_differ(
                 f"the input of block {number} is not the output of block {number - 1}"
             )
         if number < self.stack.period:
@@ -175,10 +177,12 @@ class Scan:
             self.describe(position)
             if number == 0:
                 self.through.before_blocks(self)
-        elif not _same(
+        elif not _same_arguments(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
-            raise self._different(f"block {number} and block {position} get different arguments")
+            raise self._blocks_differ(
+                f"block {number} and block {position} get different arguments"
+            )
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
@@ -212,15 +216,17 @@ class Scan:
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
-            raise self._different(f"block {number} computes something else than block {position}")
+            raise self._blocks_differ(
+                f"block {number} computes something else than block {position}"
+            )
 
     def _shapes(self, position: int) -> tuple[Any, Any, Any]:
         """Return shapes of the hidden state, of one block's parameters and of its dropout key."""
         assert self.hidden is not None
         hidden = jax.ShapeDtypeStruct(self.hidden.shape, self.hidden.dtype)
-        return hidden, self._row(position), self._key()
+        return hidden, self._row_shapes(position), self._key_shape()
 
-    def _row(self, position: int) -> Any:
+    def _row_shapes(self, position: int) -> Any:
         return {
             name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
             if isinstance(array, DeferredGradient)
@@ -228,13 +234,13 @@ class Scan:
             for name, array in self.rows[position].items()
         }
 
-    def _reduced(self, array: Any) -> jax.Array:
+    def _attach_reduction(self, array: Any) -> jax.Array:
         """Return a parameter inside the loop; there a deferred gradient is reduced."""
         if isinstance(array, DeferredGradient):
             return attach_reductions(array).astype(self.environment.computes_in)
         return array
 
-    def _key(self) -> Any:
+    def _key_shape(self) -> Any:
         key = jax.eval_shape(lambda: jax.random.split(self.environment.prng_key)[0])
         # A new struct, without the mesh axes along which the key varies.
         return jax.ShapeDtypeStruct(key.shape, key.dtype)
@@ -248,8 +254,8 @@ class Scan:
             self.environment.override_property(prng=key),
             private_torch.reparametrize(block, state),
         ):
-            given = Tensor(hidden, self.environment)
-            return type(block).forward(block, given, *call.args, **call.kwargs)
+            hidden_tensor = Tensor(hidden, self.environment)
+            return type(block).forward(block, hidden_tensor, *call.args, **call.kwargs)
 
     def run(self) -> jax.Array:
         """Return the hidden state after all blocks."""
@@ -285,18 +291,18 @@ class Scan:
         """
 
         def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[RouterStatistics]]:
-            (arrays, keys, real), before = row, hidden
-            routed: list[RouterStatistics] = []
-            arrays = jax.tree.map(self._reduced, arrays, is_leaf=_is_pending)
+            (arrays, keys, real), block_input = row, hidden
+            router_statistics: list[RouterStatistics] = []
+            arrays = jax.tree.map(self._attach_reduction, arrays, is_leaf=_is_deferred)
             for position in range(self.stack.period):
-                with self._recorded(self.blocks[position]) as sums:
+                with self._record_routers(self.blocks[position]) as sums:
                     hidden = self.run_block(position, hidden, arrays[position], keys[position])
-                routed += sums
-            hidden = hidden if real is None else jnp.where(real, hidden, before)
-            return constrain_residual(hidden), routed
+                router_statistics += sums
+            hidden = hidden if real is None else jnp.where(real, hidden, block_input)
+            return constrain_residual(hidden), router_statistics
 
-        turn = _checkpoint(body, self.remat)
-        hidden, self.router_statistics = jax.lax.scan(turn, hidden, (rows, keys, real))
+        checkpointed_body = _checkpoint(body, self.remat)
+        hidden, self.router_statistics = jax.lax.scan(checkpointed_body, hidden, (rows, keys, real))
         return hidden
 
     def run_block(
@@ -307,7 +313,9 @@ class Scan:
         out = self._block(self.blocks[position], call, constrain_residual(hidden), arrays, key)
         return pytree.tree_leaves(out)[self._hidden_leaf(call)].jax()
 
-    def _recorded(self, block: torch.nn.Module) -> AbstractContextManager[list[RouterStatistics]]:
+    def _record_routers(
+        self, block: torch.nn.Module
+    ) -> AbstractContextManager[list[RouterStatistics]]:
         balance = self.through.balance
         return nullcontext([]) if balance is None else balance.recording(block)
 
@@ -319,26 +327,26 @@ class Scan:
                 if (shape.shape, shape.dtype) == (self.hidden.shape, self.hidden.dtype):
                     return number
                 break
-        raise self._different(
+        raise self._blocks_differ(
             "the output of its blocks has another shape or dtype than the hidden state"
         )
 
     def _return(self, call: _Call, hidden: jax.Array | None) -> Any:
         """Return a block's output: the hidden state if known, and placeholders for the rest."""
-        why = self._different("code other than the next block reads the output of a block")
+        why = self._blocks_differ("code other than the next block reads the output of a block")
         leaves: list[Any] = [
             None if shape is None else _placeholder(shape, self.environment, why)
             for shape in call.shapes
         ]
-        place = self._hidden_leaf(call)
+        hidden_index = self._hidden_leaf(call)
         if hidden is not None:
-            leaves[place] = Tensor(hidden, self.environment)
+            leaves[hidden_index] = Tensor(hidden, self.environment)
         else:
-            self.previous_output = leaves[place]
+            self.previous_output = leaves[hidden_index]
         return pytree.tree_unflatten(leaves, call.structure)
 
 
-def _is_pending(leaf: Any) -> bool:
+def _is_deferred(leaf: Any) -> bool:
     return isinstance(leaf, DeferredGradient)
 
 
@@ -347,14 +355,14 @@ def constrain_residual(hidden: jax.Array) -> jax.Array:
     return constrain(hidden, "batch", "residual", "embed") if hidden.ndim == 3 else hidden
 
 
-def _within(
-    around: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+def _in_context(
+    context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with around():
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with context():
             return function(*args, **kwargs)
 
-    return inside
+    return wrapped
 
 
 def _checkpointed(
@@ -365,13 +373,13 @@ def _checkpointed(
     if remat in ("none", "attention"):
         return lambda *args, **kwargs: forward(block, *args, **kwargs)
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         structure: Any = None
-        others: list[Any] = []
+        static_leaves: list[Any] = []
 
         def run(key: jax.Array, arrays: Any) -> list[jax.Array | None]:
-            nonlocal structure, others
-            given = pytree.tree_unflatten(
+            nonlocal structure, static_leaves
+            arguments = pytree.tree_unflatten(
                 [
                     leaf if array is None else Tensor(array, environment)
                     for leaf, array in zip(leaves, arrays, strict=True)
@@ -379,21 +387,21 @@ def _checkpointed(
                 spec,
             )
             with environment.override_property(prng=key):
-                out = forward(block, *given[0], **given[1])
+                out = forward(block, *arguments[0], **arguments[1])
             flat, structure = pytree.tree_flatten(out)
-            others = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+            static_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in flat]
 
         leaves, spec = pytree.tree_flatten((args, kwargs))
         arrays = [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
         out = _checkpoint(run, remat)(environment.get_and_rotate_prng_key(), arrays)
         flat = [
-            other if array is None else Tensor(array, environment)
-            for array, other in zip(out, others, strict=True)
+            static_leaf if array is None else Tensor(array, environment)
+            for array, static_leaf in zip(out, static_leaves, strict=True)
         ]
         return pytree.tree_unflatten(flat, structure)
 
-    return stand_in
+    return replacement
 
 
 def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
@@ -407,11 +415,11 @@ def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_arguments(call: Any, other_call: Any) -> bool:
     """Return true if two calls get the identical tensors and equal other values."""
-    mine, structure = pytree.tree_flatten(one)
-    theirs, their_structure = pytree.tree_flatten(other)
-    return structure == their_structure and all(
+    leaves, structure = pytree.tree_flatten(call)
+    other_leaves, other_structure = pytree.tree_flatten(other_call)
+    return structure == other_structure and all(
         a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and a == b)
-        for a, b in zip(mine, theirs, strict=True)
+        for a, b in zip(leaves, other_leaves, strict=True)
     )

@@ -24,21 +24,21 @@ def shrink_model(model: TorchModel) -> tuple[TorchModel, dict[str, Any]]:
     Raises:
         ImportedModelError: the model is still too large.
     """
-    given = dict(model.parity)
-    small = replace(model, overrides={**model.overrides, **given}, parity={})
+    overrides = dict(model.parity)
+    small = replace(model, overrides={**model.overrides, **overrides}, parity={})
     count = parameter_count(build_on_meta(factory(small)))
     if count <= FULL_SIZE_LIMIT:
-        return small, given
+        return small, overrides
     if model.hf is not None:
-        given = _small_overrides(read_config(model.hf, model.overrides)) | given
-        small = replace(model, overrides={**model.overrides, **given}, parity={})
+        overrides = _small_overrides(read_config(model.hf, model.overrides)) | overrides
+        small = replace(model, overrides={**model.overrides, **overrides}, parity={})
         count = parameter_count(build_on_meta(factory(small)))
     if count > _LIMIT:
         raise ImportedModelError(
             f"the model has {count:,} parameters, too many to compare with PyTorch on this host; "
             "set [program.model.parity] to overrides that make it small, for example {layers = 2}"
         )
-    return small, given
+    return small, overrides
 
 
 def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,39 +46,41 @@ def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     settings = {name: value for name, value in config.items() if name != "model_type"}
-    made = AutoConfig.for_model(config["model_type"], **settings)
-    heads, kv_heads = made.num_attention_heads, getattr(made, "num_key_value_heads", None)
+    hf_config = AutoConfig.for_model(config["model_type"], **settings)
+    heads, kv_heads = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
     group = heads // kv_heads if kv_heads else 1
-    few = 2 * group if group <= 8 else group
-    layers = _few_layers(made)
-    wanted: dict[str, Any] = {
+    small_heads = 2 * group if group <= 8 else group
+    layers = _few_layers(hf_config)
+    small_values: dict[str, Any] = {
         "num_hidden_layers": layers,
-        "num_attention_heads": few,
-        "hidden_size": few * _HEAD,
-        "num_key_value_heads": few // group if kv_heads else None,
-        "head_dim": _HEAD if getattr(made, "head_dim", None) else None,
+        "num_attention_heads": small_heads,
+        "hidden_size": small_heads * _HEAD,
+        "num_key_value_heads": small_heads // group if kv_heads else None,
+        "head_dim": _HEAD if getattr(hf_config, "head_dim", None) else None,
         "intermediate_size": 8 * _HEAD,
         "ffn_dim": 8 * _HEAD,
-        "word_embed_proj_dim": few * _HEAD,
+        "word_embed_proj_dim": small_heads * _HEAD,
         "moe_intermediate_size": 2 * _HEAD,
         "shared_expert_intermediate_size": 2 * _HEAD,
         "rotary_dim": _HEAD // 2,
-        "layer_types": list(made.layer_types[:layers])
-        if getattr(made, "layer_types", None)
+        "layer_types": list(hf_config.layer_types[:layers])
+        if getattr(hf_config, "layer_types", None)
         else None,
     }
-    names = getattr(made, "attribute_map", {})
+    names = getattr(hf_config, "attribute_map", {})
     return {
         names.get(name, name): value
-        for name, value in wanted.items()
-        if value is not None and getattr(made, name, None) is not None
+        for name, value in small_values.items()
+        if value is not None and getattr(hf_config, name, None) is not None
     }
 
 
-def _few_layers(made: Any) -> int:
+def _few_layers(hf_config: Any) -> int:
     """Return 2, or twice the number of first layers that contain every layer type."""
-    kinds = getattr(made, "layer_types", None)
-    if not kinds:
-        return min(2, made.num_hidden_layers)
-    count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
-    return min(2 * count, made.num_hidden_layers)
+    layer_types = getattr(hf_config, "layer_types", None)
+    if not layer_types:
+        return min(2, hf_config.num_hidden_layers)
+    count = next(
+        n for n in range(1, len(layer_types) + 1) if set(layer_types[:n]) == set(layer_types)
+    )
+    return min(2 * count, hf_config.num_hidden_layers)

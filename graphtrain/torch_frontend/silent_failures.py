@@ -24,14 +24,14 @@ _PROPAGATED_VIEWS = ("__getitem__",)  # views whose writes torchax propagates
 
 def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
     """Return writes through views or under no_grad in an eager forward pass, with their lines."""
-    watch = InPlaceWriteRecorder()
-    with watch:
+    recorder = InPlaceWriteRecorder()
+    with recorder:
         try:
             module(tokens)
         except Exception:  # causes are optional; the mismatch is reported anyway
             return []
     advice = "; write into a copy (.clone()), or make a new tensor"
-    return [one + advice for one in watch.through_views] + watch.without_gradients
+    return [write + advice for write in recorder.through_views] + recorder.without_gradients
 
 
 class InPlaceWriteRecorder(TorchFunctionMode):
@@ -42,46 +42,46 @@ class InPlaceWriteRecorder(TorchFunctionMode):
         self.through_views: list[str] = []
         self.without_gradients: list[str] = []
         self._shared: set[int] = set()  # ids of storages that have views
-        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that ids stay unique
+        self._alive: list[torch.Tensor] = []  # keeps storages alive, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
-        given = _tensors((args, kwargs))
-        versions = [private_torch.writes(tensor) for tensor in given]
+        inputs = _tensors((args, kwargs))
+        versions = [private_torch.writes(tensor) for tensor in inputs]
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        for tensor, version in zip(given, versions, strict=True):
+        for tensor, version in zip(inputs, versions, strict=True):
             if private_torch.writes(tensor) != version:
-                self._written(tensor, name)
+                self._record_write(tensor, name)
                 break
-        own, before = (
-            {id(tensor) for tensor in given},
-            {private_torch.storage_id(tensor) for tensor in given},
+        input_ids, input_storages = (
+            {id(tensor) for tensor in inputs},
+            {private_torch.storage_id(tensor) for tensor in inputs},
         )
         for tensor in _tensors(result):
             if (
-                id(tensor) not in own
-                and private_torch.storage_id(tensor) in before
+                id(tensor) not in input_ids
+                and private_torch.storage_id(tensor) in input_storages
                 and name not in _PROPAGATED_VIEWS
             ):
                 self._shared.add(private_torch.storage_id(tensor))
-                self._kept.append(tensor)
+                self._alive.append(tensor)
         return result
 
-    def _written(self, tensor: torch.Tensor, name: str) -> None:
+    def _record_write(self, tensor: torch.Tensor, name: str) -> None:
         if private_torch.storage_id(tensor) in self._shared:
-            found, what = (
+            records, description = (
                 self.through_views,
                 f"{name} at {current_user_line()} writes through a view",
             )
         elif not torch.is_grad_enabled():
-            found = self.without_gradients
-            what = f"{name} at {current_user_line()} writes in place under no_grad"
+            records = self.without_gradients
+            description = f"{name} at {current_user_line()} writes in place under no_grad"
         else:
             return
-        if what not in found:
-            found.append(what)
+        if description not in records:
+            records.append(description)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -107,15 +107,15 @@ def user_code_error(who: str, error: Exception) -> Exception:
     if type(error).__module__.startswith(_OWN_PACKAGES):
         return error
     frames = _user_frames(traceback.extract_tb(error.__traceback__))
-    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    said = str(error).partition("\nFor simplicity, JAX")[0] or "without a message"
-    return ImportedModelError(f"{who} raises {type(error).__name__}{at}: {said}")
+    location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    message = str(error).partition("\nFor simplicity, JAX")[0] or "without a message"
+    return ImportedModelError(f"{who} raises {type(error).__name__}{location}: {message}")
 
 
 def _user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames outside graphtrain, JAX and PyTorch."""
     packages = (jax, torch, torchax, lowering)
-    foreign = [str(Path(one.__file__ or "").parent) + os.sep for one in packages]
-    foreign.append(str(Path(__file__).parents[1]) + os.sep)
-    foreign += ["<frozen", os.path.dirname(os.__file__) + os.sep + "importlib"]
-    return [one for one in frames if not one.filename.startswith(tuple(foreign))]
+    excluded_prefixes = [str(Path(package.__file__ or "").parent) + os.sep for package in packages]
+    excluded_prefixes.append(str(Path(__file__).parents[1]) + os.sep)
+    excluded_prefixes += ["<frozen", os.path.dirname(os.__file__) + os.sep + "importlib"]
+    return [frame for frame in frames if not frame.filename.startswith(tuple(excluded_prefixes))]

@@ -45,8 +45,8 @@ def key_ingredients(model: TorchModel) -> dict[str, Any]:
         assert model.torch is not None
         name, function = split_name(model.torch)
         settings["torch"] = {"factory": function, "sources": sorted(_sources_of(name))}
-    own = {name: _digest(Path(__file__).with_name(name)) for name in _SOURCES}
-    return settings | {"versions": installed(), "sources": own}
+    package_sources = {name: _digest(Path(__file__).with_name(name)) for name in _SOURCES}
+    return settings | {"versions": installed(), "sources": package_sources}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -88,9 +88,9 @@ def find_module_file(name: str) -> Path:
 
 def add_working_directory() -> None:
     """Add the working directory to sys.path, as for a script that runs there."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
 
 
 def _sources_of(name: str) -> Iterator[tuple[str, str]]:
@@ -98,14 +98,14 @@ def _sources_of(name: str) -> Iterator[tuple[str, str]]:
 
     Names may repeat (__init__.py). Installed packages are not included.
     """
-    waiting, seen = [find_module_file(name)], set()
-    while waiting:
-        path = waiting.pop()
-        if path in seen:
+    pending, visited = [find_module_file(name)], set()
+    while pending:
+        path = pending.pop()
+        if path in visited:
             continue
-        seen.add(path)
+        visited.add(path)
         yield path.name, _digest(path)
-        waiting += _imported_by(path)
+        pending += _imported_by(path)
 
 
 def _imported_by(path: Path) -> Iterator[Path]:
@@ -132,12 +132,12 @@ def _local_module_files(path: Path, level: int, name: str) -> Iterator[Path]:
     parts = name.split(".") if name else []
     roots = [path.parents[level - 1]] if level else [path.parent, Path.cwd()]
     for root in roots:
-        for found in (
+        for file in (
             root.joinpath(*parts).with_suffix(".py"),
             root.joinpath(*parts, "__init__.py"),
         ):
-            if parts and found.is_file():
-                yield found.resolve()
+            if parts and file.is_file():
+                yield file.resolve()
 
 
 def _digest(path: Path) -> str:

@@ -37,25 +37,25 @@ class StrictEnvironment(TraceEnvironment):
         """Register the operations; the arguments are those of Environment."""
         super().__init__(dtype, vocab)
         aten = torch.ops.aten
-        for operation, own in (
+        for operation, implementation in (
             (aten.mm, self._mm),
             (aten.bmm, self._bmm),
             (aten.addmm, self._addmm_plain),
             (aten.embedding, self._rows),
             (aten.embedding_dense_backward, self._gradient_of_rows),
         ):
-            self.override_op_definition(operation, own)
+            self.override_op_definition(operation, implementation)
 
-    def _mm(self, one: Tensor, other: Tensor) -> Tensor:
-        return Tensor(dot("ab,bc->ac", one.jax(), other.jax(), one.jax().dtype), self)
+    def _mm(self, left: Tensor, right: Tensor) -> Tensor:
+        return Tensor(dot("ab,bc->ac", left.jax(), right.jax(), left.jax().dtype), self)
 
-    def _bmm(self, one: Tensor, other: Tensor) -> Tensor:
-        return Tensor(dot("zab,zbc->zac", one.jax(), other.jax(), one.jax().dtype), self)
+    def _bmm(self, left: Tensor, right: Tensor) -> Tensor:
+        return Tensor(dot("zab,zbc->zac", left.jax(), right.jax(), left.jax().dtype), self)
 
     def _addmm_plain(
-        self, added: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
+        self, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        product = dot("ab,bc->ac", one.jax(), other.jax(), jnp.float32)
+        product = dot("ab,bc->ac", left.jax(), right.jax(), jnp.float32)
         summed = beta * added.jax().astype(jnp.float32) + alpha * product
         return Tensor(summed.astype(added.jax().dtype), self)
 
@@ -66,12 +66,12 @@ class StrictEnvironment(TraceEnvironment):
         self, gradient: Tensor, index: Tensor, rows: int, padding: int, _: bool
     ) -> Tensor:
         """Compute the gradient of an embedding, summed in float32 for every dtype of the table."""
-        numbers, at = gradient.jax(), index.jax()
+        row_gradients, row_indices = gradient.jax(), index.jax()
         if padding >= 0:
-            numbers = jnp.where((at == padding)[..., None], 0, numbers)
-        zeros = jnp.zeros((rows, numbers.shape[-1]), jnp.float32)
-        summed = zeros.at[at].add(numbers.astype(jnp.float32))
-        return Tensor(summed.astype(numbers.dtype), self)
+            row_gradients = jnp.where((row_indices == padding)[..., None], 0, row_gradients)
+        zeros = jnp.zeros((rows, row_gradients.shape[-1]), jnp.float32)
+        summed = zeros.at[row_indices].add(row_gradients.astype(jnp.float32))
+        return Tensor(summed.astype(row_gradients.dtype), self)
 
 
 @dataclass
@@ -107,13 +107,13 @@ class StrictGraph:
             self._evaluate(self._forward, values, key)
             (logits, *_) = self.joint.outputs
             assert logits is not None
-            kept = [values[node].jax() for node in self._saved]
-            return values[logits].jax(), (weights, tokens, key, kept)
+            saved_arrays = [values[node].jax() for node in self._saved]
+            return values[logits].jax(), (weights, tokens, key, saved_arrays)
 
         def backward(saved: Any, gradient: jax.Array) -> Any:
-            weights, tokens, key, kept = saved
+            weights, tokens, key, saved_arrays = saved
             values = self._input_values(weights, tokens)
-            for node, array in zip(self._saved, kept, strict=True):
+            for node, array in zip(self._saved, saved_arrays, strict=True):
                 values[node] = Tensor(array, self.environment)
             values[self.joint.inputs[-1]] = Tensor(gradient, self.environment)
             self._evaluate_backward(values, gradient, key)
@@ -123,7 +123,7 @@ class StrictGraph:
             ]
             return gradients, None, None
 
-        function = jax.custom_vjp(lambda *given: forward(*given)[0])
+        function = jax.custom_vjp(lambda *args: forward(*args)[0])
         function.defvjp(forward, backward)
         return function([arrays[name] for name in self.joint.parameters], tokens, key)
 
@@ -140,11 +140,11 @@ class StrictGraph:
     @cached_property
     def _backward_only(self) -> set[Node]:
         """Nodes that depend on the gradient of the logits."""
-        found = {self.joint.inputs[-1]}
+        dependent_nodes = {self.joint.inputs[-1]}
         for node in self.joint.module.graph.nodes:
-            if found.intersection(node.all_input_nodes):
-                found.add(node)
-        return found
+            if dependent_nodes.intersection(node.all_input_nodes):
+                dependent_nodes.add(node)
+        return dependent_nodes
 
     @cached_property
     def _forward(self) -> list[Node]:
@@ -163,32 +163,34 @@ class StrictGraph:
     def _residuals(self) -> list[Node]:
         """Nodes of the forward pass whose results the backward pass uses."""
         ends = [node for node in self.joint.outputs[1:] if node is not None]
-        used = [node for late in self._backward for node in late.all_input_nodes]
-        own = {node: None for node in (*used, *ends) if node not in self._backward_only}
-        return [node for node in own if node.op == "call_function"]
+        backward_inputs = [node for user in self._backward for node in user.all_input_nodes]
+        forward_nodes = {
+            node: None for node in (*backward_inputs, *ends) if node not in self._backward_only
+        }
+        return [node for node in forward_nodes if node.op == "call_function"]
 
     @cached_property
     def _saved(self) -> list[Node]:
         """Nodes whose values are saved for the backward pass, instead of recomputed."""
         if self.remat == "none":
             return self._residuals
-        ends: dict[Node, None] = {}
-        seen: set[Node] = set()
-        waiting = list(self._residuals)
-        while waiting:  # walk back to nodes that are saved by the policy
-            node = waiting.pop()
-            if node in seen or node.op != "call_function":
+        saved_nodes: dict[Node, None] = {}
+        visited: set[Node] = set()
+        pending = list(self._residuals)
+        while pending:  # walk back to nodes that are saved by the policy
+            node = pending.pop()
+            if node in visited or node.op != "call_function":
                 continue
-            seen.add(node)
+            visited.add(node)
             if self._is_saved(node):
-                ends[node] = None
+                saved_nodes[node] = None
             else:
-                waiting += node.all_input_nodes
-        return sorted(ends, key=self._order.__getitem__)
+                pending += node.all_input_nodes
+        return sorted(saved_nodes, key=self._order.__getitem__)
 
     @cached_property
     def _order(self) -> dict[Node, int]:
-        return {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
+        return {node: index for index, node in enumerate(self.joint.module.graph.nodes)}
 
     def _is_saved(self, node: Node) -> bool:
         """Return true if the remat policy saves the value of this node."""
@@ -199,15 +201,15 @@ class StrictGraph:
             return node.target in _PRODUCTS
         return self._is_residual(node)
 
-    def _needed(self, ends: Iterable[Node], there: Container[Node] = ()) -> list[Node]:
-        """Return the nodes needed to compute `ends`, in order, except those that are `there`."""
-        waiting, found = list(ends), set()
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in there and node.op != "placeholder":
-                found.add(node)
-                waiting += node.all_input_nodes
-        return sorted(found, key=self._order.__getitem__)
+    def _needed(self, ends: Iterable[Node], available: Container[Node] = ()) -> list[Node]:
+        """Return the nodes needed to compute `ends`, in order, except those in `available`."""
+        pending, needed = list(ends), set()
+        while pending:
+            node = pending.pop()
+            if node not in needed and node not in available and node.op != "placeholder":
+                needed.add(node)
+                pending += node.all_input_nodes
+        return sorted(needed, key=self._order.__getitem__)
 
     def _evaluate_backward(self, values: Values, gradient: jax.Array, key: jax.Array) -> None:
         """Compute the values of the backward pass, and recompute forward values just before use.
@@ -216,17 +218,19 @@ class StrictGraph:
         stream. Without it the compiler would merge the recomputation with the forward pass, or run
         all of it at once.
         """
-        renewed: set[Node] = set()
+        with_barrier: set[Node] = set()
         for node in self._backward:
-            again = self._needed(node.all_input_nodes, values)
-            for one in [one for late in again for one in late.all_input_nodes]:
-                if one not in renewed and isinstance(values.get(one), Tensor):
-                    array, _ = jax.lax.optimization_barrier((values[one].jax(), gradient))
-                    values[one] = Tensor(array, self.environment)
-                    renewed.add(one)
-            self._evaluate([*again, node], values, key)
+            recomputed = self._needed(node.all_input_nodes, values)
+            for input_node in [
+                input_node for user in recomputed for input_node in user.all_input_nodes
+            ]:
+                if input_node not in with_barrier and isinstance(values.get(input_node), Tensor):
+                    array, _ = jax.lax.optimization_barrier((values[input_node].jax(), gradient))
+                    values[input_node] = Tensor(array, self.environment)
+                    with_barrier.add(input_node)
+            self._evaluate([*recomputed, node], values, key)
             if self._is_residual(node):
-                gradient, renewed = values[node].jax(), set()
+                gradient, with_barrier = values[node].jax(), set()
 
     def _evaluate(self, nodes: Iterable[Node], values: Values, key: jax.Array) -> None:
         """Compute the values of nodes, given in topological order."""
@@ -247,7 +251,7 @@ class StrictGraph:
     def _call(self, node: Node, values: Values) -> Any:
         args = map_arg(node.args, values.__getitem__)
         kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-        kwargs = {name: one for name, one in kwargs.items() if name not in _MEMORY_ARGUMENTS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _MEMORY_ARGUMENTS}
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("jax")
         assert callable(node.target)
@@ -271,8 +275,9 @@ class StrictGraph:
             return False
         shape = (*self._batch, self.embed)
         return all(
-            isinstance(one, Node) and tuple(getattr(one.meta.get("val"), "shape", ())) == shape
-            for one in (*node.args[:2], node)
+            isinstance(operand, Node)
+            and tuple(getattr(operand.meta.get("val"), "shape", ())) == shape
+            for operand in (*node.args[:2], node)
         )
 
 

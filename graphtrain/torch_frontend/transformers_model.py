@@ -27,45 +27,46 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
 
     logging.set_verbosity_error()
     settings = {name: value for name, value in config.items() if name != "model_type"}
-    kind = config["model_type"]
+    model_type = config["model_type"]
     if settings.pop("quantization_config", None):
         raise ImportedModelError(
             "config.json has a quantization_config, which is unsupported; use an unquantized model"
         )
-    if kind not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING:
         raise ImportedModelError(
-            f"transformers {__version__} has no model_type {kind!r}; for a model whose code is in "
-            'its folder, set program.model.torch = "module:factory" instead of hf'
+            f"transformers {__version__} has no model_type {model_type!r}; for a model whose code "
+            'is in its folder, set program.model.torch = "module:factory" instead of hf'
         )
-    with _explain_config_errors(kind):
-        made = AutoConfig.for_model(kind, **settings)
-    built = private_torch.causal_model_class(made)
-    if built is None:
+    with _explain_config_errors(model_type):
+        hf_config = AutoConfig.for_model(model_type, **settings)
+    model_class = private_torch.causal_model_class(hf_config)
+    if model_class is None:
         raise ImportedModelError(
-            f"transformers has no causal language model of model_type {kind!r}"
+            f"transformers has no causal language model of model_type {model_type!r}"
         )
-    made.use_cache = False
+    hf_config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32}
-    if getattr(made, "num_experts_per_tok", None) is not None:
+    if getattr(hf_config, "num_experts_per_tok", None) is not None:
         from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
-    if hf_attention.uses_attention_interface(built, made):
+    if hf_attention.uses_attention_interface(model_class, hf_config):
         hf_attention.register()
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
-    with _explain_config_errors(kind):
-        return AutoModelForCausalLM.from_config(made, **options)
+    with _explain_config_errors(model_type):
+        return AutoModelForCausalLM.from_config(hf_config, **options)
 
 
 @contextmanager
-def _explain_config_errors(kind: str) -> Iterator[None]:
+def _explain_config_errors(model_type: str) -> Iterator[None]:
     """Turn any error about a configuration into an ImportedModelError."""
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise ImportedModelError(
-            f"transformers rejects the configuration of a {kind}: {type(error).__name__}: {said}"
+            f"transformers rejects the configuration of a {model_type}: {type(error).__name__}: "
+            f"{message}"
         ) from error
 
 

@@ -53,8 +53,8 @@ def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
 def _numbers(text: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version: "2.13.0+cpu" becomes (2, 13, 0)."""
     numbers = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdigit():
+    for component in text.partition("+")[0].split("."):
+        if not component.isdigit():
             break
-        numbers.append(int(part))
+        numbers.append(int(component))
     return tuple(numbers)

@@ -55,18 +55,18 @@ def extract(
     status = _run([python, "-u", str(_RECORDER), *options])
     if not (directory / MANIFEST).exists():
         raise ExtractionError(_process_end(status, directory))
-    found = read_extraction(directory)
-    if found.error:
+    extraction = read_extraction(directory)
+    if extraction.error:
         raise ExtractionError(
-            f"{script} stopped: {found.error}{_remaining_graphs_remark(found, directory)}"
+            f"{script} stopped: {extraction.error}{_remaining_graphs_remark(extraction, directory)}"
         )
-    if not found.graphs:
+    if not extraction.graphs:
         raise ExtractionError(
             f"{script} ended without a graph: it computed nothing on an XLA device, or never ended "
             "a step (by torch_xla.sync, torch_xla.step, xm.mark_step, xm.optimizer_step with "
             "barrier=True, or a data loader of torch-xla)"
         )
-    return found
+    return extraction
 
 
 def check_versions(python: str) -> None:
@@ -76,12 +76,12 @@ def check_versions(python: str) -> None:
         ExtractionError: it does not; says what to install.
     """
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True)
+        probe = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True)
     except OSError as error:
         raise ExtractionError(f"--python {python}: {error.strerror}") from None
-    if done.returncode:
+    if probe.returncode:
         raise ExtractionError(f"torch-xla is not installed for {python}\n{_INSTALL}")
-    torch, torch_xla = done.stdout.split()
+    torch, torch_xla = probe.stdout.split()
     if (torch, torch_xla) != (SUPPORTED_VERSION, SUPPORTED_VERSION):
         raise ExtractionError(
             f"{python} has torch {torch} and torch-xla {torch_xla}; extraction patches "
@@ -109,13 +109,13 @@ def _run(command: Sequence[str]) -> int:
             process.wait()
 
 
-def _remaining_graphs_remark(found: Extraction, directory: Path) -> str:
+def _remaining_graphs_remark(extraction: Extraction, directory: Path) -> str:
     """Return a remark on the graphs that were extracted before the script failed."""
-    if not found.graphs:
+    if not extraction.graphs:
         return ""
     return (
-        f"\n{len(found.graphs)} graphs extracted until then are in {directory}; compile them with: "
-        f"graphtrain extract --from {directory}"
+        f"\n{len(extraction.graphs)} graphs extracted until then are in {directory}; compile them "
+        f"with: graphtrain extract --from {directory}"
     )
 
 
@@ -125,8 +125,8 @@ def _process_end(status: int, directory: Path) -> str:
         return f"the script's process exited with status {status}; see its output above"
     name = signal.Signals(-status).name
     with suppress(OSError):
-        for found in _FRAME.finditer((directory / _STACK).read_text()):  # innermost first
-            file = found["file"]
+        for frame in _FRAME.finditer((directory / _STACK).read_text()):  # innermost first
+            file = frame["file"]
             if "site-packages" not in file and file != str(_RECORDER):
-                return f"torch-xla killed the script with {name} at {file}:{found['line']}"
+                return f"torch-xla killed the script with {name} at {file}:{frame['line']}"
     return f"the script's process was killed by {name}"

@@ -60,52 +60,56 @@ def read_extraction(directory: Path) -> Extraction:
     """
     file = directory / MANIFEST
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ExtractionError(
             f"no extracted graphs in {directory}: {MANIFEST}: {error.strerror}"
         ) from None
     except ValueError as error:
         raise ExtractionError(f"{file} is damaged ({error}); extract again") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ExtractionError(f"{file} was written by another version of graphtrain; extract again")
     try:
-        return _extraction(directory, found)
+        return _extraction(directory, manifest)
     except (KeyError, TypeError, AttributeError) as error:
         raise ExtractionError(f"{file} is damaged ({error!r}); extract again") from None
 
 
-def _extraction(directory: Path, found: Mapping[str, Any]) -> Extraction:
+def _extraction(directory: Path, manifest: Mapping[str, Any]) -> Extraction:
     graphs = tuple(
-        TracedGraph(each["hash"], tuple(each["steps"]), directory / f"{each['hash']}{SUFFIX}")
-        for each in found["graphs"]
+        TracedGraph(
+            graph_record["hash"],
+            tuple(graph_record["steps"]),
+            directory / f"{graph_record['hash']}{SUFFIX}",
+        )
+        for graph_record in manifest["graphs"]
     )
     if missing := [graph.file.name for graph in graphs if not graph.file.is_file()]:
         raise ExtractionError(
             f"{', '.join(missing)} missing in {directory}; copy the directory again"
         )
-    made = [_mesh(each) for each in found["meshes"]]
-    meshes = [*made, (MeshShape({"data": found["devices"]}), {})]
+    script_meshes = [_mesh(mesh_record) for mesh_record in manifest["meshes"]]
+    meshes = [*script_meshes, (MeshShape({"data": manifest["devices"]}), {})]
     return Extraction(
-        script=found["script"],
-        versions=found["versions"],
-        devices=found["devices"],
+        script=manifest["script"],
+        versions=manifest["versions"],
+        devices=manifest["devices"],
         meshes=tuple(mesh for mesh, _ in meshes),
         axes=tuple(axes for _, axes in meshes),
-        steps=found["steps"],
-        warnings=tuple(found["warnings"]),
-        error=found["error"]["message"] if found["error"] else "",
+        steps=manifest["steps"],
+        warnings=tuple(manifest["warnings"]),
+        error=manifest["error"]["message"] if manifest["error"] else "",
         graphs=graphs,
     )
 
 
-def _mesh(about: Mapping[str, Any]) -> tuple[MeshShape, Mapping[str, str]]:
-    """Return a mesh of the script with graphtrain's axis names, and those names' originals.
+def _mesh(mesh_record: Mapping[str, Any]) -> tuple[MeshShape, Mapping[str, str]]:
+    """Return a mesh of the script with graphtrain's axis names, and the script's name of each axis.
 
     Raises:
         ExtractionError: its devices are not in order, or it has too many axes.
     """
-    sizes, devices = about["axes"], about["devices"]
+    sizes, devices = mesh_record["axes"], mesh_record["devices"]
     if devices != sorted(devices):
         raise ExtractionError(
             f"the script's mesh has its devices in the order {devices}; use ascending device ids, "
@@ -120,12 +124,12 @@ def _mesh(about: Mapping[str, Any]) -> tuple[MeshShape, Mapping[str, str]]:
     return shape, dict(zip(names, sizes, strict=True))
 
 
-def _mesh_axis_names(theirs: list[str]) -> list[str]:
+def _mesh_axis_names(script_names: list[str]) -> list[str]:
     """Return the script's axis names if graphtrain has them in this order, else graphtrain's.
 
     Then the first axis is "data" and the last "tensor".
     """
-    ours = list(MESH_AXES)
-    if theirs == [name for name in ours if name in theirs]:
-        return theirs
-    return ["data", *ours[1 : len(theirs) - 1], "tensor"][: max(len(theirs), 1)]
+    mesh_axes = list(MESH_AXES)
+    if script_names == [name for name in mesh_axes if name in script_names]:
+        return script_names
+    return ["data", *mesh_axes[1 : len(script_names) - 1], "tensor"][: max(len(script_names), 1)]

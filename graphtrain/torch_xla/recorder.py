@@ -102,7 +102,7 @@ class Recorder:
         if torch_xla.runtime.is_spmd():
             sync()
         else:
-            _replace(pending)
+            _replace_with_placeholders(pending)
 
     def read_value(self, tensor: Any) -> Any:
         """Return the value of a tensor that the script reads: zeros, or real under SPMD.
@@ -126,11 +126,11 @@ class Recorder:
         return get() if is_spmd else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def _record(self, sync: Callable[[], Any]) -> None:
-        began = time.perf_counter()
-        digest, hlo = _lowered(sync, self.graphs)
+        start_time = time.perf_counter()
+        digest, hlo = _lower_in_fork(sync, self.graphs)
         if digest not in self.graphs:
             shutil.copyfile(hlo, os.path.join(self.directory, f"{digest}.hlo.pb"))
-            seconds = round(time.perf_counter() - began, 3)
+            seconds = round(time.perf_counter() - start_time, 3)
             self.graphs[digest] = {"hash": digest, "steps": [], "seconds": seconds}
             print(f"{digest}: step {self.step}", file=sys.stderr, flush=True)
         self.graphs[digest]["steps"].append(self.step)
@@ -168,44 +168,44 @@ class Recorder:
             "arguments": arguments,
             "versions": {"torch": torch.__version__, "torch_xla": torch_xla.__version__},
             "devices": torch_xla.runtime.global_runtime_device_count() if spmd else 1,
-            "meshes": _described(self.meshes) if spmd else [],
+            "meshes": _describe_meshes(self.meshes) if spmd else [],
             "steps": self.step,
             "warnings": self.warnings,
             "graphs": list(self.graphs.values()),
         }
 
 
-def _described(meshes: list[Mesh]) -> list[dict[str, Any]]:
-    found = []
+def _describe_meshes(meshes: list[Mesh]) -> list[dict[str, Any]]:
+    mesh_records = []
     for mesh in meshes:
         names = mesh.axis_names or [f"axis{index}" for index in range(len(mesh.mesh_shape))]
-        one = {
+        mesh_record = {
             "axes": dict(zip(names, map(int, mesh.mesh_shape), strict=True)),
             "devices": [int(device) for device in mesh.device_ids.flatten()],
         }
-        if one not in found:
-            found.append(one)
-    return found
+        if mesh_record not in mesh_records:
+            mesh_records.append(mesh_record)
+    return mesh_records
 
 
 def _tensors() -> list[Any]:
     """Return all device tensors that are reachable from Python, in order of creation."""
-    found = [each for each in gc.get_objects() if _is_plain(each)]
-    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
-    on_device = [each for each in found if each.device.type == "xla"]
+    tensors = [candidate for candidate in gc.get_objects() if _is_script_tensor(candidate)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
     return sorted(on_device, key=_C._xla_get_tensor_id)
 
 
-def _is_plain(each: Any) -> bool:
+def _is_script_tensor(candidate: Any) -> bool:
     """Return true for tensors of the script.
 
     Fake tensors, wrappers of sharded tensors and operands inside an operator are not.
     """
-    kind = type(each)
+    kind = type(candidate)
     return (
         issubclass(kind, torch.Tensor)
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and torch._is_functional_tensor(each)
+        and torch._is_functional_tensor(candidate)
     )
 
 
@@ -213,20 +213,20 @@ def _is_pending(tensor: Any) -> bool:
     return _C._check_tensor_need_materialization([tensor])[0]
 
 
-def _replace(pending: list[Any]) -> None:
+def _replace_with_placeholders(pending: list[Any]) -> None:
     """Replace tensors whose graph was recorded by placeholders without data."""
-    replaced = {_C._xla_get_tensor_id(tensor): _without_data(tensor) for tensor in pending}
+    placeholders = {_C._xla_get_tensor_id(tensor): _placeholder(tensor) for tensor in pending}
     for tensor in _tensors():
-        made = replaced.get(_C._xla_get_tensor_id(tensor))
-        if made is not None:
-            tensor.data = made
+        placeholder = placeholders.get(_C._xla_get_tensor_id(tensor))
+        if placeholder is not None:
+            tensor.data = placeholder
 
 
-def _without_data(tensor: Any) -> Any:
+def _placeholder(tensor: Any) -> Any:
     return xla_builder.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
 
 
-def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
+def _lower_in_fork(sync: Callable[[], Any], known_hashes: Iterable[str]) -> tuple[str, str]:
     """Return the hash of the graph that sync would compute, and its HLO file if it is new."""
     for file in os.listdir(_DUMPS):
         os.remove(os.path.join(_DUMPS, file))
@@ -236,7 +236,7 @@ def _lowered(sync: Callable[[], Any], known: Iterable[str]) -> tuple[str, str]:
     if process == 0:
         _start_in_fork(sync)
     try:
-        return _wait_for_dump(process, known)
+        return _wait_for_dump(process, known_hashes)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -254,18 +254,18 @@ def _start_in_fork(sync: Callable[[], Any]) -> NoReturn:
         os._exit(1)
 
 
-def _wait_for_dump(process: int, known: Iterable[str]) -> tuple[str, str]:
+def _wait_for_dump(process: int, known_hashes: Iterable[str]) -> tuple[str, str]:
     """Wait until the fork has dumped its graph; return the hash and the HLO file."""
     deadline = time.monotonic() + _TIMEOUT
     digest = ""
     while time.monotonic() < deadline:
         digest = digest or _saved_hash()
-        written = glob.glob(os.path.join(_DUMPS, "*.before_optimizations.hlo.pb"))
-        is_whole = glob.glob(os.path.join(_DUMPS, "*.debug_options"))  # XLA writes it last
-        if digest in known:
+        hlo_files = glob.glob(os.path.join(_DUMPS, "*.before_optimizations.hlo.pb"))
+        is_complete = glob.glob(os.path.join(_DUMPS, "*.debug_options"))  # XLA writes it last
+        if digest in known_hashes:
             return digest, ""
-        if digest and written and is_whole:
-            return digest, written[0]
+        if digest and hlo_files and is_complete:
+            return digest, hlo_files[0]
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             raise Unsupported("torch-xla could not lower a graph; see its output above")
         time.sleep(_PAUSE)
@@ -277,8 +277,8 @@ def _saved_hash() -> str:
     for file in glob.glob(f"{_SAVED}*"):
         with open(file) as saved:
             text = saved.read()
-        if found := re.search(r"^Graph Hash: (\w+)\s+## END_GRAPH", text, re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^Graph Hash: (\w+)\s+## END_GRAPH", text, re.MULTILINE):
+            return match[1]
     return ""
 
 
@@ -287,23 +287,23 @@ def install(recorder: Recorder) -> None:
     step_marker = _C._xla_step_marker
     sync_live, sync_some = _C._xla_sync_live_tensors, _C._xla_sync_multi
 
-    def mark(*arguments: Any, **named: Any) -> None:
-        recorder.end_step(lambda: step_marker(*arguments, **named))
-        is_spmd, before = torch_xla.runtime.is_spmd(), _compilations()
-        step_marker(*arguments, **named)  # nothing is pending; it advances the random seed
-        if not is_spmd and _compilations() != before:
+    def mark_step(*arguments: Any, **kwargs: Any) -> None:
+        recorder.end_step(lambda: step_marker(*arguments, **kwargs))
+        is_spmd, compilations = torch_xla.runtime.is_spmd(), _compilations()
+        step_marker(*arguments, **kwargs)  # nothing is pending; it advances the random seed
+        if not is_spmd and _compilations() != compilations:
             raise Unsupported(
                 "a step ended with a pending tensor that is not reachable from Python, for example "
                 f"one saved for a later backward pass ({_line_of_script()}); end the step after "
                 "the backward pass"
             )
 
-    _C._xla_step_marker = mark
-    _C._xla_sync_live_tensors = lambda *arguments, **named: recorder.record_sync(
-        _tensors(), lambda: sync_live(*arguments, **named)
+    _C._xla_step_marker = mark_step
+    _C._xla_sync_live_tensors = lambda *arguments, **kwargs: recorder.record_sync(
+        _tensors(), lambda: sync_live(*arguments, **kwargs)
     )
-    _C._xla_sync_multi = lambda tensors, *arguments, **named: recorder.record_sync(
-        tensors, lambda: sync_some(tensors, *arguments, **named)
+    _C._xla_sync_multi = lambda tensors, *arguments, **kwargs: recorder.record_sync(
+        tensors, lambda: sync_some(tensors, *arguments, **kwargs)
     )
     for name in ("_run_cached_graph", "_xla_warm_up_cache"):
         setattr(_C, name, _refuse_dynamo)
@@ -318,18 +318,18 @@ def _compilations() -> int:
 
 def _watch_modules(recorder: Recorder) -> None:
     """Patch Module.to and Mesh, to record tied weights and meshes."""
-    move, begin = torch.nn.Module.to, Mesh.__init__
+    original_to, original_init = torch.nn.Module.to, Mesh.__init__
 
-    def to(module: Any, *arguments: Any, **named: Any) -> Any:
+    def to(module: Any, *arguments: Any, **kwargs: Any) -> Any:
         recorder.remember_ties(module)
-        return move(module, *arguments, **named)
+        return original_to(module, *arguments, **kwargs)
 
-    def begin_mesh(mesh: Mesh, *arguments: Any, **named: Any) -> None:
-        begin(mesh, *arguments, **named)
+    def init_mesh(mesh: Mesh, *arguments: Any, **kwargs: Any) -> None:
+        original_init(mesh, *arguments, **kwargs)
         recorder.meshes.append(mesh)
 
     torch.nn.Module.to = to
-    Mesh.__init__ = begin_mesh
+    Mesh.__init__ = init_mesh
 
 
 def _watch_reads(recorder: Recorder) -> None:
@@ -338,41 +338,44 @@ def _watch_reads(recorder: Recorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns about replaced operators
         for name in _DEVICE_TO_HOST_OPERATORS:
-            library.impl(name, _reader(name, recorder), "XLA", with_keyset=True)
+            library.impl(name, _read_operator(name, recorder), "XLA", with_keyset=True)
     install.library = library  # pyright: ignore[reportFunctionMemberAccess]  (keeps it alive)
 
     def get(tensors: list[Any]) -> list[Any]:
         return [
-            recorder.read_value(each) if _has_no_value(each) else _get_cpu_tensors([each])[0]
-            for each in tensors
+            recorder.read_value(tensor) if _has_no_value(tensor) else _get_cpu_tensors([tensor])[0]
+            for tensor in tensors
         ]
 
     _C._xla_get_cpu_tensors = get
 
 
-def _reader(name: str, recorder: Recorder) -> Callable[..., Any]:
+def _read_operator(name: str, recorder: Recorder) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(f"aten::{name}", "XLA")
 
-    def read(keys: Any, first: Any, *others: Any, **named: Any) -> Any:
+    def read(keys: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
         if name == "_to_cpu":
             return (
-                [recorder.read_value(each) if _has_no_value(each) else each for each in first]
+                [
+                    recorder.read_value(tensor) if _has_no_value(tensor) else tensor
+                    for tensor in first
+                ]
                 if any(map(_has_no_value, first))
                 else kernel.call_boxed(keys, first)
             )
         to_host = name == "_local_scalar_dense" or (
-            others[0].device.type == "cpu"
+            args[0].device.type == "cpu"
             if name == "_copy_from"
-            else torch.device(named.get("device") or first.device).type == "cpu"
+            else torch.device(kwargs.get("device") or first.device).type == "cpu"
         )
         if not (to_host and first.device.type == "xla" and _has_no_value(first)):
-            return kernel.call_boxed(keys, first, *others, **named)
+            return kernel.call_boxed(keys, first, *args, **kwargs)
         value = recorder.read_value(first)
         if name == "_local_scalar_dense":
             return value.item()
         if name == "_copy_from":
-            return others[0].copy_(value)
-        return value.to(named.get("dtype") or value.dtype)
+            return args[0].copy_(value)
+        return value.to(kwargs.get("dtype") or value.dtype)
 
     return read
 
@@ -390,7 +393,7 @@ def _refuse_dynamo(*arguments: Any) -> NoReturn:
     )
 
 
-def _in_this_process(start: Callable[[], Any], *arguments: Any, **named: Any) -> dict[int, Any]:
+def _in_this_process(start: Callable[[], Any], *arguments: Any, **kwargs: Any) -> dict[int, Any]:
     """Run torch_xla.launch or xmp.spawn in this process, as they do for one device."""
     if int(os.environ.get("CPU_NUM_DEVICES", "1")) > 1:
         raise Unsupported(
@@ -428,21 +431,27 @@ def run(script: str, arguments: list[str]) -> dict[str, Any] | None:
     except Unsupported as error:
         return {"kind": "refused", "message": str(error)}
     except SystemExit as error:
-        said = error.code
+        exit_code = error.code
         return (
-            None if said in (None, 0) else {"kind": "raised", "message": f"it exited with {said}"}
+            None
+            if exit_code in (None, 0)
+            else {"kind": "raised", "message": f"it exited with {exit_code}"}
         )
     except BaseException as error:
-        return _raised(error)
+        return _describe_exception(error)
     return None
 
 
-def _raised(error: BaseException) -> dict[str, Any]:
+def _describe_exception(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_of_script(frame.filename)]
+    script_frames = [frame for frame in frames if _is_of_script(frame.filename)]
     print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
-    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else ""
-    return {"kind": "raised", "message": f"{where}{type(error).__name__}: {error}"}
+    location = (
+        f"{script_frames[-1].filename}:{script_frames[-1].lineno} ({script_frames[-1].line}): "
+        if script_frames
+        else ""
+    )
+    return {"kind": "raised", "message": f"{location}{type(error).__name__}: {error}"}
 
 
 def _write(path: str, data: bytes) -> None:
@@ -459,16 +468,16 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    os.makedirs(given.directory, exist_ok=True)
-    directory = os.path.abspath(given.directory)
+    options = parser.parse_args()
+    os.makedirs(options.directory, exist_ok=True)
+    directory = os.path.abspath(options.directory)
     stack = open(os.path.join(directory, STACK), "w")  # noqa: SIM115  (open until the process exits)
     faulthandler.enable(stack)
-    recorder = Recorder(directory, given.steps, given.reads)
+    recorder = Recorder(directory, options.steps, options.reads)
     install(recorder)
-    error = run(given.script, given.arguments)
-    found = recorder.as_json(given.script, given.arguments) | {"error": error}
-    _write(os.path.join(directory, MANIFEST), json.dumps(found, indent=1).encode() + b"\n")
+    error = run(options.script, options.arguments)
+    manifest = recorder.as_json(options.script, options.arguments) | {"error": error}
+    _write(os.path.join(directory, MANIFEST), json.dumps(manifest, indent=1).encode() + b"\n")
     shutil.rmtree(_DUMPS, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -26,9 +26,9 @@ def record_base(weights: WeightSource, directory: Path) -> None:
     Raises:
         TrainingError: the run directory is not writable.
     """
-    about = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
+    record = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
     with write_errors(directory), atomic_write(directory / _NAME) as file:
-        file.write((json.dumps(about, indent=2) + "\n").encode())
+        file.write((json.dumps(record, indent=2) + "\n").encode())
 
 
 def verify_base(weights: WeightSource, directory: Path) -> None:
@@ -39,10 +39,10 @@ def verify_base(weights: WeightSource, directory: Path) -> None:
     Raises:
         WeightsError: a file differs, is missing or was added; the message names it.
     """
-    kept = _read_record(directory)["files"]
-    now = _describe(weights, kept)
-    for name in kept | now:
-        if kept.get(name, {}).get("sha256") != now.get(name, {}).get("sha256"):
+    recorded = _read_record(directory)["files"]
+    current = _describe(weights, recorded)
+    for name in recorded | current:
+        if recorded.get(name, {}).get("sha256") != current.get(name, {}).get("sha256"):
             raise WeightsError(
                 f"{weights.directory} does not contain the base weights that {directory} was "
                 f"trained on: {name} differs; restore them, or set run.directory to a new directory"
@@ -58,19 +58,19 @@ def verify_adapter_settings(adapter: Adapter | None, directory: Path) -> None:
     Raises:
         WeightsError: settings differ; the message names them.
     """
-    file, mine = directory / "config.toml", adapter
-    theirs = load_config(file).program.adapter if file.is_file() else None
-    if mine is None or theirs is None:
+    file = directory / "config.toml"
+    recorded = load_config(file).program.adapter if file.is_file() else None
+    if adapter is None or recorded is None:
         return
-    differ = [
-        f"{name} = {getattr(mine, name)!r} (instead of {getattr(theirs, name)!r})"
+    differences = [
+        f"{name} = {getattr(adapter, name)!r} (instead of {getattr(recorded, name)!r})"
         for name in ("rank", "alpha", "use_rslora", "base_dtype")
-        if getattr(mine, name) != getattr(theirs, name)
+        if getattr(adapter, name) != getattr(recorded, name)
     ]
-    if differ:
+    if differences:
         raise WeightsError(
             f"{file}: the adapter was trained with other settings than those in [program.adapter]: "
-            f"{', '.join(differ)}; change them back, or set run.directory to a new directory"
+            f"{', '.join(differences)}; change them back, or set run.directory to a new directory"
         )
 
 
@@ -86,31 +86,31 @@ def recorded_folder(directory: Path) -> Path:
 def _read_record(directory: Path) -> dict[str, Any]:
     path = directory / _NAME
     try:
-        kept = json.loads(path.read_text())
-        files = {name: dict(about) for name, about in kept["files"].items()}
-        return {"folder": str(kept["folder"]), "files": files}
+        record = json.loads(path.read_text())
+        files = {name: dict(entry) for name, entry in record["files"].items()}
+        return {"folder": str(record["folder"]), "files": files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
             f"{path}, the record of the base weights of {directory}, cannot be read: {error}"
         ) from error
 
 
-def _describe(weights: WeightSource, known: dict[str, Any]) -> dict[str, Any]:
+def _describe(weights: WeightSource, recorded: dict[str, Any]) -> dict[str, Any]:
     """Return size, modification time and digest of each file; reuse the digest if unchanged."""
 
     def describe(path: Path) -> dict[str, Any]:
         stat = path.stat()
-        about = {"size": stat.st_size, "modified_ns": stat.st_mtime_ns}
-        before = known.get(_name(weights, path), {})
-        if about.items() <= before.items():
-            return before
-        return about | {"sha256": content_digest(path)}
+        entry = {"size": stat.st_size, "modified_ns": stat.st_mtime_ns}
+        previous = recorded.get(_name(weights, path), {})
+        if entry.items() <= previous.items():
+            return previous
+        return entry | {"sha256": content_digest(path)}
 
     files = weights.files
     with ThreadPoolExecutor() as pool:
         return {
-            _name(weights, path): about
-            for path, about in zip(files, pool.map(describe, files), strict=True)
+            _name(weights, path): entry
+            for path, entry in zip(files, pool.map(describe, files), strict=True)
         }
 
 

@@ -37,7 +37,9 @@ from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.writer import SafetensorsWriter
 
-Progress = Callable[[int, int], None]  # called with the numbers of finished and of all pieces
+Progress = Callable[
+    [int, int], None
+]  # called with the number of finished groups of arrays and of all
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)|.*\.index\.json")
 
 
@@ -66,25 +68,28 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
     family = family_of_config(config)
     model = family.model_from_config(config)
     folder = open_weight_files(source)
-    pieces = [_renamed(piece, family, folder) for piece in family.weights(model)]
-    _check_names(pieces, family, model, folder)
+    all_layer_weights = [
+        _without_omitted_prefix(layer_weights, family, folder)
+        for layer_weights in family.weights(model)
+    ]
+    _check_names(all_layer_weights, family, model, folder)
     arrays = {}
-    for piece in pieces:
-        dtype = dtype_of(piece, folder)
-        for path in piece.row.paths:
-            arrays[stored_name(path, piece.layer)] = dtype, array_shape(path, model)
+    for layer_weights in all_layer_weights:
+        dtype = dtype_of(layer_weights, folder)
+        for path in layer_weights.row.paths:
+            arrays[stored_name(path, layer_weights.layer)] = dtype, array_shape(path, model)
     with create_directory(destination) as directory:
         writer = SafetensorsWriter(directory / "weights", arrays)
-        for done, piece in enumerate(pieces):
-            progress(done, len(pieces))
-            tensors = [folder.read(name) for name in piece.names]
-            made = to_decoder(piece, tensors, model)
-            for path, array in zip(piece.row.paths, made, strict=True):
-                writer.write(stored_name(path, piece.layer), array)
+        for num_done, layer_weights in enumerate(all_layer_weights):
+            progress(num_done, len(all_layer_weights))
+            tensors = [folder.read(name) for name in layer_weights.names]
+            decoder_arrays = to_decoder(layer_weights, tensors, model)
+            for path, array in zip(layer_weights.row.paths, decoder_arrays, strict=True):
+                writer.write(stored_name(path, layer_weights.layer), array)
         writer.close()
         (directory / "model.toml").write_text(render_model(model))
         copy_hf_files(source, directory / HF_FILES)
-    progress(len(pieces), len(pieces))
+    progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
 
@@ -107,35 +112,35 @@ def export_hugging_face(
         WeightsError: no family can express the model, or the source is incomplete.
     """
     if (run := _run_of_pytorch(source)) is not None:
-        return _export(run, source, destination, progress, step)
+        return _export_torch_model(run, source, destination, progress, step)
     weights = open_weights(source, step)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     family = family_of_config(config) if config else family_of_model(weights.model)
     model = with_unpadded_vocab(weights.model, config)
-    pieces = list(family.weights(model))
-    usual = np.dtype(_config_dtype(config))
+    all_layer_weights = list(family.weights(model))
+    default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
-    for piece in pieces:
-        dtype = weights.dtype(piece.row.paths[0]) or usual
-        for name, shape in _shapes(piece, model):
+    for layer_weights in all_layer_weights:
+        dtype = weights.dtype(layer_weights.row.paths[0]) or default_dtype
+        for name, shape in _shapes(layer_weights, model):
             arrays[name] = dtype, shape
     with create_directory(destination) as directory:
         writer = SafetensorsWriter(directory, arrays)
-        for done, piece in enumerate(pieces):
-            progress(done, len(pieces))
-            whole = weights.read(piece.row.paths, piece.layer)
-            cut = [
-                _remove_padding(path, one, model)
-                for path, one in zip(piece.row.paths, whole, strict=True)
+        for num_done, layer_weights in enumerate(all_layer_weights):
+            progress(num_done, len(all_layer_weights))
+            padded_arrays = weights.read(layer_weights.row.paths, layer_weights.layer)
+            unpadded_arrays = [
+                _remove_padding(path, array, model)
+                for path, array in zip(layer_weights.row.paths, padded_arrays, strict=True)
             ]
-            for name, tensor in to_hugging_face(piece, cut, model):
+            for name, tensor in to_hugging_face(layer_weights, unpadded_arrays, model):
                 writer.write(name, tensor.astype(arrays[name][0], copy=False))
         writer.close()
         if weights.side.is_dir():
             copy_hf_files(weights.side, directory)
         _write_config(directory, family, model, config, arrays)
-    progress(len(pieces), len(pieces))
+    progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
 
@@ -150,17 +155,19 @@ def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
     return resolve(program) if uses_names else None
 
 
-def _export(
+def _export_torch_model(
     program: ResolvedProgram, source: Path, destination: Path, progress: Progress, step: int | None
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
-    at = checkpoint_step(source, step)
+    resolved_step = checkpoint_step(source, step)
     with create_directory(destination) as directory:
         if (source / HF_FILES).is_dir():
             copy_hf_files(source / HF_FILES, directory)
-        kind, numbers, arrays = export(program, source, at, directory, progress)
-    return ConversionSummary(kind, numbers, arrays, "float32")
+        model_type, num_parameters, num_arrays = export(
+            program, source, resolved_step, directory, progress
+        )
+    return ConversionSummary(model_type, num_parameters, num_arrays, "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -179,58 +186,62 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _renamed(piece: LayerWeights, family: Family, folder: WeightFiles) -> LayerWeights:
-    """Return the piece without the family's name prefix, if the folder omits that prefix."""
-    if piece.names[0] in folder.names or not family.prefix:
-        return piece
-    return replace(piece, names=tuple(name.removeprefix(family.prefix) for name in piece.names))
+def _without_omitted_prefix(
+    layer_weights: LayerWeights, family: Family, folder: WeightFiles
+) -> LayerWeights:
+    """Remove the family's prefix from the tensor names if the folder omits it."""
+    if layer_weights.names[0] in folder.names or not family.prefix:
+        return layer_weights
+    return replace(
+        layer_weights, names=tuple(name.removeprefix(family.prefix) for name in layer_weights.names)
+    )
 
 
 def _check_names(
-    pieces: list[LayerWeights], family: Family, model: Model, folder: WeightFiles
+    all_layer_weights: list[LayerWeights], family: Family, model: Model, folder: WeightFiles
 ) -> None:
-    wanted = {name for piece in pieces for name in piece.names}
-    there = set(folder.names)
-    if missing := sorted(wanted - there):
+    required = {name for layer_weights in all_layer_weights for name in layer_weights.names}
+    available = set(folder.names)
+    if missing := sorted(required - available):
         raise WeightsError(
             f"the weights do not contain {first_names(missing)}, required by config.json"
         )
     head = (
         ("lm_head\\.weight",) if model.tie_word_embeddings else ()
     )  # a second copy of the embedding
-    empty = re.compile("|".join((*family.ignored_tensors, *head)))
-    if left := sorted(name for name in there - wanted if not empty.fullmatch(name)):
+    ignored = re.compile("|".join((*family.ignored_tensors, *head)))
+    if unexpected := sorted(name for name in available - required if not ignored.fullmatch(name)):
         raise WeightsError(
-            f"the weights contain {first_names(left)}, which a {family.model_type} model with this "
-            "config.json does not have"
+            f"the weights contain {first_names(unexpected)}, which a {family.model_type} model "
+            "with this config.json does not have"
         )
 
 
 def first_names(names: list[str]) -> str:
     """Return the first three names, and the number of the others, for an error message."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
+    suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + suffix
 
 
 def dtype_of(piece: LayerWeights, folder: WeightFiles) -> np.dtype:
-    """Return the common dtype of a piece's tensors.
+    """Return the common dtype of the tensors of one row.
 
     Raises:
         WeightsError: they have different dtypes.
     """
-    found = {folder.dtype(name) for name in piece.names}
-    if len(found) > 1:
+    dtypes = {folder.dtype(name) for name in piece.names}
+    if len(dtypes) > 1:
         raise WeightsError(
             f"{piece.names[0]} and the tensors stacked with it have the dtypes "
-            f"{' and '.join(sorted(map(str, found)))}; they form one array and must have one dtype"
+            f"{' and '.join(sorted(map(str, dtypes)))}; they form one array and must have one dtype"
         )
-    return found.pop()
+    return dtypes.pop()
 
 
 def _config_dtype(config: dict[str, Any] | None) -> str:
-    told = config or {}
-    named = str(told.get("dtype") or told.get("torch_dtype"))
-    return named if named in {str(dtype) for dtype in DTYPE_CODES} else "float32"
+    settings = config or {}
+    dtype_name = str(settings.get("dtype") or settings.get("torch_dtype"))
+    return dtype_name if dtype_name in {str(dtype) for dtype in DTYPE_CODES} else "float32"
 
 
 def with_unpadded_vocab(model: Model, config: dict[str, Any] | None) -> Model:
@@ -244,10 +255,12 @@ def _remove_padding(path: str, array: np.ndarray, model: Model) -> np.ndarray:
     return array[tuple(slice(size) for size in array_shape(path, model))]
 
 
-def _shapes(piece: LayerWeights, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a piece's tensors, computed from arrays that need no memory."""
-    empty = [np.broadcast_to(np.int8(0), array_shape(path, model)) for path in piece.row.paths]
-    for name, tensor in to_hugging_face(piece, empty, model):
+def _shapes(layer_weights: LayerWeights, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the tensors of one row, computed without allocating arrays."""
+    empty = [
+        np.broadcast_to(np.int8(0), array_shape(path, model)) for path in layer_weights.row.paths
+    ]
+    for name, tensor in to_hugging_face(layer_weights, empty, model):
         yield name, tensor.shape
 
 
@@ -263,9 +276,11 @@ def _write_config(
         family.model_from_config(config)
     ) == functional_settings(model):
         return
-    usual = Counter(dtype for dtype, _ in arrays.values()).most_common(1)[0][0]
-    told = (config or {}) | family.config_from_model(model) | {"torch_dtype": str(usual)}
-    (directory / "config.json").write_text(json.dumps(told, indent=2) + "\n")
+    main_dtype = Counter(dtype for dtype, _ in arrays.values()).most_common(1)[0][0]
+    exported_config = (
+        (config or {}) | family.config_from_model(model) | {"torch_dtype": str(main_dtype)}
+    )
+    (directory / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
 
 
 def copy_hf_files(source: Path, destination: Path) -> None:

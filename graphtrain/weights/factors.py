@@ -45,8 +45,8 @@ class AdapterTable:
         config = read_config(side) if (side / "config.json").is_file() else None
         family = family_of_config(config) if config else family_of_model(model)
         targets = frozenset(lora_paths(model, adapter))
-        whole = frozenset(fully_trained_paths(model, adapter))
-        return cls(family, with_unpadded_vocab(model, config), adapter, targets, whole)
+        modules_to_save = frozenset(fully_trained_paths(model, adapter))
+        return cls(family, with_unpadded_vocab(model, config), adapter, targets, modules_to_save)
 
     @property
     def tie_word_embeddings(self) -> str | None:
@@ -61,20 +61,20 @@ class AdapterTable:
         return next(rows, "lm_head.weight")
 
     def adapted_weights(self) -> Iterator[LayerWeights]:
-        """Yield the pieces that have LoRA factors."""
-        for piece in self.family.weights(self.model):
-            if self.targets & set(piece.row.paths):
-                yield piece
+        """Yield the weights that have LoRA factors."""
+        for layer_weights in self.family.weights(self.model):
+            if self.targets & set(layer_weights.row.paths):
+                yield layer_weights
 
     def fully_trained_weights(self) -> Iterator[LayerWeights]:
-        """Yield the pieces that are trained in full."""
-        for piece in self.family.weights(self.model):
-            if self.modules_to_save & set(piece.row.paths):
-                yield piece
+        """Yield the weights that are trained in full."""
+        for layer_weights in self.family.weights(self.model):
+            if self.modules_to_save & set(layer_weights.row.paths):
+                yield layer_weights
 
 
 def module_of(piece: LayerWeights) -> str:
-    """Return the name of the PyTorch module that owns a piece's weight."""
+    """Return the name of the PyTorch module that owns a weight."""
     return piece.names[0].removesuffix(".weight")
 
 
@@ -92,15 +92,15 @@ def peft_shapes(
     piece: LayerWeights, rank: int, model: Model
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of PEFT's factors lora_A (rank, in) and lora_B (out, rank)."""
-    other = max(_shape(piece, replace(model, embed=1)))
-    inward = embed_is_input(piece.row.paths[0], model)
-    into, out = (model.embed, other) if inward else (other, model.embed)
-    return (rank, into), (out, rank)
+    other_size = max(_shape(piece, replace(model, embed=1)))
+    input_is_embed = embed_is_input(piece.row.paths[0], model)
+    in_size, out_size = (model.embed, other_size) if input_is_embed else (other_size, model.embed)
+    return (rank, in_size), (out_size, rank)
 
 
-def _shape(piece: LayerWeights, model: Model) -> tuple[int, ...]:
-    empty = [np.zeros(array_shape(path, model), np.int8) for path in piece.row.paths]
-    ((_, tensor),) = to_hugging_face(piece, empty, model)
+def _shape(layer_weights: LayerWeights, model: Model) -> tuple[int, ...]:
+    empty = [np.zeros(array_shape(path, model), np.int8) for path in layer_weights.row.paths]
+    ((_, tensor),) = to_hugging_face(layer_weights, empty, model)
     return tensor.shape
 
 
@@ -108,32 +108,36 @@ def to_peft(
     piece: LayerWeights, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert the decoder's factor pairs, by path, to lora_A (rank, in) and lora_B (out, rank)."""
-    axis, firsts, seconds = rank_axis(piece, model), [], []
-    for path, (first, second) in pairs.items():
-        inward = embed_is_input(path, model)
-        like_weight, plain = (second, first) if inward else (first, second)
-        rank = plain.shape[1] if inward else plain.shape[0]
-        thin = replace(model, embed=rank)
+    axis, lora_a_factors, lora_b_factors = rank_axis(piece, model), [], []
+    for path, (decoder_a, decoder_b) in pairs.items():
+        input_is_embed = embed_is_input(path, model)
+        weight_factor, embed_factor = (
+            (decoder_b, decoder_a) if input_is_embed else (decoder_a, decoder_b)
+        )
+        rank = embed_factor.shape[1] if input_is_embed else embed_factor.shape[0]
+        rank_model = replace(model, embed=rank)
         arrays = [
-            like_weight if other == path else np.zeros(array_shape(other, thin), np.float32)
-            for other in piece.row.paths
+            weight_factor
+            if other_path == path
+            else np.zeros(array_shape(other_path, rank_model), np.float32)
+            for other_path in piece.row.paths
         ]
-        ((_, tensor),) = to_hugging_face(piece, arrays, thin)
-        wide = np.moveaxis(tensor, axis, 0)  # (rank, in or out)
-        firsts.append(plain.T if inward else wide)
-        seconds.append(wide.T if inward else plain.T)
-    return np.concatenate(firsts), np.concatenate(seconds, 1)
+        ((_, tensor),) = to_hugging_face(piece, arrays, rank_model)
+        packed_factor = np.moveaxis(tensor, axis, 0)  # (rank, in or out)
+        lora_a_factors.append(embed_factor.T if input_is_embed else packed_factor)
+        lora_b_factors.append(packed_factor.T if input_is_embed else embed_factor.T)
+    return np.concatenate(lora_a_factors), np.concatenate(lora_b_factors, 1)
 
 
 def from_peft(
     piece: LayerWeights, first: np.ndarray, second: np.ndarray, model: Model
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Convert lora_A (rank, in) and lora_B (out, rank) to the decoder's factor pairs by path."""
-    inward = embed_is_input(piece.row.paths[0], model)
-    thin = replace(model, embed=len(first))
-    wide = second.T if inward else first
-    arrays = to_decoder(piece, [np.moveaxis(wide, 0, rank_axis(piece, model))], thin)
+    input_is_embed = embed_is_input(piece.row.paths[0], model)
+    rank_model = replace(model, embed=len(first))
+    packed_factor = second.T if input_is_embed else first
+    arrays = to_decoder(piece, [np.moveaxis(packed_factor, 0, rank_axis(piece, model))], rank_model)
     return {
-        path: (first.T, array) if inward else (array, second.T)
+        path: (first.T, array) if input_is_embed else (array, second.T)
         for path, array in zip(piece.row.paths, arrays, strict=True)
     }

@@ -78,7 +78,7 @@ class SafetensorsFiles:
         return tuple(self._entries)
 
     def dtype(self, name: str) -> np.dtype:
-        return _known(name, self._entries[name].code)
+        return _supported_dtype(name, self._entries[name].code)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
@@ -112,11 +112,11 @@ def _entries(path: Path) -> dict[str, _Entry]:
     return {
         name: _Entry(
             path,
-            about["dtype"],
-            tuple(about["shape"]),
-            8 + length + about["data_offsets"][0],
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
         )
-        for name, about in header.items()
+        for name, entry in header.items()
     }
 
 
@@ -141,7 +141,7 @@ class BinFiles:
         return tuple(self._where)
 
     def dtype(self, name: str) -> np.dtype:
-        return _known(name, self._about[name][0])
+        return _supported_dtype(name, self._about[name][0])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._about[name][1]
@@ -157,8 +157,8 @@ def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
     import torch
 
     tensor = tensor.detach().contiguous()
-    whole = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-    return whole.numpy().view(dtype)
+    bits = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
+    return bits.numpy().view(dtype)
 
 
 def numpy_dtype_of(name: str, kind: str) -> np.dtype:
@@ -171,7 +171,7 @@ def numpy_dtype_of(name: str, kind: str) -> np.dtype:
     Raises:
         WeightsError: the dtype is not supported.
     """
-    return _known(name, _TORCH.get(kind, kind))
+    return _supported_dtype(name, _TORCH.get(kind, kind))
 
 
 def _load_bin(path: Path) -> Mapping[str, Any]:
@@ -195,10 +195,10 @@ def _load_bin(path: Path) -> Mapping[str, Any]:
         raise WeightsError(
             f"{path} contains a {type(loaded).__name__} instead of a dict of tensors"
         )
-    return {name: one for name, one in loaded.items() if isinstance(one, torch.Tensor)}
+    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _known(name: str, code: str) -> np.dtype:
+def _supported_dtype(name: str, code: str) -> np.dtype:
     if code not in DTYPES:
         raise WeightsError(
             f"{name} has dtype {code}, which is not supported; supported: {', '.join(_TORCH)}"
@@ -223,7 +223,7 @@ def open_weight_files(
     for suffix, name, kind in kinds:
         index = directory / f"{name}{suffix}.index.json"
         if index.is_file():
-            return kind(_listed(index))
+            return kind(_indexed_files(index))
         if (single := directory / f"{name}{suffix}").is_file():
             return kind([single])
     raise WeightsError(
@@ -232,7 +232,7 @@ def open_weight_files(
     )
 
 
-def _listed(index: Path) -> list[Path]:
+def _indexed_files(index: Path) -> list[Path]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -35,15 +35,15 @@ def load_frozen_parameters(
     read, adapter = part_reader(weights, program), program.adapter
     if adapter is None or adapter.base_dtype not in ("int8", "nf4"):
         return fill(described, read)
-    blocks = _QuantizedWeights(read, program.model, adapter.base_dtype)
+    quantized = _QuantizedWeights(read, program.model, adapter.base_dtype)
 
-    def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+    def read_part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         stem, _, kind = path.rpartition("/")
         if kind in (CODES, SCALES):
-            return blocks.part(stem, kind, shape, index)
+            return quantized.part(stem, kind, shape, index)
         return read(path, shape, index)
 
-    return fill(described, part)
+    return fill(described, read_part)
 
 
 def load_trainable_parameters(
@@ -65,23 +65,23 @@ def load_trainable_parameters(
         new: Parameters from the graph `init`. Without them, the factors of a new adapter are zeros,
             so the adapter has no effect.
     """
-    begun = {} if new is None or adapter is not None else flatten(new)
+    initialized = {} if new is None or adapter is not None else flatten(new)
     paths = {
-        path: like
-        for path, like in flatten(described).items()
-        if not (path in begun and path.endswith((f"/{LORA_A}", f"/{LORA_B}")))
+        path: spec
+        for path, spec in flatten(described).items()
+        if not (path in initialized and path.endswith((f"/{LORA_A}", f"/{LORA_B}")))
     }
     read = part_reader(weights, program)
 
-    def part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+    def read_part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         if adapter is not None and path in adapter.arrays:
             return adapter.arrays[path][index]
         if path.endswith((f"/{LORA_A}", f"/{LORA_B}")):
             return np.zeros(shape, np.float32)[index]
         return read(path, shape, index)
 
-    filled = flatten(fill(unflatten(paths), part)) if paths else {}
-    return unflatten({path: filled.get(path, begun.get(path)) for path in flatten(described)})
+    filled = flatten(fill(unflatten(paths), read_part)) if paths else {}
+    return unflatten({path: filled.get(path, initialized.get(path)) for path in flatten(described)})
 
 
 class _QuantizedWeights:
@@ -103,24 +103,26 @@ class _QuantizedWeights:
             shape: Unsharded shape of the codes or scales.
             index: The part, as an index into that shape.
         """
-        whole = self._arrays[stem].shape
-        block = block_size(whole[-1])
-        each = whole[-1] // shape[-1]  # number of weights per code or per scale
-        *front, last = (slice(*one.indices(size)) for one, size in zip(index, shape, strict=True))
-        begin, end = last.start * each, last.stop * each
-        around = slice(begin // block * block, -(-end // block) * block)
-        codes, scales = self._quantised(stem, whole, (*front, around), block)
+        weight_shape = self._arrays[stem].shape
+        block = block_size(weight_shape[-1])
+        weights_per_entry = weight_shape[-1] // shape[-1]  # number of weights per code or per scale
+        *leading, last_axis = (
+            slice(*axis_slice.indices(size)) for axis_slice, size in zip(index, shape, strict=True)
+        )
+        begin, end = last_axis.start * weights_per_entry, last_axis.stop * weights_per_entry
+        block_slice = slice(begin // block * block, -(-end // block) * block)
+        codes, scales = self._quantized_blocks(stem, weight_shape, (*leading, block_slice), block)
         if kind == SCALES:
             return scales
-        first = (begin - around.start) // each
-        return codes[..., first : first + last.stop - last.start]
+        first_entry = (begin - block_slice.start) // weights_per_entry
+        return codes[..., first_entry : first_entry + last_axis.stop - last_axis.start]
 
-    def _quantised(
-        self, stem: str, whole: tuple[int, ...], index: Index, block: int
+    def _quantized_blocks(
+        self, stem: str, weight_shape: tuple[int, ...], index: Index, block: int
     ) -> tuple[np.ndarray, np.ndarray]:
         if stem != self._stem:
             self._held, self._stem = {}, stem
-        key = tuple((one.start, one.stop) for one in index)
+        key = tuple((axis_slice.start, axis_slice.stop) for axis_slice in index)
         if key not in self._held:
-            self._held[key] = quantize(self._read(stem, whole, index), self._kind, block)
+            self._held[key] = quantize(self._read(stem, weight_shape, index), self._kind, block)
         return self._held[key]

@@ -42,23 +42,27 @@ def open_initial_weights(model: Model, run: Run) -> WeightSource | HuggingFaceWe
     if open_language_model(model).uses_module_names:
         return HuggingFaceWeights(directory)
     weights = open_weights(directory)
-    theirs, mine = weights.model, model
-    if mine.vocab < theirs.vocab:
+    source_model, run_model = weights.model, model
+    if run_model.vocab < source_model.vocab:
         raise WeightsError(
-            f"run.init_from: {directory} has a vocabulary of {theirs.vocab}, but "
+            f"run.init_from: {directory} has a vocabulary of {source_model.vocab}, but "
             "program.model.vocab "
-            f"= {mine.vocab} is smaller; set it to at least {theirs.vocab}"
+            f"= {run_model.vocab} is smaller; set it to at least {source_model.vocab}"
         )
-    theirs, mine = functional_settings(replace(theirs, vocab=mine.vocab)), functional_settings(mine)
-    differ = [
-        f"{field.name} = {getattr(mine, field.name)} (instead of {getattr(theirs, field.name)})"
-        for field in fields(mine)
-        if getattr(mine, field.name) != getattr(theirs, field.name)
+    source_model, run_model = (
+        functional_settings(replace(source_model, vocab=run_model.vocab)),
+        functional_settings(run_model),
+    )
+    differences = [
+        f"{field.name} = {getattr(run_model, field.name)} "
+        f"(instead of {getattr(source_model, field.name)})"
+        for field in fields(run_model)
+        if getattr(run_model, field.name) != getattr(source_model, field.name)
     ]
-    if differ:
+    if differences:
         raise WeightsError(
             f"run.init_from: {directory} contains another model than [program.model], which has "
-            f'{", ".join(differ)}; to use its settings, set preset = "{directory}/model.toml"'
+            f'{", ".join(differences)}; to use its settings, set preset = "{directory}/model.toml"'
         )
     return weights
 
@@ -85,16 +89,21 @@ def part_reader(weights: WeightSource, program: ResolvedProgram) -> PartReader:
     arrays = parameter_arrays(weights.model)
 
     def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        own = arrays[path].shape
-        index = tuple(slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True))
+        unpadded_shape = arrays[path].shape
+        index = tuple(
+            slice(*axis_slice.indices(size)[:2])
+            for axis_slice, size in zip(index, shape, strict=True)
+        )
         if not path.startswith("layers/"):
-            return _part(weights, path, None, own, index)
-        leading = (
-            len(shape) - len(own) + 1
-        )  # a pipeline may have an axis of virtual stages before that of rows
-        wanted = layers.reshape(shape[:leading])[index[:leading]]
-        parts = [_part(weights, path, int(n), own[1:], index[leading:]) for n in wanted.ravel()]
-        return np.stack(parts).reshape(*wanted.shape, *parts[0].shape)
+            return _part(weights, path, None, unpadded_shape, index)
+        # A pipeline may have an axis of virtual stages before that of rows.
+        leading = len(shape) - len(unpadded_shape) + 1
+        requested_layers = layers.reshape(shape[:leading])[index[:leading]]
+        parts = [
+            _part(weights, path, int(layer), unpadded_shape[1:], index[leading:])
+            for layer in requested_layers.ravel()
+        ]
+        return np.stack(parts).reshape(*requested_layers.shape, *parts[0].shape)
 
     return read
 
@@ -103,16 +112,16 @@ def _part(
     weights: WeightSource, path: str, layer: int | None, shape: tuple[int, ...], index: Index
 ) -> np.ndarray:
     """Return a part in float32; zeros outside the array, and for the padding layer -1."""
-    part = np.zeros([one.stop - one.start for one in index], np.float32)
+    padded = np.zeros([axis_slice.stop - axis_slice.start for axis_slice in index], np.float32)
     if layer == -1:
-        return part
-    inside = tuple(
-        slice(min(one.start, size), min(one.stop, size))
-        for one, size in zip(index, shape, strict=True)
+        return padded
+    clipped_index = tuple(
+        slice(min(axis_slice.start, size), min(axis_slice.stop, size))
+        for axis_slice, size in zip(index, shape, strict=True)
     )
-    found = weights.part(path, layer, inside)
-    part[tuple(slice(size) for size in found.shape)] = found
-    return part
+    values = weights.part(path, layer, clipped_index)
+    padded[tuple(slice(size) for size in values.shape)] = values
+    return padded
 
 
 def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: Path) -> None:

@@ -42,8 +42,8 @@ class MergedWeights:
 
     def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
         trained = [name for path in paths for name in self._trained(path)]
-        found = dict(zip(trained, self.run.read(trained, layer), strict=True)) if trained else {}
-        return [self._merge(path, layer, found) for path in paths]
+        arrays = dict(zip(trained, self.run.read(trained, layer), strict=True)) if trained else {}
+        return [self._merge(path, layer, arrays) for path in paths]
 
     def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         return self.read([path], layer)[0][index]
@@ -57,11 +57,11 @@ class MergedWeights:
         if path in trained:
             return trained[path]
         (base,) = self.base.read([path], layer)
-        kept = round_trip_base_dtype(path, base, self.model, self.adapter)
+        base_weights = round_trip_base_dtype(path, base, self.model, self.adapter)
         if path not in self._adapted:
-            return kept
+            return base_weights
         product = np.tensordot(trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"], 1)
-        return kept.astype(np.float32) + np.float32(self.adapter.scale) * product
+        return base_weights.astype(np.float32) + np.float32(self.adapter.scale) * product
 
 
 class QuantizedBase:
@@ -77,12 +77,12 @@ class QuantizedBase:
         return self._base.dtype(path)
 
     def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
-        found = zip(paths, self._base.read(paths, layer), strict=True)
+        named_weights = zip(paths, self._base.read(paths, layer), strict=True)
         return [
             weights
             if path in self._whole
             else round_trip_base_dtype(path, weights, self.model, self._adapter)
-            for path, weights in found
+            for path, weights in named_weights
         ]
 
     def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:

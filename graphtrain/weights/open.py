@@ -44,7 +44,7 @@ def open_weights(directory: Path, step: int | None = None) -> WeightSource:
 def _open_base_weights(config: Config, directory: Path) -> WeightSource:
     """Open a run's base weights, from run.init_from if it is a directory, else as recorded."""
     assert config.run.init_from is not None
-    named = Path(config.run.init_from)
-    weights = open_weights(named if named.is_dir() else recorded_folder(directory))
+    configured = Path(config.run.init_from)
+    weights = open_weights(configured if configured.is_dir() else recorded_folder(directory))
     verify_base(weights, directory)
     return weights

@@ -77,26 +77,28 @@ def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> Con
     """
     _check_modules(table)
     tensors: dict[str, np.ndarray] = {}
-    for piece in table.adapted_weights():
-        paths = [path for path in piece.row.paths if path in table.targets]
-        found = read([f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)], piece.layer)
-        pairs = dict(zip(paths, zip(found[::2], found[1::2], strict=True), strict=True))
-        tensors |= _named(piece, *to_peft(piece, pairs, table.model))
-    for piece in table.fully_trained_weights():
-        whole = read(piece.row.paths, piece.layer)
-        cut = [
+    for layer_weights in table.adapted_weights():
+        paths = [path for path in layer_weights.row.paths if path in table.targets]
+        factors = read(
+            [f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)], layer_weights.layer
+        )
+        pairs = dict(zip(paths, zip(factors[::2], factors[1::2], strict=True), strict=True))
+        tensors |= _named_factors(layer_weights, *to_peft(layer_weights, pairs, table.model))
+    for layer_weights in table.fully_trained_weights():
+        arrays = read(layer_weights.row.paths, layer_weights.layer)
+        unpadded = [
             array[tuple(slice(size) for size in array_shape(path, table.model))]
-            for path, array in zip(piece.row.paths, whole, strict=True)
+            for path, array in zip(layer_weights.row.paths, arrays, strict=True)
         ]
-        for name, tensor in to_hugging_face(piece, cut, table.model):
+        for name, tensor in to_hugging_face(layer_weights, unpadded, table.model):
             tensors[_PREFIX + name] = tensor
-            if piece.row.paths == (EMBEDDING,) and (head := table.tie_word_embeddings):
+            if layer_weights.row.paths == (EMBEDDING,) and (head := table.tie_word_embeddings):
                 tensors[_PREFIX + head] = tensor
     with create_directory(destination) as directory:
         from safetensors.numpy import save_file
 
-        plain = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(plain, directory / _WEIGHTS, {"format": "pt"})
+        contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        save_file(contiguous, directory / _WEIGHTS, {"format": "pt"})
         (directory / _CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
     count = sum(tensor.size for tensor in tensors.values())
     return ConversionSummary(table.family.model_type, count, len(tensors), "float32")
@@ -126,22 +128,28 @@ class PeftAdapter:
     def _stack(self, program: Program) -> dict[str, np.ndarray]:
         specs = trained_arrays(program)
         arrays = {path: np.zeros(spec.shape, np.float32) for path, spec in specs.items()}
-        for piece in self._table.adapted_weights():
-            for path, (first, second) in self._pairs(piece).items():
-                arrays[f"{path}/{LORA_A}"][piece.layer] = first
-                arrays[f"{path}/{LORA_B}"][piece.layer] = second
-        for piece in self._table.fully_trained_weights():
-            tensors = [self._pop_tensor(name, _PREFIX + name) for name in piece.names]
-            if piece.row.paths == (EMBEDDING,):
+        for layer_weights in self._table.adapted_weights():
+            for path, (lora_a, lora_b) in self._pairs(layer_weights).items():
+                arrays[f"{path}/{LORA_A}"][layer_weights.layer] = lora_a
+                arrays[f"{path}/{LORA_B}"][layer_weights.layer] = lora_b
+        for layer_weights in self._table.fully_trained_weights():
+            tensors = [self._pop_tensor(name, _PREFIX + name) for name in layer_weights.names]
+            if layer_weights.row.paths == (EMBEDDING,):
                 self._drop_head(tensors[0])
             model = self._table.model
-            empty = [np.zeros(array_shape(path, model), np.int8) for path in piece.row.paths]
-            wanted = [one.shape for _, one in to_hugging_face(piece, empty, model)]
-            self._check_shapes(", ".join(piece.names), tensors, wanted)
-            decoded = to_decoder(piece, tensors, model)
-            for path, array in zip(piece.row.paths, decoded, strict=True):
-                into = arrays[path] if piece.layer is None else arrays[path][piece.layer]
-                into[tuple(map(slice, array.shape))] = array  # rows of vocabulary padding stay zero
+            empty = [
+                np.zeros(array_shape(path, model), np.int8) for path in layer_weights.row.paths
+            ]
+            expected_shapes = [
+                tensor.shape for _, tensor in to_hugging_face(layer_weights, empty, model)
+            ]
+            self._check_shapes(", ".join(layer_weights.names), tensors, expected_shapes)
+            decoded = to_decoder(layer_weights, tensors, model)
+            for path, array in zip(layer_weights.row.paths, decoded, strict=True):
+                layer = layer_weights.layer
+                destination = arrays[path] if layer is None else arrays[path][layer]
+                # Rows of vocabulary padding stay zero.
+                destination[tuple(map(slice, array.shape))] = array
         return arrays
 
     def _drop_head(self, embedding: np.ndarray) -> None:
@@ -153,48 +161,54 @@ class PeftAdapter:
                 f"{self.directory}: {head} differs from the embedding, but config.json ties them"
             )
 
-    def _pairs(self, piece: LayerWeights) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return both factors of each weight in a piece, by path."""
-        module = module_of(piece)
-        first = self._pop_tensor(module, f"{_PREFIX}{module}.lora_A.weight")
-        second = self._pop_tensor(module, f"{_PREFIX}{module}.lora_B.weight")
-        rank, count = self.adapter.rank, first.shape[0] if first.ndim else 0
-        self._check_shapes(module, [first, second], peft_shapes(piece, count, self._table.model))
-        targets = [path for path in piece.row.paths if path in self._table.targets]
+    def _pairs(self, layer_weights: LayerWeights) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return both LoRA factors of each adapted weight of one row, by path."""
+        module = module_of(layer_weights)
+        lora_a = self._pop_tensor(module, f"{_PREFIX}{module}.lora_A.weight")
+        lora_b = self._pop_tensor(module, f"{_PREFIX}{module}.lora_B.weight")
+        rank, count = self.adapter.rank, lora_a.shape[0] if lora_a.ndim else 0
+        self._check_shapes(
+            module, [lora_a, lora_b], peft_shapes(layer_weights, count, self._table.model)
+        )
+        targets = [path for path in layer_weights.row.paths if path in self._table.targets]
         if count not in (rank, rank * len(targets)):
             raise WeightsError(
                 f"{self.directory}: {module} has rank {count}, but program.adapter.rank = {rank}; "
                 f"set it to {count}"
             )
-        share = _scale(self.config, module, count) / self.adapter.scale
-        second = second * np.float32(share) if share != 1 else second
+        scale_ratio = _scale(self.config, module, count) / self.adapter.scale
+        lora_b = lora_b * np.float32(scale_ratio) if scale_ratio != 1 else lora_b
         pairs = {}
         for index, path in enumerate(targets):
-            mine = slice(None) if count == rank else slice(index * rank, (index + 1) * rank)
-            own = from_peft(piece, first[mine], second[:, mine], self._table.model)
-            others = set(own) - {path}
-            separate = count != rank or len(targets) < len(own)
-            if separate and any(own[other][1].any() for other in others - set(targets)):
+            rank_slice = slice(None) if count == rank else slice(index * rank, (index + 1) * rank)
+            converted = from_peft(
+                layer_weights, lora_a[rank_slice], lora_b[:, rank_slice], self._table.model
+            )
+            other_paths = set(converted) - {path}
+            separate = count != rank or len(targets) < len(converted)
+            if separate and any(
+                converted[other_path][1].any() for other_path in other_paths - set(targets)
+            ):
                 raise WeightsError(
-                    f"{self.directory}: {module} also adapts {', '.join(sorted(others))}; "
+                    f"{self.directory}: {module} also adapts {', '.join(sorted(other_paths))}; "
                     "add them to program.adapter.target_modules"
                 )
-            if count != rank and any(own[other][1].any() for other in others):
+            if count != rank and any(converted[other_path][1].any() for other_path in other_paths):
                 raise WeightsError(
-                    f"{self.directory}: {module} packs {len(own)} weights that share their LoRA "
-                    f"factors; set program.adapter.rank = {count}"
+                    f"{self.directory}: {module} packs {len(converted)} weights that share their "
+                    f"LoRA factors; set program.adapter.rank = {count}"
                 )
-            pairs[path] = own[path]
+            pairs[path] = converted[path]
         return pairs
 
     def _check_shapes(
-        self, name: str, found: list[np.ndarray], wanted: Sequence[tuple[int, ...]]
+        self, name: str, tensors: list[np.ndarray], expected: Sequence[tuple[int, ...]]
     ) -> None:
-        shapes = [one.shape for one in found]
-        if shapes != list(wanted):
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != list(expected):
             raise WeightsError(
-                f"{self.directory}: {name} has shape {_say(shapes)}, but program.model requires "
-                f"{_say(wanted)}; the adapter belongs to another model"
+                f"{self.directory}: {name} has shape {_format_shapes(shapes)}, but program.model "
+                f"requires {_format_shapes(expected)}; the adapter belongs to another model"
             )
 
     def _pop_tensor(self, module: str, name: str) -> np.ndarray:
@@ -206,41 +220,48 @@ class PeftAdapter:
         return self._tensors.pop(name).astype(np.float32)
 
 
-def _say(shapes: Sequence[tuple[int, ...]]) -> str:
+def _format_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
     return " and ".join(str(list(shape)) for shape in shapes)
 
 
 def _check_modules(table: AdapterTable) -> None:
     """Raise if a module is only partly trained in full: PEFT saves complete modules."""
     modules = {
-        name.rpartition(".")[0] for piece in table.fully_trained_weights() for name in piece.names
+        name.rpartition(".")[0]
+        for layer_weights in table.fully_trained_weights()
+        for name in layer_weights.names
     }
-    for piece in table.family.weights(table.model):
-        for name in piece.names:
-            left = set(piece.row.paths) - table.modules_to_save
-            if name.rpartition(".")[0] in modules and left:
+    for layer_weights in table.family.weights(table.model):
+        for name in layer_weights.names:
+            missing_paths = set(layer_weights.row.paths) - table.modules_to_save
+            if name.rpartition(".")[0] in modules and missing_paths:
                 raise WeightsError(
                     f"PEFT saves complete modules, and {name.rpartition('.')[0]} also contains "
-                    f"{', '.join(sorted(left))}; train with them in program.adapter.modules_to_save"
+                    f"{', '.join(sorted(missing_paths))}; train with them in "
+                    "program.adapter.modules_to_save"
                 )
 
 
-def _named(piece: LayerWeights, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
-    module = _PREFIX + module_of(piece)
-    return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+def _named_factors(
+    layer_weights: LayerWeights, lora_a: np.ndarray, lora_b: np.ndarray
+) -> dict[str, np.ndarray]:
+    module = _PREFIX + module_of(layer_weights)
+    return {f"{module}.lora_A.weight": lora_a, f"{module}.lora_B.weight": lora_b}
 
 
 def _config(table: AdapterTable) -> dict[str, Any]:
-    adapter, packed, turned = table.adapter, {}, False
+    adapter, counts, fan_in_fan_out = table.adapter, {}, False
     targets: dict[str, None] = {}
-    for piece in table.adapted_weights():
-        name = _name_within_layer(module_of(piece))
+    for layer_weights in table.adapted_weights():
+        name = _name_within_layer(module_of(layer_weights))
         targets[name] = None
-        packed[name] = len(table.targets & set(piece.row.paths))
-        inward = embed_is_input(piece.row.paths[0], table.model)
-        turned |= rank_axis(piece, table.model) == (0 if inward else 1)
-    several = {name: count for name, count in packed.items() if count > 1}
-    names = [name for piece in table.fully_trained_weights() for name in piece.names]
+        counts[name] = len(table.targets & set(layer_weights.row.paths))
+        input_is_embed = embed_is_input(layer_weights.row.paths[0], table.model)
+        fan_in_fan_out |= rank_axis(layer_weights, table.model) == (0 if input_is_embed else 1)
+    packed_counts = {name: count for name, count in counts.items() if count > 1}
+    names = [
+        name for layer_weights in table.fully_trained_weights() for name in layer_weights.names
+    ]
     names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
     saved = {_name_within_layer(name.rpartition(".")[0]) for name in names}
     return {
@@ -252,13 +273,13 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         "use_rslora": adapter.use_rslora,
         "lora_dropout": adapter.dropout,
         "target_modules": list(targets),
-        "rank_pattern": {name: adapter.rank * count for name, count in several.items()},
+        "rank_pattern": {name: adapter.rank * count for name, count in packed_counts.items()},
         "alpha_pattern": {
             name: adapter.alpha * (count**0.5 if adapter.use_rslora else count)
-            for name, count in several.items()
+            for name, count in packed_counts.items()
         },
         "modules_to_save": sorted(saved) or None,
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",
         "inference_mode": True,
     }
@@ -293,11 +314,11 @@ def _read(directory: Path) -> dict[str, Any]:
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """Return the factor by which PEFT scales the product of a module's LoRA factors."""
 
-    def pattern(setting: str, usual: Any) -> Any:
+    def pattern(setting: str, default: Any) -> Any:
         for name, value in (config.get(setting) or {}).items():
             if re.match(rf"(.*\.)?({name})$", module):
                 return value
-        return usual
+        return default
 
     alpha = pattern("alpha_pattern", config.get("lora_alpha"))
     if not isinstance(alpha, int | float):

@@ -123,8 +123,8 @@ class RunCheckpoint:
         self.step = checkpoint_step(directory, step)
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
-        about = read_checkpoint_info(self._checkpoints, self.step)
-        rows = about.rows or layer_rows(resolve(program))
+        checkpoint_info = read_checkpoint_info(self._checkpoints, self.step)
+        rows = checkpoint_info.rows or layer_rows(resolve(program))
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
 
@@ -140,8 +140,8 @@ class RunCheckpoint:
         if list(self._held) != list(paths):
             self._held = {}
             self._held = {path: self._load(path) for path in paths}
-        whole = list(self._held.values())
-        return whole if layer is None else [array[self._row_of[layer]] for array in whole]
+        arrays = list(self._held.values())
+        return arrays if layer is None else [array[self._row_of[layer]] for array in arrays]
 
     def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         return self.read([path], layer)[0][index]
@@ -171,8 +171,8 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
 
     steps = saved_steps(directory / "checkpoints")
     if not steps or (step is not None and step not in steps):
-        there = ", ".join(map(str, steps)) or "none"
-        raise WeightsError(f"no such checkpoint in {directory}; existing steps: {there}")
+        existing_steps = ", ".join(map(str, steps)) or "none"
+        raise WeightsError(f"no such checkpoint in {directory}; existing steps: {existing_steps}")
     return steps[-1] if step is None else step
 
 

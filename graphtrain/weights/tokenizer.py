@@ -22,12 +22,12 @@ def copy_tokenizer(prefix: str, side: Path) -> None:
     description = read_description(prefix)
     if description is None:
         return
-    wanted: list[str] = []
+    file_names: list[str] = []
     if description.tokenizer_file and not any((side / name).is_file() for name in _TOKENIZERS):
-        wanted += [description.tokenizer_file, *COMPANION_FILES]
+        file_names += [description.tokenizer_file, *COMPANION_FILES]
     if description.conversations is not None:
-        wanted.append(CHAT_TEMPLATE)
-    for name in dict.fromkeys(wanted):
+        file_names.append(CHAT_TEMPLATE)
+    for name in dict.fromkeys(file_names):
         if (path := Path(prefix).parent / name).is_file():
             side.mkdir(exist_ok=True)
             shutil.copyfile(path, side / name)

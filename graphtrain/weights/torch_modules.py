@@ -57,20 +57,25 @@ class HuggingFaceWeights:
         names = {path: self._names(path, shape, stages) for path, shape in shapes.items()}
 
         def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-            found = names[path]
-            index = tuple(slice(*one.indices(size)) for one, size in zip(index, shape, strict=True))
-            if isinstance(found, str):
-                return self._part(found, index)
-            here = found[index[: found.ndim]]
-            inner = index[found.ndim :]
-            parts = [self._part(name, inner) for name in here.ravel()]
-            return np.stack(parts).reshape(*here.shape, *parts[0].shape)
+            tensor_names = names[path]
+            index = tuple(
+                slice(*axis_slice.indices(size))
+                for axis_slice, size in zip(index, shape, strict=True)
+            )
+            if isinstance(tensor_names, str):
+                return self._part(tensor_names, index)
+            row_names = tensor_names[index[: tensor_names.ndim]]
+            inner = index[tensor_names.ndim :]
+            rows = [self._part(name, inner) for name in row_names.ravel()]
+            return np.stack(rows).reshape(*row_names.shape, *rows[0].shape)
 
         return fill(described, read)
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
-            return np.zeros([one.stop - one.start for one in index], np.float32)
+            return np.zeros(
+                [axis_slice.stop - axis_slice.start for axis_slice in index], np.float32
+            )
         if isinstance(self._folder, SafetensorsFiles):
             return self._folder.part(name, index).astype(np.float32)
         return self._folder.read(name)[index].astype(np.float32)
@@ -78,20 +83,26 @@ class HuggingFaceWeights:
     def _names(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> str | np.ndarray:
         """Return the name of an array's tensor, or an array of the names of its rows."""
         dotted = path.replace("/", ".")
-        there = set(self._folder.names)
+        available_names = set(self._folder.names)
         leading = 2 if stages is not None and stages.rounds > 1 else 1
         count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
         for name in (dotted, dotted.partition(".")[2]):  # some folders omit the first component
-            if name in there and self._folder.shape(name) == shape:
+            if name in available_names and self._folder.shape(name) == shape:
                 return name
-            for rows in _rows(name, count, there):
+            for rows in _rows(name, count, available_names):
                 if all(self._folder.shape(row) == shape[leading:] for row in rows):
                     return _in_layer_order(rows, shape[:leading], stages)
-        owner = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
-        alike = [name for name in there if name.rpartition(".")[0].endswith(owner)]
-        found = f"; it contains {alike[0]} of shape {self._folder.shape(alike[0])}" if alike else ""
+        module_name = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
+        similar_names = [
+            name for name in available_names if name.rpartition(".")[0].endswith(module_name)
+        ]
+        hint = (
+            f"; it contains {similar_names[0]} of shape {self._folder.shape(similar_names[0])}"
+            if similar_names
+            else ""
+        )
         raise WeightsError(
-            f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{found}"
+            f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{hint}"
         )
 
 
@@ -102,33 +113,39 @@ def _in_layer_order(names: list[str], shape: tuple[int, ...], stages: Stages | N
     return np.array(ordered, object).reshape(shape)
 
 
-def _rows(name: str, count: int, there: set[str]) -> Iterator[list[str]]:
+def _rows(name: str, count: int, available_names: set[str]) -> Iterator[list[str]]:
     """Yield lists of `count` tensor names that result from a layer index in a name.
 
     The index is inserted (period 1), or replaces a position of a period of 2 to 8 blocks.
     """
-    words = name.split(".")
-    for place in range(1, len(words)):
-        before, after = ".".join(words[:place]), ".".join(words[place:])
-        yield from _existing_rows(lambda n, b=before, a=after: f"{b}.{n}.{a}", 0, 1, count, there)
-        if words[place].isdigit() and place + 1 < len(words):
-            after = ".".join(words[place + 1 :])
+    components = name.split(".")
+    for position in range(1, len(components)):
+        prefix, suffix = ".".join(components[:position]), ".".join(components[position:])
+        yield from _existing_rows(
+            lambda n, b=prefix, a=suffix: f"{b}.{n}.{a}", 0, 1, count, available_names
+        )
+        if components[position].isdigit() and position + 1 < len(components):
+            suffix = ".".join(components[position + 1 :])
             for period in range(2, 9):
                 yield from _existing_rows(
-                    lambda n, b=before, a=after: f"{b}.{n}.{a}",
-                    int(words[place]),
+                    lambda n, b=prefix, a=suffix: f"{b}.{n}.{a}",
+                    int(components[position]),
                     period,
                     count,
-                    there,
+                    available_names,
                 )
 
 
 def _existing_rows(
-    name: Callable[[int], str], first: int, step: int, count: int, there: set[str]
+    name: Callable[[int], str], first: int, step: int, count: int, available_names: set[str]
 ) -> Iterator[list[str]]:
     """Yield the names of all rows if exactly these exist."""
     rows = [name(first + step * row) for row in range(count)]
-    if rows and all(row in there for row in rows) and name(first + step * count) not in there:
+    if (
+        rows
+        and all(row in available_names for row in rows)
+        and name(first + step * count) not in available_names
+    ):
         yield rows
 
 
@@ -160,20 +177,20 @@ def export(
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
     opened, stages = open_model(model), program.stages
-    shapes = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in opened.meta.parameters().items()}
     writer = SafetensorsWriter(
         destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()}
     )
     stored = opened.parameter_names_by_path()
-    for done, (path, names) in enumerate(stored.items()):
-        progress(done, len(stored))
+    for num_written, (path, names) in enumerate(stored.items()):
+        progress(num_written, len(stored))
         array = restore_array(directory / "checkpoints", step, f"parameters/{path}")
         rows = _block_rows(array, stages) if opened.is_stacked(path) else array[None]
         for name, row in zip(names, rows, strict=True):
             writer.write(name, row)
     writer.close()
-    numbers = sum(int(np.prod(shape)) for shape in shapes.values())
-    return _write_config(model, destination), numbers, len(shapes)
+    num_parameters = sum(int(np.prod(shape)) for shape in shapes.values())
+    return _write_config(model, destination), num_parameters, len(shapes)
 
 
 def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
@@ -190,6 +207,6 @@ def _write_config(model: TorchModel, destination: Path) -> str:
     if model.hf is None:
         return str(model.torch)
     config: dict[str, Any] = read_config(model.hf, model.overrides)
-    told = config | {"dtype": "float32"}
-    (destination / "config.json").write_text(json.dumps(told, indent=2) + "\n")
+    exported_config = config | {"dtype": "float32"}
+    (destination / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
     return config["model_type"]

@@ -44,10 +44,10 @@ class SafetensorsWriter:
         self._bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
         shards = _divide(arrays, max_file_bytes)
-        for number, shard in enumerate(shards, 1):
+        for shard_number, shard in enumerate(shards, 1):
             name = "model.safetensors"
             if len(shards) > 1:
-                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+                name = f"model-{shard_number:05}-of-{len(shards):05}.safetensors"
             self._create_file(name, shard)
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -86,24 +86,26 @@ class SafetensorsWriter:
         with (self._directory / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
-        place = 8 + len(text)
+        offset = 8 + len(text)
         for name, (dtype, shape) in arrays.items():
-            self._where[name] = file_name, place
-            place += _size(dtype, shape)
+            self._where[name] = file_name, offset
+            offset += _size(dtype, shape)
         self._bytes += end
 
 
-def _divide(arrays: Specs, most: int) -> list[dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Divide the arrays, in order, into files of at most `most` bytes or of one array."""
+def _divide(
+    arrays: Specs, max_file_bytes: int
+) -> list[dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """Divide the arrays, in order, into files of at most `max_file_bytes` or of one array."""
     shards: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
-    filled = 0
+    file_bytes = 0
     for name, (dtype, shape) in arrays.items():
         size = _size(dtype, shape)
-        if shards[-1] and filled + size > most:
+        if shards[-1] and file_bytes + size > max_file_bytes:
             shards.append({})
-            filled = 0
+            file_bytes = 0
         shards[-1][name] = dtype, shape
-        filled += size
+        file_bytes += size
     return shards
 
 

@@ -38,17 +38,17 @@ class FusedAttention:
     ) -> tuple[ArrayValue, ...] | None:
         """Return the results of a region, or None if the operators do not support it."""
         backward = region.name == "attention_gradient"
-        before, arrays = (given[:4], given[4:]) if backward else ((), given)
+        backward_inputs, arrays = (given[:4], given[4:]) if backward else ((), given)
         hidden = dict(zip(region.settings["hiding"], arrays[3:], strict=True))
-        reason = _unsupported_reason(arrays[:3], before, hidden.get("window"))
+        reason = _unsupported_reason(arrays[:3], backward_inputs, hidden.get("window"))
         if reason:
             self.refusals.append(reason)
             return None
         query, key, value = arrays[:3]
-        mask, settings = self._hiding(query.shape, hidden)
+        mask, settings = self._mask_settings(query.shape, hidden)
         settings = [query.shape[2], 1.0, region.settings["scale"], *settings]
         if backward:
-            return self._backward(query, key, value, before, mask, settings)
+            return self._backward(query, key, value, backward_inputs, mask, settings)
         return self._forward(query, key, value, mask, settings)
 
     def _forward(
@@ -61,10 +61,10 @@ class FusedAttention:
     ) -> tuple[ArrayValue, ...]:
         """Return the attention output, and the maximum score and the sum of each softmax."""
         statistic = TensorInfo(_statistic(query.shape), "f32")
-        unused, mixed = TensorInfo((1,), query.dtype), TensorInfo(query.shape, query.dtype)
+        unused, output = TensorInfo((1,), query.dtype), TensorInfo(query.shape, query.dtype)
         inputs = [query, key, value, None, None, None, mask, None, None, None, *settings]
         results = self._emit.apply_multi(
-            "FlashAttentionScore", inputs, [statistic, statistic, unused, mixed]
+            "FlashAttentionScore", inputs, [statistic, statistic, unused, output]
         )
         return results[3], results[0], results[1]
 
@@ -73,17 +73,17 @@ class FusedAttention:
         query: ArrayValue,
         key: ArrayValue,
         value: ArrayValue,
-        before: Sequence[ArrayValue],
+        backward_inputs: Sequence[ArrayValue],
         mask: ArrayValue,
         settings: Sequence[Any],
     ) -> tuple[ArrayValue, ...]:
         """Return the gradients of query, key and value.
 
-        `before` contains the gradient of the attention output, and the results of the forward pass.
+        `backward_inputs` are the gradient of the output and the results of the forward pass.
         """
-        gradient, mixed, highest, total = before
+        gradient, output, softmax_max, softmax_sum = backward_inputs
         unused = constant_value(np.zeros((1,), np.float32), "f32")
-        shares = self._emit.cast(unused, query.dtype)  # of the softmax, which is not stored
+        softmax_output = self._emit.cast(unused, query.dtype)  # placeholder: it is not stored
         inputs = [
             query,
             key,
@@ -93,12 +93,12 @@ class FusedAttention:
             None,
             None,
             mask,
-            highest,
-            total,
-            shares,
-            mixed,
+            softmax_max,
+            softmax_sum,
+            softmax_output,
+            output,
         ]
-        tensors = [TensorInfo(one.shape, one.dtype) for one in (query, key, value)]
+        tensors = [TensorInfo(x.shape, x.dtype) for x in (query, key, value)]
         results = self._emit.apply_multi(
             "FlashAttentionScoreGrad",
             [*inputs, None, None, None, *settings],
@@ -106,56 +106,58 @@ class FusedAttention:
         )
         return results[:3]
 
-    def _hiding(self, shape: Shape, hidden: dict[str, ArrayValue]) -> tuple[ArrayValue, list[int]]:
+    def _mask_settings(
+        self, shape: Shape, hidden: dict[str, ArrayValue]
+    ) -> tuple[ArrayValue, list[int]]:
         """Return the mask and pre_tokens, next_tokens, inner_precise, input_layout, sparse_mode."""
         length, window = shape[1], hidden.get("window")
-        before = _UNLIMITED_TOKENS
+        pre_tokens = _UNLIMITED_TOKENS
         if window is not None and window.data is not None and int(window.data) < length:
-            before = int(window.data) - 1
+            pre_tokens = int(window.data) - 1
         if "documents" in hidden:
             mode, mask = _GIVEN, self._by_document(hidden["documents"])
         else:
             mode, mask = (
-                _CAUSAL if before == _UNLIMITED_TOKENS else _BAND,
+                _CAUSAL if pre_tokens == _UNLIMITED_TOKENS else _BAND,
                 self._triangle(_TRIANGLE),
             )
-        return mask, [before, 0, 0, _BSND, mode]
+        return mask, [pre_tokens, 0, 0, _BSND, mode]
 
     def _triangle(self, length: int) -> ArrayValue:
         """Return the causal mask, true where a key is after the query: (query, key)."""
         if length not in self.masks:
-            places = np.arange(length, dtype=np.int32)
+            positions = np.arange(length, dtype=np.int32)
             keys, queries = (
-                constant_value(places[None], "s32"),
-                constant_value(places[:, None], "s32"),
+                constant_value(positions[None], "s32"),
+                constant_value(positions[:, None], "s32"),
             )
             self.masks[length] = self._emit.compare("Greater", keys, queries)
         return self.masks[length]
 
-    def _by_document(self, numbers: ArrayValue) -> ArrayValue:
+    def _by_document(self, segment_ids: ArrayValue) -> ArrayValue:
         """Return the causal mask within documents, true where a key is hidden from the query.
 
-        `numbers` are segment ids, (batch, seq); the mask is (batch, 1, query, key).
+        `segment_ids` has shape (batch, seq); the mask is (batch, 1, query, key).
         """
-        emit, name = self._emit, self._emit.node(numbers)
+        emit, name = self._emit, self._emit.node(segment_ids)
         if name not in self.masks:
-            batch, length = numbers.shape
-            other = emit.compare(
+            batch, length = segment_ids.shape
+            different_segment = emit.compare(
                 "NotEqual",
-                emit.reshape(numbers, (batch, 1, length, 1)),
-                emit.reshape(numbers, (batch, 1, 1, length)),
+                emit.reshape(segment_ids, (batch, 1, length, 1)),
+                emit.reshape(segment_ids, (batch, 1, 1, length)),
             )
-            ahead = emit.reshape(self._triangle(length), (1, 1, length, length))
-            self.masks[name] = emit.logical_or(other, ahead)
+            causal_mask = emit.reshape(self._triangle(length), (1, 1, length, length))
+            self.masks[name] = emit.logical_or(different_segment, causal_mask)
         return self.masks[name]
 
 
 def _unsupported_reason(
-    arrays: Sequence[ArrayValue], before: Sequence[ArrayValue], window: ArrayValue | None
+    arrays: Sequence[ArrayValue], backward_inputs: Sequence[ArrayValue], window: ArrayValue | None
 ) -> str | None:
     """Return why the operators do not support the arrays; None if they do."""
     query, key, value = arrays
-    if {one.dtype for one in arrays} != {"bf16"}:
+    if {x.dtype for x in arrays} != {"bf16"}:
         return f"attention in {query.dtype}; the operator supports bf16 only"
     if len(query.shape) != 4 or key.shape != value.shape:
         return f"attention with unsupported shapes: query {query.shape}, key {key.shape}"
@@ -170,7 +172,7 @@ def _unsupported_reason(
     if window is not None and window.data is None:
         return "a sliding window that is known only at run time"
     shapes = [query.shape] * 2 + [_statistic(query.shape)] * 2
-    if before and [one.shape for one in before] != shapes:
+    if backward_inputs and [x.shape for x in backward_inputs] != shapes:
         return "a gradient that is sharded differently from the attention output"
     return None
 

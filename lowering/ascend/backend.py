@@ -120,7 +120,7 @@ def compile(lowered: Lowered) -> Artifact:
         LoweringError: an operation is not supported.
     """
     target, facts = lowered.target, lowered.facts["ascend"]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     translated = translate(
         lowered.handle,
         name=lowered.name,
@@ -131,7 +131,7 @@ def compile(lowered: Lowered) -> Artifact:
     record = lowered.facts | {
         "target": str(target),
         "stablehlo_bytes": len(lowered.text),
-        "compile_seconds": round(time.perf_counter() - began, 3),
+        "compile_seconds": round(time.perf_counter() - start_time, 3),
         "memory": per_device.memory(lowered.handle, facts),
         "ascend": facts | _loading(translated),
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
@@ -142,7 +142,7 @@ def compile(lowered: Lowered) -> Artifact:
 def _loading(translated: MindirGraph) -> dict[str, Any]:
     """Return the entries of the record that a loader needs."""
     return {
-        "stored": [[list(each.shape), each.dtype] for each in translated.inputs],
+        "stored": [[list(tensor.shape), tensor.dtype] for tensor in translated.inputs],
         "variables": list(translated.variables),
         "returned": list(translated.returned),
         "groups": [[list(group) for group in groups] for groups in translated.groups],
@@ -158,14 +158,14 @@ def load(artifact: Artifact, target: Target) -> Executable:
     Raises:
         LoweringError: MindSpore or CANN is not installed, or the graph is for another target.
     """
-    about = artifact.record
-    if Target.parse(about["target"]) != target:
+    record = artifact.record
+    if Target.parse(record["target"]) != target:
         raise LoweringError(
-            f"the compiled {about['graph']} step is for {about['target']}, not for {target}"
+            f"the compiled {record['graph']} step is for {record['target']}, not for {target}"
         )
-    mesh = make_mesh(MeshShape(about["mesh"]), devices(target))
-    program = RankProgram(artifact.payload, about, mesh, _ranks(target), _device(target))
-    return Executable(program, about, mesh)
+    mesh = make_mesh(MeshShape(record["mesh"]), devices(target))
+    program = RankProgram(artifact.payload, record, mesh, _ranks(target), _device(target))
+    return Executable(program, record, mesh)
 
 
 def _device(target: Target) -> str:

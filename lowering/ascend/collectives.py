@@ -55,29 +55,33 @@ class Collectives:
             x = emit.reshape(x, shape)
             x = emit.cast(x, dtype) if dtype == "pred" else x
             return wrap_to_hlo_type(emit, x, hlo_type(instruction))
-        return reduce(emit, kind, self._all(groups, x), [0], hlo_type(instruction))
+        return reduce(emit, kind, self._gather_from_group(groups, x), [0], hlo_type(instruction))
 
     def all_gather(self, instruction: Message, x: ArrayValue) -> ArrayValue:
         """Translate all-gather along one array axis."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
-        every = self._all(groups, x)
-        return self._emit.reshape(_moved(self._emit, every, 0, axis), shape_of(instruction))
+        gathered = self._gather_from_group(groups, x)
+        return self._emit.reshape(_move_axis(self._emit, gathered, 0, axis), shape_of(instruction))
 
     def reduce_scatter(self, instruction: Message, kind: str, x: ArrayValue) -> ArrayValue:
         """Translate reduce-scatter along one array axis by the operation `kind`."""
         groups, (axis,) = _groups(instruction), instruction.dimensions
         emit, count = self._emit, len(groups[0])
         order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
-        front = emit.transpose(x, order)
-        shape = (front.shape[0] // count, *front.shape[1:])
+        axis_first = emit.transpose(x, order)
+        shape = (axis_first.shape[0] // count, *axis_first.shape[1:])
         if emit.native:
             attributes = self._attributes(groups) | {"op": _HCCL[kind], "rank_size": count}
-            part = emit.apply("ReduceScatter", [front], shape, x.dtype, attributes)
+            shard = emit.apply("ReduceScatter", [axis_first], shape, x.dtype, attributes)
         else:
-            whole = reduce(emit, kind, self._all(groups, front), [0], hlo_type(instruction))
-            blocks = emit.reshape(whole, (count, *shape))
-            part = emit.reshape(emit.gather_axis(blocks, self._place(groups), 0), shape)
-        return wrap_to_hlo_type(emit, emit.transpose(part, inverse(order)), hlo_type(instruction))
+            reduced = reduce(
+                emit, kind, self._gather_from_group(groups, axis_first), [0], hlo_type(instruction)
+            )
+            blocks = emit.reshape(reduced, (count, *shape))
+            shard = emit.reshape(
+                emit.gather_axis(blocks, self._position_in_group(groups), 0), shape
+            )
+        return wrap_to_hlo_type(emit, emit.transpose(shard, inverse(order)), hlo_type(instruction))
 
     def all_to_all(self, instruction: Message, operands: Sequence[ArrayValue]) -> Any:
         """Translate all-to-all of one operand split along an axis, or of one operand per rank."""
@@ -87,15 +91,14 @@ class Collectives:
             parts = emit.concatenate([emit.reshape(x, (1, *x.shape)) for x in operands], 0)
             parts = self._exchanged(groups, parts)
             return tuple(
-                emit.reshape(_row(emit, parts, number), x.shape)
-                for number, x in enumerate(operands)
+                emit.reshape(_row(emit, parts, index), x.shape) for index, x in enumerate(operands)
             )
         (x,), (axis,) = operands, instruction.dimensions
         split = emit.reshape(
             x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
         )
-        parts = self._exchanged(groups, _moved(emit, split, axis, 0))
-        return emit.reshape(_moved(emit, parts, 0, axis), x.shape)
+        parts = self._exchanged(groups, _move_axis(emit, split, axis, 0))
+        return emit.reshape(_move_axis(emit, parts, 0, axis), x.shape)
 
     def _exchanged(self, groups: Groups, parts: ArrayValue) -> ArrayValue:
         """Exchange parts so that rank i has part i of every rank: (ranks, ...) to (ranks, ...)."""
@@ -107,9 +110,9 @@ class Collectives:
                 "split_dim": 0,
             }
             return emit.apply("AlltoAll", [parts], parts.shape, parts.dtype, attributes)
-        every = self._all(groups, parts)
-        mine = emit.gather_axis(every, self._place(groups), 1)
-        return emit.reshape(mine, parts.shape)
+        gathered = self._gather_from_group(groups, parts)
+        received = emit.gather_axis(gathered, self._position_in_group(groups), 1)
+        return emit.reshape(received, parts.shape)
 
     def permute(self, instruction: Message, x: ArrayValue) -> ArrayValue:
         """Translate collective-permute; ranks to which no rank sends receive zeros."""
@@ -122,16 +125,16 @@ class Collectives:
             return self._sent(sources, x)
         source = emit.gather_axis(constant_value(sources, "s64"), self._own_rank(), 0)
         if emit.native:
-            found = self._sent(sources, x)
+            received = self._sent(sources, x)
         else:
-            every = self._all((tuple(range(self._ranks)),), x)
-            found = emit.gather_axis(every, emit.maximum(source, emit.integer(0, source)), 0)
-            found = emit.reshape(found, x.shape)
+            gathered = self._gather_from_group((tuple(range(self._ranks)),), x)
+            received = emit.gather_axis(gathered, emit.maximum(source, emit.integer(0, source)), 0)
+            received = emit.reshape(received, x.shape)
         if (sources >= 0).all():
-            return found
-        given = emit.compare("GreaterEqual", source, emit.integer(0, source))
-        given = emit.reshape(given, (1,) * len(x.shape))
-        return emit.select(given, found, emit.broadcast_to(
+            return received
+        has_source = emit.compare("GreaterEqual", source, emit.integer(0, source))
+        has_source = emit.reshape(has_source, (1,) * len(x.shape))
+        return emit.select(has_source, received, emit.broadcast_to(
             emit.literal(np.zeros((1,) * len(x.shape)), x.dtype), x.shape))  # fmt: skip
 
     def _sent(self, sources: np.ndarray, x: ArrayValue) -> ArrayValue:
@@ -140,8 +143,8 @@ class Collectives:
         Ranks without a source receive unused values from ranks without a target.
         """
         idle = iter(sorted(set(range(self._ranks)) - set(sources.tolist())))
-        whole = [int(source) if source >= 0 else next(idle) for source in sources]
-        self.exchanges.append(whole)
+        all_sources = [int(source) if source >= 0 else next(idle) for source in sources]
+        self.exchanges.append(all_sources)
         world = self._attributes((tuple(range(self._ranks)),))
         attributes = {
             "group": world["group"],
@@ -150,11 +153,11 @@ class Collectives:
             "send_shapes": [list(x.shape)],
         }
         writer, tensor = self._emit.writer, TensorInfo(x.shape, x.dtype)
-        given = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
-        taken = writer.node("NeighborExchange", [given], [tensor], attributes)
-        return self._emit.tuple_element(taken, 0, tensor)
+        send_tuple = writer.node("MakeTuple", [self._emit.node(x)], [tensor])
+        received_tuple = writer.node("NeighborExchange", [send_tuple], [tensor], attributes)
+        return self._emit.tuple_element(received_tuple, 0, tensor)
 
-    def _all(self, groups: Groups, x: ArrayValue) -> ArrayValue:
+    def _gather_from_group(self, groups: Groups, x: ArrayValue) -> ArrayValue:
         """Gather x from all ranks of the group, in group order: (ranks of the group, *shape)."""
         emit, count = self._emit, len(groups[0])
         shape = (count, *x.shape)
@@ -162,42 +165,44 @@ class Collectives:
             return emit.reshape(x, shape)
         if emit.native:
             attributes = self._attributes(groups) | {"rank_size": count}
-            one = emit.reshape(emit.cast(x, "s8") if x.dtype == "pred" else x, (1, *x.shape))
-            every = emit.apply("AllGather", [one], shape, one.dtype, attributes)
-            return emit.cast(every, x.dtype) if x.dtype == "pred" else every
+            shard = emit.reshape(emit.cast(x, "s8") if x.dtype == "pred" else x, (1, *x.shape))
+            gathered = emit.apply("AllGather", [shard], shape, shard.dtype, attributes)
+            return emit.cast(gathered, x.dtype) if x.dtype == "pred" else gathered
         if x.dtype not in _ALL_REDUCE_TYPES:
-            return self._all_integers(groups, x)
-        numbers = constant_value(np.arange(count).reshape(count, *(1 for _ in x.shape)), "s64")
-        is_own = emit.compare("Equal", numbers, self._place(groups))
+            return self._gather_integers(groups, x)
+        positions = constant_value(np.arange(count).reshape(count, *(1 for _ in x.shape)), "s64")
+        is_own = emit.compare("Equal", positions, self._position_in_group(groups))
         zero = emit.literal(np.zeros((1,) * len(shape)), x.dtype)
         placed = emit.select(is_own, emit.reshape(x, (1, *x.shape)), zero)
         attributes = self._attributes(groups) | {"op": "sum"}
         return emit.apply("AllReduce", [placed], shape, x.dtype, attributes)
 
-    def _all_integers(self, groups: Groups, x: ArrayValue) -> ArrayValue:
+    def _gather_integers(self, groups: Groups, x: ArrayValue) -> ArrayValue:
         """Gather integers, 16 bits at a time, which float32 represents exactly."""
         emit, stored = self._emit, x.dtype
         if stored in ("f64", "bf16"):
             raise unsupported(f"a collective of {stored} on a CPU")
-        wide, whole = emit.cast(x, "s64"), None
+        wide, result = emit.cast(x, "s64"), None
         for shift in range(0, 64 if stored == "s64" else 32, 16):
             by, mask = emit.integer(shift, wide), emit.integer(0xFFFF, wide)
-            part = emit.elementwise("RightShift", np.right_shift, [wide, by]) if shift else wide
-            part = emit.elementwise("BitwiseAnd", np.bitwise_and, [part, mask])
-            every = emit.cast(self._all(groups, emit.cast(part, "f32")), "s64")
-            every = emit.elementwise("LeftShift", np.left_shift, [every, by]) if shift else every
-            whole = every if whole is None else emit.add(whole, every)
-        assert whole is not None
+            bits = emit.elementwise("RightShift", np.right_shift, [wide, by]) if shift else wide
+            bits = emit.elementwise("BitwiseAnd", np.bitwise_and, [bits, mask])
+            gathered = emit.cast(self._gather_from_group(groups, emit.cast(bits, "f32")), "s64")
+            gathered = (
+                emit.elementwise("LeftShift", np.left_shift, [gathered, by]) if shift else gathered
+            )
+            result = gathered if result is None else emit.add(result, gathered)
+        assert result is not None
         if stored == "s64":
-            return whole
-        return emit.cast(to_signed(emit, whole), stored)
+            return result
+        return emit.cast(to_signed(emit, result), stored)
 
-    def _place(self, groups: Groups) -> ArrayValue:
+    def _position_in_group(self, groups: Groups) -> ArrayValue:
         """Return this rank's position in its group, as an array of one element."""
-        places = np.zeros(self._ranks, np.int64)
+        positions = np.zeros(self._ranks, np.int64)
         for group in groups:
-            places[list(group)] = range(len(group))
-        return self._emit.gather_axis(constant_value(places, "s64"), self._own_rank(), 0)
+            positions[list(group)] = range(len(group))
+        return self._emit.gather_axis(constant_value(positions, "s64"), self._own_rank(), 0)
 
     def _own_rank(self) -> ArrayValue:
         if self.rank is None:
@@ -207,8 +212,8 @@ class Collectives:
     def _attributes(self, groups: Groups) -> dict[str, Any]:
         if groups not in self.groups:
             self.groups.append(groups)
-        number = self.groups.index(groups)
-        return {"group": placeholder(number), "fusion": 0, "index": 0, "no_eliminate": True}
+        group_index = self.groups.index(groups)
+        return {"group": placeholder(group_index), "fusion": 0, "index": 0, "no_eliminate": True}
 
 
 def placeholder(number: int) -> str:
@@ -220,12 +225,12 @@ def _groups(instruction: Message) -> Groups:
     return tuple(tuple(group.replica_ids) for group in instruction.replica_groups)
 
 
-def _moved(emit: Emitter, x: ArrayValue, source: int, target: int) -> ArrayValue:
+def _move_axis(emit: Emitter, x: ArrayValue, source: int, target: int) -> ArrayValue:
     order = [axis for axis in range(len(x.shape)) if axis != source]
     order.insert(target, source)
     return emit.transpose(x, order)
 
 
-def _row(emit: Emitter, x: ArrayValue, number: int) -> ArrayValue:
-    rest = x.shape[1:]
-    return emit.slice(x, [number] + [0] * len(rest), [number + 1, *rest])
+def _row(emit: Emitter, x: ArrayValue, index: int) -> ArrayValue:
+    row_shape = x.shape[1:]
+    return emit.slice(x, [index] + [0] * len(row_shape), [index + 1, *row_shape])

@@ -52,35 +52,37 @@ class Control:
         """
         emit, writer, size = self._emit, self._emit.writer, len(state)
         self._count += 1
-        header, body, end = (f"{part}.{self._count}" for part in ("loop", "turn", "end"))
-        moving = [number for number in range(size) if number not in fixed]
-        tensors = [_tensor(state[number]) for number in moving]
-        everything = self._with_rank(state)
+        header, body, end = (f"{prefix}.{self._count}" for prefix in ("loop", "turn", "end"))
+        changing = [index for index in range(size) if index not in fixed]
+        tensors = [_tensor(state[index]) for index in changing]
+        all_values = self._with_rank(state)
         # Values that are known and never change are known in every iteration.
-        known_ = {n for n in fixed if state[n].data is not None}
+        known_indices = {n for n in fixed if state[n].data is not None}
 
         def nodes(values: Values) -> list[str]:
-            return [emit.node(one) for n, one in enumerate(values) if n not in known_]
+            return [emit.node(value) for n, value in enumerate(values) if n not in known_indices]
 
         with writer.function(header):
-            now = self._inputs(everything, known_)
-            with self._elsewhere(*now[size:]):
-                condition = emit.node(goes_on(now[:size])[0])
-            ends_with = [emit.node(now[number]) for number in moving]
-            chosen = writer.choice(condition, [(body, nodes(now)), (end, ends_with)], tensors)
+            inputs = self._inputs(all_values, known_indices)
+            with self._elsewhere(*inputs[size:]):
+                condition = emit.node(goes_on(inputs[:size])[0])
+            final_nodes = [emit.node(inputs[index]) for index in changing]
+            chosen = writer.choice(condition, [(body, nodes(inputs)), (end, final_nodes)], tensors)
             writer.return_tuple(chosen, tensors)
         with writer.function(body):
-            now = self._inputs(everything, known_)
-            with self._elsewhere(*now[size:]):
-                after = turn(now[:size])
-            after = [now[n] if n in fixed or n == size else after[n] for n in range(len(now))]
-            writer.return_tuple(writer.call(header, nodes(after), tensors), tensors)
+            inputs = self._inputs(all_values, known_indices)
+            with self._elsewhere(*inputs[size:]):
+                new_state = turn(inputs[:size])
+            new_state = [
+                inputs[n] if n in fixed or n == size else new_state[n] for n in range(len(inputs))
+            ]
+            writer.return_tuple(writer.call(header, nodes(new_state), tensors), tensors)
         with writer.function(end):
-            now = self._inputs([state[number] for number in moving], set())
-            writer.return_new_tuple([emit.node(one) for one in now], tensors)
-        found = self._parts(writer.call(header, nodes(everything), tensors), tensors)
-        by_number = dict(zip(moving, found, strict=True))
-        return [by_number.get(number, one) for number, one in enumerate(state)]
+            inputs = self._inputs([state[index] for index in changing], set())
+            writer.return_new_tuple([emit.node(value) for value in inputs], tensors)
+        results = self._tuple_elements(writer.call(header, nodes(all_values), tensors), tensors)
+        result_by_index = dict(zip(changing, results, strict=True))
+        return [result_by_index.get(index, value) for index, value in enumerate(state)]
 
     def choose(
         self,
@@ -101,53 +103,62 @@ class Control:
         if len(branches) == 1:
             return branches[0](arguments[0])
 
-        def others(given: Values) -> Values:
-            before, *flat = given
-            split, rest = [], iter(flat)
+        def remaining_branches(inputs: Values) -> Values:
+            previous_index, *flat_arguments = inputs
+            split, argument_iter = [], iter(flat_arguments)
             for each in arguments[1:]:
-                split.append([next(rest) for _ in each])
-            number = emit.subtract(before, emit.integer(1, before))
-            return self.choose(number, split, branches[1:], tensors)
+                split.append([next(argument_iter) for _ in each])
+            next_index = emit.subtract(previous_index, emit.integer(1, previous_index))
+            return self.choose(next_index, split, branches[1:], tensors)
 
-        rest = [number, *(one for each in arguments[1:] for one in each)]
+        remaining_inputs = [number, *(value for each in arguments[1:] for value in each)]
         self._count += 1
         options = [
             self._branch(f"branch.{self._count}.first", arguments[0], branches[0], tensors),
-            self._branch(f"branch.{self._count}.others", rest, others, tensors),
+            self._branch(
+                f"branch.{self._count}.others", remaining_inputs, remaining_branches, tensors
+            ),
         ]
         is_first = emit.compare("Equal", number, emit.integer(0, number))
-        return self._parts(writer.choice(emit.node(is_first), options, tensors), tensors)
+        return self._tuple_elements(writer.choice(emit.node(is_first), options, tensors), tensors)
 
     def _branch(
-        self, name: str, given: Values, function: Function, tensors: Sequence[TensorInfo]
+        self, name: str, arguments: Values, function: Function, tensors: Sequence[TensorInfo]
     ) -> tuple[str, list[str]]:
         """Write a branch as a graph; return its name and the nodes that it is called with."""
-        emit, writer, size = self._emit, self._emit.writer, len(given)
-        everything = self._with_rank(given)
-        known_ = {n for n, one in enumerate(given) if one.data is not None}
+        emit, writer, size = self._emit, self._emit.writer, len(arguments)
+        all_values = self._with_rank(arguments)
+        known_indices = {n for n, value in enumerate(arguments) if value.data is not None}
         with writer.function(name):
-            now = self._inputs(everything, known_)
-            with self._elsewhere(*now[size:]):
-                writer.return_new_tuple([emit.node(one) for one in function(now[:size])], tensors)
-        return name, [emit.node(one) for n, one in enumerate(everything) if n not in known_]
+            inputs = self._inputs(all_values, known_indices)
+            with self._elsewhere(*inputs[size:]):
+                writer.return_new_tuple(
+                    [emit.node(value) for value in function(inputs[:size])], tensors
+                )
+        return name, [
+            emit.node(value) for n, value in enumerate(all_values) if n not in known_indices
+        ]
 
     def _with_rank(self, values: Values) -> list[ArrayValue]:
         rank = self._rank()
         return [*values, *([] if rank is None else [rank])]
 
-    def _inputs(self, values: Values, known_: set[int]) -> list[ArrayValue]:
+    def _inputs(self, values: Values, known_indices: set[int]) -> list[ArrayValue]:
         """Add inputs for values to the current graph; known values remain known."""
         writer = self._emit.writer
         return [
-            constant_value(np.asarray(one.data), one.dtype)
-            if number in known_
-            else ArrayValue(one.shape, one.dtype, node=writer.input(f"input{number}", _tensor(one)))
-            for number, one in enumerate(values)
+            constant_value(np.asarray(value.data), value.dtype)
+            if index in known_indices
+            else ArrayValue(
+                value.shape, value.dtype, node=writer.input(f"input{index}", _tensor(value))
+            )
+            for index, value in enumerate(values)
         ]
 
-    def _parts(self, together: str, tensors: Sequence[TensorInfo]) -> list[ArrayValue]:
+    def _tuple_elements(self, tuple_node: str, tensors: Sequence[TensorInfo]) -> list[ArrayValue]:
         return [
-            self._emit.tuple_element(together, number, one) for number, one in enumerate(tensors)
+            self._emit.tuple_element(tuple_node, index, tensor)
+            for index, tensor in enumerate(tensors)
         ]
 
 

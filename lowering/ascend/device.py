@@ -30,7 +30,7 @@ _TYPES = {
 
 
 class RankArray:
-    """Global array whose shards are stored on the ranks, under the id `number`."""
+    """Global array whose shards are stored on the ranks, under the id `array_id`."""
 
     def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
         self.ranks, self.layout = ranks, layout
@@ -53,9 +53,9 @@ class RankArray:
 
     def donate(self) -> int:
         """Return the array's id for a program that overwrites it; mark the array as deleted."""
-        number = self._checked()
+        array_id = self._checked()
         self.array_id = None
-        return number
+        return array_id
 
     def _checked(self) -> int:
         if self.array_id is None:
@@ -65,11 +65,11 @@ class RankArray:
         return self.array_id
 
     def __float__(self) -> float:
-        number = self._checked()
+        array_id = self._checked()
         if self.scalar is None:
             self.ranks.wait_for_answers()
         if self.scalar is None:
-            self.scalar = self.ranks.call("get", lambda rank: [number])[0]
+            self.scalar = self.ranks.call("get", lambda rank: [array_id])[0]
         return float(self.scalar.reshape(-1)[0])
 
     def __int__(self) -> int:
@@ -94,12 +94,12 @@ class RankProgram:
         self._types = [_TYPES[dtype] for _, dtype in about["stored"]]
         self._in_place: dict[int, int] = dict(about["aliases"])  # output index to input index
         self._load(mindir, device)
-        self._rank = self._numbered() if about["rank_input"] else None
+        self._rank = self._store_rank_numbers() if about["rank_input"] else None
 
     def _load(self, mindir: bytes, device: str) -> None:
         variables = {
-            f"input{number}": (self._about["stored"][number][0], self._types[number])
-            for number in self._about["variables"]
+            f"input{index}": (self._about["stored"][index][0], self._types[index])
+            for index in self._about["variables"]
         }
         groups, exchanges = self._about["groups"], self._about["exchanges"]
         directory = self._ranks.directory
@@ -112,13 +112,13 @@ class RankProgram:
 
         self._ranks.call("load", arguments)
 
-    def _numbered(self) -> int:
+    def _store_rank_numbers(self) -> int:
         """Store an array with each rank's own number on the ranks; return the array's id."""
-        number = self._ranks.new_array_id()
+        array_id = self._ranks.new_array_id()
         self._ranks.call(
-            "put", lambda rank: [[(number, np.array(rank, np.int64), self._types[-1])]]
+            "put", lambda rank: [[(array_id, np.array(rank, np.int64), self._types[-1])]]
         )
-        return number
+        return array_id
 
     def __call__(self, *trees: Tree) -> Tree:
         leaves = [
@@ -126,33 +126,41 @@ class RankProgram:
             for name, tree in zip(self._record["arguments"], trees, strict=True)
             for path, leaf in flatten(tree, name).items()
         ]
-        given = self._placed(leaves)
-        written = {number: output for output, number in self._in_place.items()}
-        variables = {f"input{n}": given[n].donate() for n in self._about["variables"]}
+        arguments = self._placed(leaves)
+        output_of_input = {
+            input_index: output_index for output_index, input_index in self._in_place.items()
+        }
+        variables = {f"input{n}": arguments[n].donate() for n in self._about["variables"]}
         inputs = [
-            one._checked() for n, one in enumerate(given) if n not in self._about["variables"]
+            array._checked()
+            for n, array in enumerate(arguments)
+            if n not in self._about["variables"]
         ]
         inputs += [self._rank] if self._rank is not None else []
-        made = [RankArray(self._ranks, layout) for layout in self._outputs.values()]
-        returned = [made[n].array_id for n in self._about["returned"]]
-        kept = {f"input{n}": made[written[n]].array_id for n in self._about["variables"]}
-        by_number = {one.array_id: weakref.ref(one) for one in made}
+        results = [RankArray(self._ranks, layout) for layout in self._outputs.values()]
+        returned = [results[n].array_id for n in self._about["returned"]]
+        variable_results = {
+            f"input{n}": results[output_of_input[n]].array_id for n in self._about["variables"]
+        }
+        result_by_id = {array.array_id: weakref.ref(array) for array in results}
 
         def note(answers: list[Any]) -> None:
-            for number, scalar in answers[0].items():
-                array = by_number[number]()
+            for array_id, scalar in answers[0].items():
+                array = result_by_id[array_id]()
                 if array is not None:
                     array.scalar = scalar
 
         self._ranks.send(
-            "run", lambda rank: [self._record["graph"], inputs, variables, returned, kept], note
+            "run",
+            lambda rank: [self._record["graph"], inputs, variables, returned, variable_results],
+            note,
         )
-        return unflatten(dict(zip(self._outputs, made, strict=True)))
+        return unflatten(dict(zip(self._outputs, results, strict=True)))
 
     def _placed(self, leaves: list[tuple[RankLayout, Any]]) -> list[RankArray]:
         """Return the arguments as arrays on the ranks; send those of the host in one message."""
         placed, sent = [], []
-        for number, (layout, leaf) in enumerate(leaves):
+        for index, (layout, leaf) in enumerate(leaves):
             if isinstance(leaf, RankArray):
                 self._check(leaf, layout)
                 placed.append(leaf)
@@ -160,14 +168,14 @@ class RankProgram:
             array = RankArray(self._ranks, layout)
             placed.append(array)
             shards = zip(self._ranks.local_ranks, layout.shards(leaf), strict=True)
-            sent.append((array.array_id, dict(shards), number))
+            sent.append((array.array_id, dict(shards), index))
         if sent:
             self._ranks.call(
                 "put",
                 lambda rank: [
                     [
-                        (n, _to_mindspore_dtype(shards[rank]), self._types[at])
-                        for n, shards, at in sent
+                        (array_id, _to_mindspore_dtype(shards[rank]), self._types[input_index])
+                        for array_id, shards, input_index in sent
                     ]
                 ],
             )

@@ -62,18 +62,18 @@ class Emitter:
         if value.node is not None:
             return value.node
         if value.stacked is not None:
-            whole = self._assembled(value.stacked)
+            written = self._assemble(value.stacked)
         else:
             assert value.data is not None
-            whole = self._constant(value.data, value.dtype)
-        object.__setattr__(value, "node", whole.node)  # the same array, now also in the graph
+            written = self._constant(value.data, value.dtype)
+        object.__setattr__(value, "node", written.node)  # the same array, now also in the graph
         assert value.node is not None
         return value.node
 
     def _constant(self, data: np.ndarray, dtype: str) -> ArrayValue:
-        once = _unrepeated(data)
-        if data.size > _MIN_BROADCAST_ELEMENTS and once.size < data.size:
-            return self.broadcast_to(self._constant(once.copy(), dtype), data.shape)
+        unrepeated = _unrepeated(data)
+        if data.size > _MIN_BROADCAST_ELEMENTS and unrepeated.size < data.size:
+            return self.broadcast_to(self._constant(unrepeated.copy(), dtype), data.shape)
         name = self.writer.constant(np.ascontiguousarray(data).reshape(data.shape))
         return ArrayValue(tuple(data.shape), dtype, node=name)
 
@@ -95,9 +95,9 @@ class Emitter:
     ) -> tuple[ArrayValue, ...]:
         """Apply an operator that returns several results; see `apply`."""
         names = self._names(inputs)
-        together = self.writer.node(operator, names, tensors)
+        tuple_node = self.writer.node(operator, names, tensors)
         return tuple(
-            self.tuple_element(together, number, one) for number, one in enumerate(tensors)
+            self.tuple_element(tuple_node, index, tensor) for index, tensor in enumerate(tensors)
         )
 
     def tuple_element(self, together: str, number: int, tensor: TensorInfo) -> ArrayValue:
@@ -107,18 +107,17 @@ class Emitter:
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         return [
-            self.node(one) if isinstance(one, ArrayValue) else self.writer.constant(one)
-            for one in inputs
+            self.node(x) if isinstance(x, ArrayValue) else self.writer.constant(x) for x in inputs
         ]
 
     def try_constant_fold(
         self, function: Callable[..., np.ndarray], inputs: Sequence[ArrayValue], dtype: str
     ) -> ArrayValue | None:
         """Return the result of a NumPy function if all inputs are known and small, else None."""
-        data = [one.data for one in inputs if one.data is not None]
+        data = [x.data for x in inputs if x.data is not None]
         if len(data) < len(inputs):
             return None
-        shape = np.broadcast_shapes(*(one.shape for one in data))
+        shape = np.broadcast_shapes(*(x.shape for x in data))
         if len(data) == 1:
             data = [_unrepeated(data[0])]
         if math.prod(shape) > _MAX_FOLDED_ELEMENTS and (
@@ -139,10 +138,10 @@ class Emitter:
     ) -> ArrayValue:
         """Apply an operator to each element; shapes broadcast as in NumPy."""
         dtype = dtype or inputs[0].dtype
-        found = self.try_constant_fold(function, inputs, dtype) if function is not None else None
-        if found is not None:
-            return found
-        shape = np.broadcast_shapes(*(one.shape for one in inputs))
+        folded = self.try_constant_fold(function, inputs, dtype) if function is not None else None
+        if folded is not None:
+            return folded
+        shape = np.broadcast_shapes(*(x.shape for x in inputs))
         return self.apply(operator, inputs, shape, dtype, attributes)
 
     # Arithmetic.
@@ -186,19 +185,19 @@ class Emitter:
                 chosen = a if first else b
                 shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
                 return self.broadcast_to(chosen, shape)
-        found = self.try_constant_fold(np.where, [condition, a, b], a.dtype)
-        if found is not None:
-            return found
+        folded = self.try_constant_fold(np.where, [condition, a, b], a.dtype)
+        if folded is not None:
+            return folded
         shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
-        condition, a, b = (self.broadcast_to(one, shape) for one in (condition, a, b))
+        condition, a, b = (self.broadcast_to(x, shape) for x in (condition, a, b))
         return self.apply("Select", [condition, a, b], shape, a.dtype)
 
     def cast(self, value: ArrayValue, dtype: str) -> ArrayValue:
         """Convert to another stored type, as in C."""
         if value.dtype == dtype:
             return value
-        found = self.try_constant_fold(lambda data: data, [value], dtype)
-        return found or self.apply("Cast", [value, TYPE_IDS[dtype]], value.shape, dtype)
+        folded = self.try_constant_fold(lambda data: data, [value], dtype)
+        return folded or self.apply("Cast", [value, TYPE_IDS[dtype]], value.shape, dtype)
 
     # Positions of elements.
 
@@ -253,9 +252,9 @@ class Emitter:
         if value.data is not None:
             return constant_value(value.data[tuple(map(slice, starts, limits, steps))], value.dtype)
         if value.stacked is not None and set(steps) <= {1}:
-            part = self._part(value.stacked, starts, limits)
-            if part is not None:
-                return part
+            block = self._written_slice(value.stacked, starts, limits)
+            if block is not None:
+                return block
         shape = tuple(
             max(0, -(-(limit - start) // step))
             for start, limit, step in zip(starts, limits, steps, strict=True)
@@ -268,18 +267,18 @@ class Emitter:
         )
 
     def concatenate(self, values: Sequence[ArrayValue], axis: int) -> ArrayValue:
-        parts = [one for one in values if one.shape[axis]]
+        parts = [x for x in values if x.shape[axis]]
         if len(parts) == 1:
             return parts[0]
         shape = list(values[0].shape)
-        shape[axis] = sum(one.shape[axis] for one in values)
+        shape[axis] = sum(x.shape[axis] for x in values)
         dtype = values[0].dtype
-        if math.prod(shape) <= _MAX_FOLDED_ELEMENTS and all(one.data is not None for one in parts):
-            return constant_value(np.concatenate([one.data for one in parts], axis), dtype)  # type: ignore[misc]
-        tensors = [TensorInfo(one.shape, dtype) for one in parts]
-        together = self.writer.node("MakeTuple", [self.node(one) for one in parts], tensors)
+        if math.prod(shape) <= _MAX_FOLDED_ELEMENTS and all(x.data is not None for x in parts):
+            return constant_value(np.concatenate([x.data for x in parts], axis), dtype)  # type: ignore[misc]
+        tensors = [TensorInfo(x.shape, dtype) for x in parts]
+        tuple_node = self.writer.node("MakeTuple", [self.node(x) for x in parts], tensors)
         name = self.writer.node(
-            "Concat", [together, self.writer.constant(axis)], TensorInfo(shape, dtype)
+            "Concat", [tuple_node, self.writer.constant(axis)], TensorInfo(shape, dtype)
         )
         return ArrayValue(tuple(shape), dtype, node=name)
 
@@ -306,8 +305,8 @@ class Emitter:
             return update
         if len(partial) == 1:
             axis = partial[0]
-            kept = value.stacked if value.stacked and value.stacked.axis == axis else None
-            stacked = (kept or SliceUpdates(value, axis)).with_part(starts[axis], update)
+            updates = value.stacked if value.stacked and value.stacked.axis == axis else None
+            stacked = (updates or SliceUpdates(value, axis)).with_part(starts[axis], update)
             stacked = stacked or SliceUpdates(value, axis).with_part(starts[axis], update)
             return ArrayValue(value.shape, value.dtype, stacked=stacked)
         # From the innermost axis on: each iteration extends the slab along one more axis.
@@ -328,40 +327,42 @@ class Emitter:
             )
         return slab
 
-    def _part(self, stacked: SliceUpdates, starts: Shape, limits: Shape) -> ArrayValue | None:
+    def _written_slice(
+        self, stacked: SliceUpdates, starts: Shape, limits: Shape
+    ) -> ArrayValue | None:
         """Return a slice of an array written in parts; None if it spans several of them."""
         axis = stacked.axis
         start, limit = starts[axis], limits[axis]
-        for at, part in stacked.parts.items():
-            end = at + part.shape[axis]
-            if at <= start and limit <= end:
+        for update_start, update in stacked.parts.items():
+            update_end = update_start + update.shape[axis]
+            if update_start <= start and limit <= update_end:
                 low, high = list(starts), list(limits)
-                low[axis], high[axis] = start - at, limit - at
-                return self.slice(part, low, high)
-            if at < limit and start < end:
+                low[axis], high[axis] = start - update_start, limit - update_start
+                return self.slice(update, low, high)
+            if update_start < limit and start < update_end:
                 return None
         return self.slice(stacked.base, starts, limits)
 
-    def _assembled(self, stacked: SliceUpdates) -> ArrayValue:
+    def _assemble(self, stacked: SliceUpdates) -> ArrayValue:
         axis, base = stacked.axis, stacked.base
-        pieces, done = [], 0
+        blocks, next_start = [], 0
 
         def untouched(start: int, limit: int) -> ArrayValue:
             low, high = [0] * len(base.shape), list(base.shape)
             low[axis], high[axis] = start, limit
             return self.slice(base, low, high)
 
-        for start, part in sorted(stacked.parts.items()):
-            if start > done:
-                pieces.append(untouched(done, start))
-            pieces.append(part)
-            done = start + part.shape[axis]
-        if done < base.shape[axis]:
-            pieces.append(untouched(done, base.shape[axis]))
-        whole = self.concatenate(pieces, axis)
-        if whole.node is None:
-            self.node(whole)
-        return whole
+        for start, update in sorted(stacked.parts.items()):
+            if start > next_start:
+                blocks.append(untouched(next_start, start))
+            blocks.append(update)
+            next_start = start + update.shape[axis]
+        if next_start < base.shape[axis]:
+            blocks.append(untouched(next_start, base.shape[axis]))
+        result = self.concatenate(blocks, axis)
+        if result.node is None:
+            self.node(result)
+        return result
 
 
 def inverse(order: Sequence[int]) -> list[int]:

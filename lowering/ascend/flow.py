@@ -56,26 +56,26 @@ class ControlFlow:
         if choice.dtype == "pred":  # true selects the first branch
             false = constant_value(np.array(False), "pred")
             choice = emit.cast(emit.compare("Equal", choice, false), "s32")
-        called = [self._computations[number] for number in instruction.called_computation_ids]
+        called = [self._computations[index] for index in instruction.called_computation_ids]
         if choice.data is not None:
-            number = int(choice.data)
-            number = number if 0 <= number < len(called) else len(called) - 1
-            return self._run(called[number], [arguments[number]])
+            index = int(choice.data)
+            index = index if 0 <= index < len(called) else len(called) - 1
+            return self._run(called[index], [arguments[index]])
         is_tuple = instruction.shape.element_type == TYPES["tuple"]
         shapes = instruction.shape.tuple_shapes if is_tuple else [instruction.shape]
-        found = self._control.choose(
+        results = self._control.choose(
             choice,
             [_as_list(each) for each in arguments],
             [
-                self._function(each, is_tuple=isinstance(given, tuple))
-                for each, given in zip(called, arguments, strict=True)
+                self._function(each, is_tuple=isinstance(argument, tuple))
+                for each, argument in zip(called, arguments, strict=True)
             ],
             [
-                TensorInfo(one.dimensions, emit.storage_type(TYPE_NAMES[one.element_type]))
-                for one in shapes
+                TensorInfo(shape.dimensions, emit.storage_type(TYPE_NAMES[shape.element_type]))
+                for shape in shapes
             ],
         )
-        return tuple(found) if is_tuple else found[0]
+        return tuple(results) if is_tuple else results[0]
 
     def _function(self, computation: Message, *, is_tuple: bool) -> Function:
         """Return a computation of one argument, a tuple or not, as a function of lists."""
@@ -86,10 +86,10 @@ def _loop_invariants(body: Message) -> set[int]:
     """Return the indices of state elements that the loop's body returns unchanged."""
     by_id = {each.id: each for each in body.instructions}
     return {
-        number
-        for number, each in enumerate(by_id[i] for i in by_id[body.root_id].operand_ids)
+        index
+        for index, each in enumerate(by_id[i] for i in by_id[body.root_id].operand_ids)
         if each.opcode == "get-tuple-element"
-        and each.tuple_index == number
+        and each.tuple_index == index
         and by_id[each.operand_ids[0]].opcode == "parameter"
     }
 
@@ -97,6 +97,6 @@ def _loop_invariants(body: Message) -> set[int]:
 def _as_list(values: ArrayValue | tuple[Any, ...]) -> list[ArrayValue]:
     """Return a tuple of arrays, or one array, as a list."""
     listed = list(values) if isinstance(values, tuple) else [values]
-    if any(isinstance(one, tuple) for one in listed):
+    if any(isinstance(value, tuple) for value in listed):
         raise unsupported("a loop or conditional over tuples of tuples")
     return listed

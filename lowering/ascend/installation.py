@@ -29,5 +29,7 @@ def has_mindspore() -> bool:
 def has_cann() -> bool:
     """Return whether CANN's libraries can be found, by LD_LIBRARY_PATH or the system's linker."""
     directories = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    found = (Path(one, f"lib{_RUNTIME}.so").exists() for one in filter(None, directories))
-    return any(found) or ctypes.util.find_library(_RUNTIME) is not None
+    exists = (
+        Path(directory, f"lib{_RUNTIME}.so").exists() for directory in filter(None, directories)
+    )
+    return any(exists) or ctypes.util.find_library(_RUNTIME) is not None

@@ -56,15 +56,17 @@ def agree_on_cluster(count: int, problem: str) -> Cluster:
         address = ""
         problem = problem or f"cannot resolve {name}, the first host of the run: {error}"
     offer = {"problem": problem, "address": address, "port": _free_port()}
-    offers = [json.loads(word) for word in distributed.all_gather_text(json.dumps(offer))]
+    offers = [json.loads(text) for text in distributed.all_gather_text(json.dumps(offer))]
     if problem:
         raise LoweringError(problem)
-    for rank, other in enumerate(offers):
-        if other["problem"]:
-            raise LoweringError(f"process {rank}: {other['problem']}")
-    each, first = count // len(offers), distributed.rank() * (count // len(offers))
+    for rank, peer_offer in enumerate(offers):
+        if peer_offer["problem"]:
+            raise LoweringError(f"process {rank}: {peer_offer['problem']}")
+    ranks_per_process, first = count // len(offers), distributed.rank() * (count // len(offers))
     # As the last host resolves it: many hosts resolve their own name to 127.0.0.1.
-    return Cluster(count, range(first, first + each), offers[-1]["address"], offers[0]["port"])
+    return Cluster(
+        count, range(first, first + ranks_per_process), offers[-1]["address"], offers[0]["port"]
+    )
 
 
 def _free_port() -> int:
@@ -87,7 +89,7 @@ class RankProcesses:
         self._directory = directory
         self._processes: dict[int | str, subprocess.Popen[bytes]] = {}  # by rank
         self.connections: dict[int, Connection] = {}
-        together = {
+        cluster_environment = {
             "MS_WORKER_NUM": str(cluster.count),
             "RANK_SIZE": str(cluster.count),
             "MS_SCHED_HOST": cluster.address,
@@ -95,19 +97,27 @@ class RankProcesses:
             "MS_TOPO_TIMEOUT": str(START_TIMEOUT),
         }
         if cluster.count > 1 and cluster.local_ranks.start == 0:
-            self._start(_SCHEDULER, device, together | {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}, ())
-        for local, rank in enumerate(cluster.local_ranks):
-            here, there = Pipe()
-            its_own = {"RANK_ID": str(rank), "DEVICE_ID": str(local)}
+            self._start(
+                _SCHEDULER,
+                device,
+                cluster_environment | {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"},
+                (),
+            )
+        for device_id, rank in enumerate(cluster.local_ranks):
+            host_end, rank_end = Pipe()
+            rank_environment = {"RANK_ID": str(rank), "DEVICE_ID": str(device_id)}
             if cluster.count > 1:
-                its_own |= together | {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
-            its_own["GRAPHTRAIN_RANK_PIPE"] = str(there.fileno())
-            with there:
-                self._start(rank, device, its_own, (there.fileno(),))
-            self.connections[rank] = here
+                rank_environment |= cluster_environment | {
+                    "MS_ROLE": "MS_WORKER",
+                    "MS_NODE_ID": str(rank),
+                }
+            rank_environment["GRAPHTRAIN_RANK_PIPE"] = str(rank_end.fileno())
+            with rank_end:
+                self._start(rank, device, rank_environment, (rank_end.fileno(),))
+            self.connections[rank] = host_end
 
     def _start(
-        self, name: int | str, device: str, its_own: Mapping[str, str], files: tuple[int, ...]
+        self, name: int | str, device: str, variables: Mapping[str, str], files: tuple[int, ...]
     ) -> None:
         environment = {
             "GLOG_v": "3",  # MindSpore logs errors, but no warnings
@@ -115,7 +125,7 @@ class RankProcesses:
             "GRAPHTRAIN_RANK_DEVICE": device,
             "GRAPHTRAIN_RANK_HOST": str(os.getpid()),
             "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))),
-            **its_own,
+            **variables,
         }
         with self._log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
@@ -141,14 +151,14 @@ class RankProcesses:
             status = self._processes[rank].wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "it no longer responds"
-        how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return f"{how}: {self._last_words(rank)}"
+        ending = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return f"{ending}: {self._last_output(rank)}"
 
-    def _last_words(self, rank: int) -> str:
+    def _last_output(self, rank: int) -> str:
         lines = self._log(rank).read_text(errors="replace").splitlines()
         lines = [line.strip() for line in lines if line.strip()]
-        telling = [line for line in lines if "Error" in line or "error" in line]
-        return " / ".join((telling or lines)[-3:]) or "no output"
+        error_lines = [line for line in lines if "Error" in line or "error" in line]
+        return " / ".join((error_lines or lines)[-3:]) or "no output"
 
     def wait(self, seconds: float) -> None:
         """Wait for the ranks of this host to end, up to `seconds` each.

@@ -117,12 +117,12 @@ class MindirWriter:
     @contextmanager
     def function(self, name: str) -> Iterator[None]:
         """Write the nodes added in this context into a new graph, which others call by name."""
-        before = self._graph, self._constants
+        outer = self._graph, self._constants
         self._graph, self._constants = self.model.functions.add(name=name), {}
         try:
             yield
         finally:
-            self._graph, self._constants = before
+            self._graph, self._constants = outer
 
     def call(self, function: str, inputs: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
         """Call a function; return the node of its tuple of results."""
@@ -145,8 +145,8 @@ class MindirWriter:
         for function, inputs in options:
             # A function is referred to by its name, and a closure by the node that creates it.
             closure = self.node("Partial", [function, *inputs], None, {"side_effect_propagate": 1})
-            made = self._graph.node[-1].attribute[-1]
-            made.type, made.s = CLOSURE, closure.encode()
+            closure_attribute = self._graph.node[-1].attribute[-1]
+            closure_attribute.type, closure_attribute.s = CLOSURE, closure.encode()
             closures.append(closure)
         chosen = self.node("Switch", [condition, *closures], None)
         result = self._graph.node[-1].attribute[-1]
@@ -311,8 +311,8 @@ def _set_value(attribute: Any, value: Any) -> None:
         _describe(tensor, TensorInfo(value.shape, hlo_type(value.dtype)))
     else:
         attribute.type = LIST if isinstance(value, list) else TUPLE
-        for part in value:
-            _set_element(attribute.values.add(), part)
+        for element in value:
+            _set_element(attribute.values.add(), element)
 
 
 def _set_element(attribute: Any, value: Any) -> None:

@@ -134,17 +134,17 @@ def binary(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) ->
 
 
 def _propagate_nan(emit: Emitter, result: ArrayValue, a: ArrayValue, b: ArrayValue) -> ArrayValue:
-    for one in (a, b):
-        if one.data is not None and not _has_nan(one.data):
+    for x in (a, b):
+        if x.data is not None and not _has_nan(x.data):
             continue  # a constant bound, as in relu
-        result = emit.select(emit.compare("NotEqual", one, one), one, result)
+        result = emit.select(emit.compare("NotEqual", x, x), x, result)
     return result
 
 
 def _has_nan(data: np.ndarray) -> bool:
     """Return whether a constant contains NaN; repeated elements are checked once."""
-    once = tuple(slice(1) if stride == 0 else slice(None) for stride in data.strides)
-    return bool(np.isnan(data[once].astype(np.float64)).any())
+    unrepeated = tuple(slice(1) if stride == 0 else slice(None) for stride in data.strides)
+    return bool(np.isnan(data[unrepeated].astype(np.float64)).any())
 
 
 def logical(emit: Emitter, opcode: str, a: ArrayValue, b: ArrayValue) -> ArrayValue:
@@ -162,9 +162,9 @@ def bitwise_not(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValu
     dtype = hlo_type(instruction)
     if dtype == "pred":
         return emit.elementwise("LogicalNot", np.logical_not, [x], "pred")
-    ones = emit.integer(0xFFFFFFFF if dtype == "u32" else -1 if dtype[0] == "s" or dtype == "u64"
+    mask = emit.integer(0xFFFFFFFF if dtype == "u32" else -1 if dtype[0] == "s" or dtype == "u64"
                         else (1 << _BITS[dtype]) - 1, x)  # fmt: skip
-    return emit.elementwise("BitwiseXor", np.bitwise_xor, [x, ones])
+    return emit.elementwise("BitwiseXor", np.bitwise_xor, [x, mask])
 
 
 def divide(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> ArrayValue:
@@ -172,9 +172,9 @@ def divide(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) ->
 
     An integer divided by zero is -1 (all bits set), with the dividend as remainder.
     """
-    dtype, is_rest = hlo_type(instruction), instruction.opcode == "remainder"
+    dtype, is_remainder = hlo_type(instruction), instruction.opcode == "remainder"
     if dtype in FLOATS:
-        if is_rest:
+        if is_remainder:
             return wrap_to_hlo_type(emit, emit.elementwise("TruncateMod", np.fmod, [a, b]), dtype)
         result = emit.elementwise("Div", np.divide, [a, b])
         if not emit.native:  # MindSpore's Div on a CPU returns infinity for NaN / 0
@@ -184,16 +184,16 @@ def divide(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) ->
     is_zero = emit.compare("Equal", wide_b, emit.integer(0, wide_b))
     safe = emit.select(is_zero, emit.integer(1, wide_b), wide_b)
     if dtype == "s64":
-        result = _divided_64(emit, wide_a, safe, is_rest)
+        result = _divided_64(emit, wide_a, safe, is_remainder)
     else:
         result = _quotient(emit, wide_a, safe)
-        result = _remainder(emit, wide_a, result, safe) if is_rest else result
-    by_zero = wide_a if is_rest else emit.integer(-1, result)
+        result = _remainder(emit, wide_a, result, safe) if is_remainder else result
+    by_zero = wide_a if is_remainder else emit.integer(-1, result)
     result = emit.select(is_zero, by_zero, result)
     return wrap_to_hlo_type(emit, emit.cast(result, a.dtype), dtype)
 
 
-def _divided_64(emit: Emitter, a: ArrayValue, b: ArrayValue, is_rest: bool) -> ArrayValue:
+def _divided_64(emit: Emitter, a: ArrayValue, b: ArrayValue, is_remainder: bool) -> ArrayValue:
     """Divide 64-bit integers; negate for a divisor of -1.
 
     Dividing -2**63 by -1 overflows 64 bits and would crash the process.
@@ -201,9 +201,9 @@ def _divided_64(emit: Emitter, a: ArrayValue, b: ArrayValue, is_rest: bool) -> A
     is_minus = emit.compare("Equal", b, emit.integer(-1, b))
     safe = emit.select(is_minus, emit.integer(1, b), b)
     result, zero = _quotient(emit, a, safe), emit.integer(0, a)
-    result = _remainder(emit, a, result, safe) if is_rest else result
-    other = zero if is_rest else emit.subtract(zero, a)
-    return emit.select(is_minus, emit.broadcast_to(other, result.shape), result)
+    result = _remainder(emit, a, result, safe) if is_remainder else result
+    result_for_minus_one = zero if is_remainder else emit.subtract(zero, a)
+    return emit.select(is_minus, emit.broadcast_to(result_for_minus_one, result.shape), result)
 
 
 def _quotient(emit: Emitter, a: ArrayValue, b: ArrayValue) -> ArrayValue:
@@ -245,8 +245,10 @@ def shift(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> 
 def _without_copies(emit: Emitter, shifted_: ArrayValue, by: ArrayValue) -> ArrayValue:
     """Clear the copies of the sign bit after a shift by `by`, with the mask 2 ** (64 - by) - 1."""
     one, highest = emit.integer(1, by), emit.integer(63, by)
-    rest = emit.subtract(highest, by)  # 2 ** rest - 1 + 2 ** rest never overflows
-    power = emit.elementwise("LeftShift", np.left_shift, [emit.broadcast_to(one, rest.shape), rest])
+    exponent = emit.subtract(highest, by)  # 2 ** exponent - 1 + 2 ** exponent never overflows
+    power = emit.elementwise(
+        "LeftShift", np.left_shift, [emit.broadcast_to(one, exponent.shape), exponent]
+    )
     mask = emit.add(emit.subtract(power, one), power)
     return emit.elementwise("BitwiseAnd", np.bitwise_and, [shifted_, mask])
 
@@ -254,8 +256,8 @@ def _without_copies(emit: Emitter, shifted_: ArrayValue, by: ArrayValue) -> Arra
 def compare(emit: Emitter, direction: str, a: ArrayValue, b: ArrayValue, dtype: str) -> ArrayValue:
     """Translate a comparison; `dtype` is the HLO type of the operands."""
     if dtype == "u64":  # stored in a signed type: flipping the highest bit gives the same order
-        first = emit.integer(-(1 << 63), a)
-        a, b = (emit.elementwise("BitwiseXor", np.bitwise_xor, [one, first]) for one in (a, b))
+        sign_bit = emit.integer(-(1 << 63), a)
+        a, b = (emit.elementwise("BitwiseXor", np.bitwise_xor, [x, sign_bit]) for x in (a, b))
     return emit.compare(_COMPARE[direction], a, b)
 
 
@@ -319,8 +321,8 @@ def _reinterpret_sign(emit: Emitter, x: ArrayValue, dtype: str) -> ArrayValue:
 
 def to_signed(emit: Emitter, wide: ArrayValue, bits: int = 32) -> ArrayValue:
     """Interpret unsigned numbers as signed: subtract 2 ** bits from 2 ** (bits - 1) on."""
-    half, whole = emit.integer(1 << (bits - 1), wide), emit.integer(1 << bits, wide)
-    return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, whole), wide)
+    half, modulus = emit.integer(1 << (bits - 1), wide), emit.integer(1 << bits, wide)
+    return emit.select(emit.compare("GreaterEqual", wide, half), emit.subtract(wide, modulus), wide)
 
 
 def _float_of_bits(emit: Emitter, bits: ArrayValue) -> ArrayValue:
@@ -348,8 +350,10 @@ def _float_of_bits(emit: Emitter, bits: ArrayValue) -> ArrayValue:
     )
     special = emit.select(emit.compare("Equal", fraction, zero), infinity, not_a_number)
     size = emit.select(is_special, special, size)
-    minus = emit.compare("NotEqual", sign, zero)
-    return emit.cast(emit.select(minus, emit.elementwise("Neg", np.negative, [size]), size), "f32")
+    is_negative = emit.compare("NotEqual", sign, zero)
+    return emit.cast(
+        emit.select(is_negative, emit.elementwise("Neg", np.negative, [size]), size), "f32"
+    )
 
 
 def broadcast(emit: Emitter, instruction: Message, x: ArrayValue) -> ArrayValue:
@@ -392,13 +396,13 @@ def _insert_interior_padding(
     """Insert fillers between elements, along a new axis after this one, which is then flattened."""
     if not between or x.shape[axis] < 2:
         return x
-    apart = emit.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
-    shape = list(apart.shape)
+    expanded = emit.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
+    shape = list(expanded.shape)
     shape[axis + 1] = between
     fillers = emit.broadcast_to(emit.reshape(filler, (1,) * len(shape)), shape)
-    together = emit.concatenate([apart, fillers], axis + 1)
+    interleaved = emit.concatenate([expanded, fillers], axis + 1)
     flat = emit.reshape(
-        together, (*x.shape[:axis], x.shape[axis] * (between + 1), *x.shape[axis + 1 :])
+        interleaved, (*x.shape[:axis], x.shape[axis] * (between + 1), *x.shape[axis + 1 :])
     )
     return _trim(emit, flat, axis, 0, between)
 
@@ -425,13 +429,13 @@ def dot(emit: Emitter, instruction: Message, a: ArrayValue, b: ArrayValue) -> Ar
 
     rows, inner, columns = sizes(a, free_a), sizes(a, over_a), sizes(b, free_b)
     many = (sizes(a, batch_a),) if batch_a else ()
-    left = emit.reshape(emit.transpose(a, batch_a + free_a + over_a), (*many, rows, inner))
-    right = emit.reshape(emit.transpose(b, batch_b + over_b + free_b), (*many, inner, columns))
+    lhs = emit.reshape(emit.transpose(a, batch_a + free_a + over_a), (*many, rows, inner))
+    rhs = emit.reshape(emit.transpose(b, batch_b + over_b + free_b), (*many, inner, columns))
     dtype = hlo_type(instruction)
-    wanted = emit.storage_type(dtype)
-    left, right = emit.cast(left, wanted), emit.cast(right, wanted)
+    stored_dtype = emit.storage_type(dtype)
+    lhs, rhs = emit.cast(lhs, stored_dtype), emit.cast(rhs, stored_dtype)
     operator = "BatchMatMul" if many else "MatMul"
-    product = emit.apply(operator, [left, right, False, False], (*many, rows, columns), wanted)
+    product = emit.apply(operator, [lhs, rhs, False, False], (*many, rows, columns), stored_dtype)
     return wrap_to_hlo_type(emit, emit.reshape(product, shape_of(instruction)), dtype)
 
 
@@ -451,9 +455,9 @@ def reduce(emit: Emitter, kind: str, x: ArrayValue, axes: list[int], dtype: str)
     result = emit.apply(operator, [x, *settings], shape, x.dtype)
     if kind in ("maximum", "minimum") and x.dtype in FLOATS and not emit.native:
         # On a CPU, MindSpore's operators ignore NaN.
-        is_none = emit.compare("NotEqual", x, x)
-        any_none = emit.apply("ReduceAny", [is_none, *settings], shape, "pred")
-        result = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), result)
+        is_nan = emit.compare("NotEqual", x, x)
+        any_nan = emit.apply("ReduceAny", [is_nan, *settings], shape, "pred")
+        result = emit.select(any_nan, emit.literal(np.array(np.nan), x.dtype), result)
     return wrap_to_hlo_type(emit, result, dtype)
 
 

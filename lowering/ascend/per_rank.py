@@ -41,7 +41,7 @@ def fill_in_rank(
     model = mindir.read(binary)
     names = {placeholder(n): _name(one, rank, device) for n, one in enumerate(groups)}
     for primitive in model.primitives:
-        settings = {each.name: each for each in primitive.attribute}
+        settings = {attribute.name: attribute for attribute in primitive.attribute}
         if "group" in settings:
             settings["group"].s = names[settings["group"].s.decode()].encode()
         if EXCHANGE in settings:
@@ -59,7 +59,7 @@ def _group_of(groups: Groups, rank: int) -> list[int]:
 
 def _name(groups: Groups, rank: int, device: str) -> str:
     """Return a name that is equal on all ranks of a group and different for other groups."""
-    own = _group_of(groups, rank)
+    group = _group_of(groups, rank)
     if len(groups) == 1:
         return _WORLD[device]
-    return f"graphtrain_{hashlib.sha256(repr(own).encode()).hexdigest()[:16]}"
+    return f"graphtrain_{hashlib.sha256(repr(group).encode()).hexdigest()[:16]}"

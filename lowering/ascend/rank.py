@@ -59,8 +59,8 @@ class Rank:
 
     def put(self, arrays: list[tuple[int, np.ndarray, str]]) -> None:
         """Store arrays of the host, given as (id, array, MindSpore's name of the type to store)."""
-        for number, array, dtype in arrays:
-            self._arrays[number] = self._mindspore.Tensor(array).astype(_type(dtype))
+        for array_id, array, dtype in arrays:
+            self._arrays[array_id] = self._mindspore.Tensor(array).astype(_type(dtype))
 
     def run(
         self,
@@ -81,18 +81,18 @@ class Rank:
         """
         graph = self._graphs[name]
         parameters = graph.parameters_dict() if variables else {}
-        for variable, number in variables.items():
-            given = self._arrays.pop(number)
-            if given is not parameters[variable]:
+        for variable, array_id in variables.items():
+            array = self._arrays.pop(array_id)
+            if array is not parameters[variable]:
                 # A copy, since a graph may return one array as several results, such as zeros.
-                copy = self._mindspore.Tensor(self._plain(given)).astype(given.dtype)
+                copy = self._mindspore.Tensor(self._plain(array)).astype(array.dtype)
                 parameters[variable].set_data(copy)
-        results = graph(*(self._arrays[number] for number in inputs))
+        results = graph(*(self._arrays[array_id] for array_id in inputs))
         self._arrays.update(zip(returned, results, strict=True))
-        self._arrays.update({number: parameters[v] for v, number in written.items()})
+        self._arrays.update({array_id: parameters[v] for v, array_id in written.items()})
         return {
-            number: self._plain(result)
-            for number, result in zip(returned, results, strict=True)
+            array_id: self._plain(result)
+            for array_id, result in zip(returned, results, strict=True)
             if result.size == 1
         }
 
@@ -107,8 +107,8 @@ class Rank:
 
     def forget(self, numbers: list[int]) -> None:
         """Delete arrays by their ids."""
-        for number in numbers:
-            self._arrays.pop(number, None)
+        for array_id in numbers:
+            self._arrays.pop(array_id, None)
 
 
 def _numpy(dtype: str) -> str:
@@ -157,12 +157,12 @@ def main() -> None:
         host.send((rank.rank, ""))
         while True:
             try:
-                word, gone, *arguments = host.recv()
+                method_name, deleted_ids, *arguments = host.recv()
             except EOFError:
                 break
             try:
-                rank.forget(gone)
-                host.send((True, getattr(rank, word)(*arguments)))
+                rank.forget(deleted_ids)
+                host.send((True, getattr(rank, method_name)(*arguments)))
             except Exception as error:
                 host.send((False, f"{type(error).__name__}: {_shorten_error(str(error))}"))
     os.killpg(0, signal.SIGKILL)  # MindSpore's own shutdown waits for ranks that may have died

@@ -40,28 +40,28 @@ class Ranks:
             LoweringError: a rank did not start.
         """
         self.local_ranks = cluster.local_ranks
-        self._numbers = itertools.count()
-        self._given_up: list[int] = []
+        self._array_ids = itertools.count()
+        self._deleted_ids: list[int] = []
         self._then: Callable[[list[Any]], None] | None = None  # set while answers are due
         self.directory = Path(tempfile.mkdtemp(prefix="graphtrain-ranks-"))
         atexit.register(self.close)
         self._launched = RankProcesses(cluster, device, self.directory)
         self._connections = self._launched.connections
         with self._ending_all():
-            begun = self._receive(time.monotonic() + START_TIMEOUT)
-        for rank, (number, failed) in begun.items():
-            if failed or number != rank:
+            started = self._receive(time.monotonic() + START_TIMEOUT)
+        for rank, (reported_rank, failed) in started.items():
+            if failed or reported_rank != rank:
                 self._launched.kill()
-                what = failed or f"MindSpore assigned it rank {number}"
-                raise LoweringError(f"rank {rank} did not start: {what}")
+                reason = failed or f"MindSpore assigned it rank {reported_rank}"
+                raise LoweringError(f"rank {rank} did not start: {reason}")
 
     def new_array_id(self) -> int:
         """Return a new id for an array."""
-        return next(self._numbers)
+        return next(self._array_ids)
 
     def delete_array(self, number: int) -> None:
         """Delete an array on the ranks, with the next command."""
-        self._given_up.append(number)
+        self._deleted_ids.append(number)
 
     def call(self, word: str, of_rank: Callable[[int], Sequence[Any]]) -> list[Any]:
         """Send a command to every rank, each with its own arguments; return the answers by rank.
@@ -89,28 +89,28 @@ class Ranks:
             LoweringError: a rank failed or died in the previous command.
         """
         self.wait_for_answers()
-        gone, self._given_up = self._given_up, []
+        deleted_ids, self._deleted_ids = self._deleted_ids, []
         with self._ending_all():
             for rank, connection in self._connections.items():
                 try:
-                    connection.send((word, gone, *of_rank(rank)))
+                    connection.send((word, deleted_ids, *of_rank(rank)))
                 except OSError:
                     raise self._has_ended(rank) from None
         self._then = then
 
     def wait_for_answers(self) -> None:
-        """Wait for the answers to the last command; raise an error as `tell` does."""
+        """Wait for the answers to the last command; raise an error as `send` does."""
         if self._then is not None:
             self._answers()
 
     def _answers(self) -> list[Any]:
         then, self._then = self._then, None
         with self._ending_all():
-            heard = self._receive()
-        for rank, (is_well, answer) in heard.items():
-            if not is_well:
+            replies = self._receive()
+        for rank, (succeeded, answer) in replies.items():
+            if not succeeded:
                 raise LoweringError(f"rank {rank}: {answer}")
-        answers = [answer for _, answer in heard.values()]
+        answers = [answer for _, answer in replies.values()]
         if then is not None:
             then(answers)
         return answers
@@ -122,13 +122,13 @@ class Ranks:
             LoweringError: a rank has ended, or did not answer until the time `until`.
         """
         waiting: dict[Connection, int] = {each: rank for rank, each in self._connections.items()}
-        heard: dict[int, Any] = {}
+        replies: dict[int, Any] = {}
         while waiting:
             ready: Any = wait(list(waiting), _POLL_SECONDS)
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    heard[rank] = connection.recv()
+                    replies[rank] = connection.recv()
                 except (OSError, EOFError):
                     raise self._has_ended(rank) from None
             for rank in waiting.values() if not ready else ():
@@ -139,7 +139,7 @@ class Ranks:
                 raise LoweringError(
                     f"the ranks did not start within {START_TIMEOUT} s: no answer from rank {late}"
                 )
-        return {rank: heard[rank] for rank in self.local_ranks}
+        return {rank: replies[rank] for rank in self.local_ranks}
 
     def _has_ended(self, rank: int) -> LoweringError:
         return LoweringError(f"rank {rank} has ended ({self._launched.end_of(rank)})")

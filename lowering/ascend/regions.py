@@ -44,26 +44,26 @@ def find(computation: Message, *, ignore_regions: bool) -> RegionsOf:
         computation: an HLO computation.
         ignore_regions: replace no region, since the device has no such operators.
     """
-    by_id = {each.id: each for each in computation.instructions}
-    entries, insides, left = {}, {}, 0
-    for each in computation.instructions:
-        if _mark(each, EXIT) and not ignore_regions:
-            found = _inside(each, by_id)
-            if found is None:
-                left += 1
+    by_id = {instruction.id: instruction for instruction in computation.instructions}
+    entries, insides, unreplaced = {}, {}, 0
+    for instruction in computation.instructions:
+        if _mark(instruction, EXIT) and not ignore_regions:
+            entry_and_inside = _inside(instruction, by_id)
+            if entry_and_inside is None:
+                unreplaced += 1
             else:
-                entries[each.id], insides[each.id] = found
+                entries[instruction.id], insides[instruction.id] = entry_and_inside
     needed = _reachable(computation.root_id, by_id, entries)
     regions = {
         end: Region(
             by_id[end].frontend_attributes.map[EXIT],
             json.loads(by_id[end].frontend_attributes.map[SETTINGS]),
             entries[end],
-            tuple(number for number in by_id if number in inside - needed),
+            tuple(instruction_id for instruction_id in by_id if instruction_id in inside - needed),
         )
         for end, inside in insides.items()
     }
-    return RegionsOf(regions, frozenset(needed), left)
+    return RegionsOf(regions, frozenset(needed), unreplaced)
 
 
 def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | None:
@@ -71,33 +71,41 @@ def _inside(end: Message, by_id: dict[int, Message]) -> tuple[int, set[int]] | N
     name, entry, inside = _mark(end, EXIT), None, set()
     waiting = list(end.operand_ids)
     while waiting:
-        each = by_id[waiting.pop()]
-        if each.id in inside or each.id == entry:
+        instruction = by_id[waiting.pop()]
+        if instruction.id in inside or instruction.id == entry:
             continue
-        if _mark(each, ENTRY) == name:
+        if _mark(instruction, ENTRY) == name:
             if entry is not None:
                 return None
-            entry = each.id
+            entry = instruction.id
             continue
-        if each.opcode in _FOREIGN or each.opcode.startswith(_COLLECTIVES):
+        if instruction.opcode in _FOREIGN or instruction.opcode.startswith(_COLLECTIVES):
             return None
-        inside.add(each.id)
-        waiting.extend(each.operand_ids)
+        inside.add(instruction.id)
+        waiting.extend(instruction.operand_ids)
     return None if entry is None else (entry, inside)
 
 
-def _mark(each: Message, which: str) -> str | None:
+def _mark(instruction: Message, which: str) -> str | None:
     """Return the region's name in a mark, a barrier: XLA copies attributes to its users too."""
-    return each.frontend_attributes.map.get(which) if each.opcode == "opt-barrier" else None
+    return (
+        instruction.frontend_attributes.map.get(which)
+        if instruction.opcode == "opt-barrier"
+        else None
+    )
 
 
 def _reachable(root: int, by_id: dict[int, Message], entries: dict[int, int]) -> set[int]:
     """Return the ids that a computation's result depends on; regions depend on their entry only."""
-    found: set[int] = set()
+    reachable_ids: set[int] = set()
     waiting = [root]
     while waiting:
-        number = waiting.pop()
-        if number not in found:
-            found.add(number)
-            waiting.extend([entries[number]] if number in entries else by_id[number].operand_ids)
-    return found
+        instruction_id = waiting.pop()
+        if instruction_id not in reachable_ids:
+            reachable_ids.add(instruction_id)
+            waiting.extend(
+                [entries[instruction_id]]
+                if instruction_id in entries
+                else by_id[instruction_id].operand_ids
+            )
+    return reachable_ids

@@ -22,23 +22,23 @@ def is_ascending(evaluate: Evaluate, operands: Sequence[ArrayValue]) -> bool:
         LoweringError: the comparison does not order by its first operand alone.
     """
 
-    def says(*pairs: tuple[int, int]) -> bool:
+    def comparison_holds(*pairs: tuple[int, int]) -> bool:
         scalars = [
-            constant_value(np.array(number).astype(_numpy(x)), x.dtype)
+            constant_value(np.array(scalar).astype(_numpy(x)), x.dtype)
             for x, pair in zip(operands, pairs, strict=True)
-            for number in pair
+            for scalar in pair
         ]
         answer = evaluate(scalars)
         return answer.data is not None and bool(answer.data)
 
     ties = [(1, 1)] * (len(operands) - 1)
-    up, down = says((1, 2), *ties), says((2, 1), *ties)
+    up, down = comparison_holds((1, 2), *ties), comparison_holds((2, 1), *ties)
     if up == down:
         raise unsupported("a sort by this comparison")
-    for place in range(len(ties)):
+    for key_index in range(len(ties)):
         for pair in ((1, 2), (2, 1)):
-            others = [pair if n == place else (1, 1) for n in range(len(ties))]
-            if says((1, 1), *others) and not _is_iota(operands[1 + place]):
+            other_pairs = [pair if n == key_index else (1, 1) for n in range(len(ties))]
+            if comparison_holds((1, 1), *other_pairs) and not _is_iota(operands[1 + key_index]):
                 raise unsupported("a sort by several keys")
     return up
 
@@ -77,24 +77,30 @@ def _sort_indices(emit: Emitter, key: ArrayValue, axis: int, descending: bool) -
     size = key.shape[axis]
     if key.dtype == "pred":
         key = emit.cast(key, "s32")
-    behind = [a for a in range(len(key.shape)) if a != axis]
-    rows = emit.transpose(key, [*behind, axis])
-    mine = emit.reshape(rows, (*rows.shape, 1))
-    others = emit.reshape(rows, (*rows.shape[:-1], 1, size))
+    other_axes = [a for a in range(len(key.shape)) if a != axis]
+    rows = emit.transpose(key, [*other_axes, axis])
+    keys_by_row = emit.reshape(rows, (*rows.shape, 1))
+    keys_by_column = emit.reshape(rows, (*rows.shape[:-1], 1, size))
     before = constant_value(np.arange(size)[None, :] < np.arange(size)[:, None], "pred")
     before = emit.broadcast_to(before, (*rows.shape[:-1], size, size))
-    less, equal = _less_and_equal(emit, *((mine, others) if descending else (others, mine)))
+    less, equal = _less_and_equal(
+        emit, *((keys_by_row, keys_by_column) if descending else (keys_by_column, keys_by_row))
+    )
     ahead = emit.logical_or(less, emit.logical_and(equal, before))
     counted = emit.cast(ahead, "f32")
-    place = emit.apply("ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32")
-    # Exactly one element has place == p, for each position p.
-    wanted = constant_value(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
-    is_at = emit.compare("Equal", emit.reshape(place, (*rows.shape[:-1], 1, size)), wanted)
-    numbers = constant_value(np.arange(size, dtype=np.float32), "f32")
-    weighted = emit.multiply(emit.cast(is_at, "f32"), numbers)
+    sorted_position = emit.apply(
+        "ReduceSum", [counted, (len(rows.shape),), False, False], rows.shape, "f32"
+    )
+    # Exactly one element has sorted_position == p, for each position p.
+    positions = constant_value(np.arange(size, dtype=np.float32).reshape(size, 1), "f32")
+    is_at = emit.compare(
+        "Equal", emit.reshape(sorted_position, (*rows.shape[:-1], 1, size)), positions
+    )
+    indices = constant_value(np.arange(size, dtype=np.float32), "f32")
+    weighted = emit.multiply(emit.cast(is_at, "f32"), indices)
     order = emit.apply("ReduceSum", [weighted, (len(rows.shape),), False, False], rows.shape, "f32")
     order = emit.cast(order, "s64")
-    return emit.transpose(order, inverse([*behind, axis]))
+    return emit.transpose(order, inverse([*other_axes, axis]))
 
 
 def _less_and_equal(emit: Emitter, a: ArrayValue, b: ArrayValue) -> tuple[ArrayValue, ArrayValue]:
@@ -102,10 +108,10 @@ def _less_and_equal(emit: Emitter, a: ArrayValue, b: ArrayValue) -> tuple[ArrayV
     less, equal = emit.compare("Less", a, b), emit.compare("Equal", a, b)
     if a.dtype not in FLOATS:
         return less, equal
-    no_a, no_b = (emit.compare("NotEqual", one, one) for one in (a, b))
-    is_a = emit.elementwise("LogicalNot", np.logical_not, [no_a], "pred")
-    return emit.logical_or(less, emit.logical_and(is_a, no_b)), emit.logical_or(
-        equal, emit.logical_and(no_a, no_b)
+    a_is_nan, b_is_nan = (emit.compare("NotEqual", x, x) for x in (a, b))
+    a_is_number = emit.elementwise("LogicalNot", np.logical_not, [a_is_nan], "pred")
+    return emit.logical_or(less, emit.logical_and(a_is_number, b_is_nan)), emit.logical_or(
+        equal, emit.logical_and(a_is_nan, b_is_nan)
     )
 
 
@@ -122,8 +128,8 @@ def top_k(emit: Emitter, instruction: Message, x: ArrayValue) -> tuple[ArrayValu
     order = _sort_indices(emit, x, len(x.shape) - 1, descending=True)
     low, high = [0] * len(x.shape), [*x.shape[:-1], k]
     order = emit.slice(order, low, high)
-    found = emit.apply("GatherD", [x, len(x.shape) - 1, order], values.dimensions, x.dtype)
-    return found, emit.cast(order, "s32")
+    top_values = emit.apply("GatherD", [x, len(x.shape) - 1, order], values.dimensions, x.dtype)
+    return top_values, emit.cast(order, "s32")
 
 
 def arg_extreme(
@@ -135,11 +141,11 @@ def arg_extreme(
     Raises:
         LoweringError: the reduction of several arrays is another one.
     """
-    x, numbers = operands[:2]
-    if len(operands) != 4 or len(axes) != 1 or not _is_iota(numbers):
+    x, indices = operands[:2]
+    if len(operands) != 4 or len(axes) != 1 or not _is_iota(indices):
         raise unsupported("a reduction of several arrays other than argmax and argmin")
     one, two = (constant_value(np.array(v).astype(_numpy(x)), x.dtype) for v in (1, 2))
-    zero = emit.integer(0, numbers)
+    zero = emit.integer(0, indices)
     chosen, _ = evaluate([one, zero, two, zero])
     if chosen.data is None:
         raise unsupported("a reduction of several arrays other than argmax and argmin")
@@ -148,20 +154,22 @@ def arg_extreme(
     shape = tuple(size for a, size in enumerate(x.shape) if a != axis)
     stored = x.dtype
     x = emit.cast(x, "s32") if stored == "pred" else x
-    found = emit.apply("ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype)
+    extreme = emit.apply(
+        "ReduceMax" if is_max else "ReduceMin", [x, (axis,), False], shape, x.dtype
+    )
     # Of equal elements the first: the smallest index.
     along = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    is_best = emit.compare("Equal", x, emit.reshape(found, along))
+    is_best = emit.compare("Equal", x, emit.reshape(extreme, along))
     if x.dtype in FLOATS:  # NaN counts as the extreme
-        is_none = emit.compare("NotEqual", x, x)
-        any_none = emit.apply("ReduceAny", [is_none, (axis,), False], shape, "pred")
-        is_best = emit.select(emit.reshape(any_none, along), is_none, is_best)
-        found = emit.select(any_none, emit.literal(np.array(np.nan), x.dtype), found)
-    counted = emit.cast(numbers, "f32")
+        is_nan = emit.compare("NotEqual", x, x)
+        any_nan = emit.apply("ReduceAny", [is_nan, (axis,), False], shape, "pred")
+        is_best = emit.select(emit.reshape(any_nan, along), is_nan, is_best)
+        extreme = emit.select(any_nan, emit.literal(np.array(np.nan), x.dtype), extreme)
+    counted = emit.cast(indices, "f32")
     beyond = constant_value(np.array(float(x.shape[axis]), np.float32), "f32")
     candidates = emit.select(is_best, counted, beyond)
-    number = emit.apply("ReduceMin", [candidates, (axis,), False], shape, "f32")
-    return emit.cast(found, stored), emit.cast(number, numbers.dtype)
+    index = emit.apply("ReduceMin", [candidates, (axis,), False], shape, "f32")
+    return emit.cast(extreme, stored), emit.cast(index, indices.dtype)
 
 
 def running_reduction(emit: Emitter, instruction: Message, kind: str, x: ArrayValue) -> ArrayValue:
@@ -170,11 +178,11 @@ def running_reduction(emit: Emitter, instruction: Message, kind: str, x: ArrayVa
     Raises:
         LoweringError: the reduce-window is another one.
     """
-    what = unsupported("a reduce-window other than a running sum or maximum")
+    error = unsupported("a reduce-window other than a running sum or maximum")
     windows = instruction.window.dimensions
     moving = [axis for axis, window in enumerate(windows) if window.size > 1]
     if len(moving) > 1 or shape_of(instruction) != x.shape:
-        raise what
+        raise error
     if not moving:
         return x
     (axis,) = moving
@@ -183,7 +191,7 @@ def running_reduction(emit: Emitter, instruction: Message, kind: str, x: ArrayVa
     forward = window.padding_low == size - 1 and window.padding_high == 0
     backward = window.padding_high == size - 1 and window.padding_low == 0
     if window.size != size or not (forward or backward) or kind not in ("add", "maximum"):
-        raise what
+        raise error
     if kind == "add":
         sums = emit.apply("CumSum", [x, axis, False, backward], x.shape, x.dtype)
         return wrap_to_hlo_type(emit, sums, hlo_type(instruction))

@@ -55,9 +55,9 @@ def strategy_file(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
         LoweringError: MindSpore would read part of a parameter's name as a pipeline stage.
     """
     # Required fields are written even if they are 0.
-    made = _classes()["StrategyMap"](current_stage=0)
+    strategy_map = _classes()["StrategyMap"](current_stage=0)
     # Readers treat a file without operators as empty.
-    item = made.parallel_strategy_item.add(node_name="graphtrain")
+    item = strategy_map.parallel_strategy_item.add(node_name="graphtrain")
     item.parallel_strategys.stage = 0
     for name, layout in layouts.items():
         if "-" in name:
@@ -65,9 +65,9 @@ def strategy_file(layouts: Mapping[str, ArrayLayout], mesh: MeshShape) -> bytes:
                 f"{name}: MindSpore would read the part before '-' as a pipeline stage; rename the "
                 "parameter"
             )
-        item = made.parallel_layout_item.add(param_name=name)
+        item = strategy_map.parallel_layout_item.add(param_name=name)
         _describe(item.parallel_layouts, layout.split, mesh)
-    return made.SerializeToString(deterministic=True)
+    return strategy_map.SerializeToString(deterministic=True)
 
 
 def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape) -> None:
@@ -83,7 +83,7 @@ def _describe(described: Any, split: Iterable[tuple[str, ...]], mesh: MeshShape)
             described.tensor_map.add()  # else readers would assign one dimension to each axis
     else:
         described.tensor_map.add(
-            dim=[one for numbers in dimensions for one in numbers or [_NOT_SHARDED]]
+            dim=[axis for numbers in dimensions for axis in numbers or [_NOT_SHARDED]]
         )
     described.param_split_shape.add()  # used only if shards differ in size
     described.indices_offset.add()

@@ -75,11 +75,13 @@ class _Translator:
         self._normalised, self._ranks = normalised, ranks
         self._computations = {each.id: each for each in self.module.computations}
         self._instructions = {
-            each.id: each for one in self.module.computations for each in one.instructions
+            each.id: each
+            for computation in self.module.computations
+            for each in computation.instructions
         }
         self._types = {
-            number: TYPE_NAMES[each.shape.element_type]
-            for number, each in self._instructions.items()
+            instruction_id: TYPE_NAMES[each.shape.element_type]
+            for instruction_id, each in self._instructions.items()
         }
         self._regions: dict[int, RegionsOf] = {}  # by computation
         self._is_located = False  # the error being raised names its line
@@ -93,16 +95,16 @@ class _Translator:
         values = []
         self._variables: dict[int, tuple[str, str]] = {}  # by index: variable, node that reads it
         writer = self.emit.writer
-        for number, shape in enumerate(entry_of(self.module).program_shape.parameters):
+        for index, shape in enumerate(entry_of(self.module).program_shape.parameters):
             dtype = self.emit.storage_type(TYPE_NAMES[shape.element_type])
             tensor = TensorInfo(shape.dimensions, dtype)
-            if number in written:
-                variable = writer.parameter(f"input{number}", tensor)
-                read = writer.reading(variable, tensor)
-                self._variables[number] = variable, read
+            if index in written:
+                variable = writer.parameter(f"input{index}", tensor)
+                node = writer.reading(variable, tensor)
+                self._variables[index] = variable, node
             else:
-                read = writer.input(f"input{number}", tensor)
-            values.append(ArrayValue(tensor.shape, dtype, node=read))
+                node = writer.input(f"input{index}", tensor)
+            values.append(ArrayValue(tensor.shape, dtype, node=node))
         if self._normalised.rank_input:
             self._collectives = Collectives(self.emit, self._ranks, values[-1])
         return values
@@ -115,32 +117,36 @@ class _Translator:
     ) -> MindirGraph:
         """End the graph: assign results to inputs that they overwrite, and return the others."""
         emit, writer = self.emit, self.emit.writer
-        others = [number for number in range(len(results)) if number not in in_place]
-        returned = [emit.node(results[number]) for number in others]
+        returned_indices = [index for index in range(len(results)) if index not in in_place]
+        returned = [emit.node(results[index]) for index in returned_indices]
         before = None
-        for output, number in in_place.items():
-            variable, read = self._variables[number]
+        for output, input_index in in_place.items():
+            variable, read = self._variables[input_index]
             if results[output].node == read:
                 continue  # unchanged
-            new = emit.node(results[output])
+            new_node = emit.node(results[output])
             users = writer.readers_of(read)
-            before = writer.node("UpdateState", [before or writer.monad(), read, *users, new], None)
-            tensor = TensorInfo(arguments[number].shape, arguments[number].dtype)
-            done = writer.node(
+            before = writer.node(
+                "UpdateState", [before or writer.monad(), read, *users, new_node], None
+            )
+            tensor = TensorInfo(arguments[input_index].shape, arguments[input_index].dtype)
+            assign_node = writer.node(
                 "Assign",
-                [variable, new, before],
+                [variable, new_node, before],
                 tensor,
                 {"side_effect_mem": True},
-                ref=f"input{number}",
+                ref=f"input{input_index}",
             )
-            before = writer.node("UpdateState", [before, done], None)
-        tensors = [TensorInfo(results[number].shape, results[number].dtype) for number in others]
+            before = writer.node("UpdateState", [before, assign_node], None)
+        tensors = [
+            TensorInfo(results[index].shape, results[index].dtype) for index in returned_indices
+        ]
         return MindirGraph(
             writer.finish(returned, tensors, before),
             tuple(TensorInfo(one.shape, one.dtype) for one in arguments),
             tuple(TensorInfo(one.shape, one.dtype) for one in results),
             tuple(sorted(self._variables)),
-            tuple(others),
+            tuple(returned_indices),
             tuple(self._collectives.groups),
             tuple(tuple(one) for one in self._collectives.exchanges),
             writer.count,
@@ -158,24 +164,26 @@ class _Translator:
                 values[instruction.id] = arguments[instruction.parameter_number]
                 continue
             if region := marked.regions.get(instruction.id):
-                found = self._attention.write_region(region, values[region.entry])
-                if found is not None:
-                    values[instruction.id] = found
+                results = self._attention.write_region(region, values[region.entry])
+                if results is not None:
+                    values[instruction.id] = results
                     continue
-                for number in region.instructions:
-                    values[number] = self._located(self._instructions[number], values)
+                for instruction_id in region.instructions:
+                    values[instruction_id] = self._located(
+                        self._instructions[instruction_id], values
+                    )
             values[instruction.id] = self._located(instruction, values)
         return values[computation.root_id]
 
     def _marked(self, computation: Message) -> RegionsOf:
         """Return the computation's regions; only Ascend devices have operators for them."""
         if computation.id not in self._regions:
-            found = find(computation, ignore_regions=not self.emit.native)
-            if found.unreplaced:
+            regions = find(computation, ignore_regions=not self.emit.native)
+            if regions.unreplaced:
                 self._attention.refusals.append(
                     "attention that several devices compute together, with collectives"
                 )
-            self._regions[computation.id] = found
+            self._regions[computation.id] = regions
         return self._regions[computation.id]
 
     def _located(self, instruction: Message, values: dict[int, Any]) -> Any:
@@ -187,8 +195,8 @@ class _Translator:
             if line is None or self._is_located:  # by a called computation
                 raise
             self._is_located = True
-            where = f"{instruction.opcode} in {self.module.name}"
-            raise LoweringError(f"{line}: {error} ({where})") from None
+            operation = f"{instruction.opcode} in {self.module.name}"
+            raise LoweringError(f"{line}: {error} ({operation})") from None
 
     def _instruction(self, instruction: Message, operands: Sequence[Any]) -> Any:
         opcode, emit = instruction.opcode, self.emit
@@ -265,9 +273,9 @@ class _Translator:
         """Return the opcode that combines a reducer's two scalars; "assign" returns the second."""
         body = self._computations[instruction.called_computation_ids[0]]
         root = next(each for each in body.instructions if each.id == body.root_id)
-        seen = {each.id: each for each in body.instructions}
+        by_id = {each.id: each for each in body.instructions}
         while root.opcode in ("convert", "copy", "reduce-precision"):  # around the result
-            root = seen[root.operand_ids[0]]
+            root = by_id[root.operand_ids[0]]
         if root.opcode == "parameter" and root.parameter_number == 1:
             return "assign"
         if root.opcode in REDUCERS:

@@ -44,9 +44,11 @@ class SliceUpdates:
     def with_part(self, start: int, part: ArrayValue) -> SliceUpdates | None:
         """Return a copy with one more slice; None if it overlaps one that it does not replace."""
         size = part.shape[self.axis]
-        for other, held in self.parts.items():
-            apart = other + held.shape[self.axis] <= start or start + size <= other
-            if not apart and (other != start or held.shape != part.shape):
+        for other_start, other_part in self.parts.items():
+            is_disjoint = (
+                other_start + other_part.shape[self.axis] <= start or start + size <= other_start
+            )
+            if not is_disjoint and (other_start != start or other_part.shape != part.shape):
                 return None
         return SliceUpdates(self.base, self.axis, {**self.parts, start: part})
 

@@ -133,10 +133,12 @@ def read(text: str, mesh: MeshShape) -> ProgramFacts:
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Merge collectives that differ only in count; sort by bytes sent per step, descending."""
     counts: Counter[Collective] = Counter()
-    for each in collectives:
-        counts[dataclasses.replace(each, count=1)] += each.count
-    found = (dataclasses.replace(each, count=count) for each, count in counts.items())
-    return tuple(sorted(found, key=lambda each: -each.wire_bytes_per_step))
+    for collective in collectives:
+        counts[dataclasses.replace(collective, count=1)] += collective.count
+    merged_collectives = (
+        dataclasses.replace(collective, count=count) for collective, count in counts.items()
+    )
+    return tuple(sorted(merged_collectives, key=lambda collective: -collective.wire_bytes_per_step))
 
 
 def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective]:
@@ -144,13 +146,17 @@ def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective
 
     Those steps are outside the loop that contains the others, and share their scope.
     """
-    permutes = [each for each in collectives if each.op == "collective-permute"]
-    taken_apart = {each.scope: each.decomposed_from for each in permutes if each.decomposed_from}
-    for each in collectives:
-        if each.op == "collective-permute" and each.scope in taken_apart:
-            yield dataclasses.replace(each, decomposed_from=taken_apart[each.scope])
+    permutes = [collective for collective in collectives if collective.op == "collective-permute"]
+    decomposed_ops = {
+        collective.scope: collective.decomposed_from
+        for collective in permutes
+        if collective.decomposed_from
+    }
+    for collective in collectives:
+        if collective.op == "collective-permute" and collective.scope in decomposed_ops:
+            yield dataclasses.replace(collective, decomposed_from=decomposed_ops[collective.scope])
         else:
-            yield each
+            yield collective
 
 
 class _Reader:
@@ -177,8 +183,8 @@ class _Reader:
             return self._conditional(instruction)
         base = opcode.removesuffix("-start")
         if base in _OPS:
-            found = self._collective(computation, instruction, base)
-            return ProgramFacts(collectives=(found,) if found else ())
+            collective = self._collective(computation, instruction, base)
+            return ProgramFacts(collectives=(collective,) if collective else ())
         if base in _CALLS and (called := instruction.attribute(_CALLS[base])):
             return self.read_computation(called)
         flops = instruction_flops(computation, instruction)
@@ -214,7 +220,7 @@ class _Reader:
         size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
         if op == "all-reduce" and fused_collectives.is_reduce_scatter(computation, instruction):
             op = "reduce-scatter"
-        scope, source = self.origins.place(computation, instruction)
+        scope, source = self.origins.locate(computation, instruction)
         return Collective(
             op=op.removeprefix("ragged-"),
             axes=axes,
@@ -272,8 +278,8 @@ def _times(body: ProgramFacts, trips: int | None) -> ProgramFacts:
 
 
 def _dimension(instruction: Instruction) -> int | None:
-    found = _DIMENSION.search(instruction.rest)
-    return int(found[1]) if found else None
+    match = _DIMENSION.search(instruction.rest)
+    return int(match[1]) if match else None
 
 
 def _kernel(instruction: Instruction) -> dict[str, int]:

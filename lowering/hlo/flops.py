@@ -65,9 +65,9 @@ def _dot(computation: Computation, instruction: Instruction, pattern: re.Pattern
     shapes = computation.operand_shapes(instruction)
     if contracting is None or not shapes:
         return 0.0
-    _, left = arrays(shapes[0])[0]
+    _, lhs = arrays(shapes[0])[0]
     _, result = arrays(instruction.shape)[0]
-    summed = (left[int(dimension)] for dimension in _INTEGER.findall(contracting[1]))
+    summed = (lhs[int(dimension)] for dimension in _INTEGER.findall(contracting[1]))
     return 2.0 * math.prod(result) * math.prod(summed)
 
 
@@ -102,12 +102,12 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
     labels, shapes = _LABELS.search(instruction.rest), computation.operand_shapes(instruction)
     if labels is None or len(shapes) < 2:
         return 0.0
-    left = dict(zip(labels[1], arrays(shapes[0])[0][1], strict=True))
+    lhs = dict(zip(labels[1], arrays(shapes[0])[0][1], strict=True))
     kernel = dict(zip(labels[2], arrays(shapes[1])[0][1], strict=True))
     result = dict(zip(labels[3], arrays(instruction.shape)[0][1], strict=True))
     window = _window(instruction.rest)
     taps = math.prod(
-        _taps(left[label], size, result[label], *(window[name][int(label)] for name in _STEPS))
+        _taps(lhs[label], size, result[label], *(window[name][int(label)] for name in _STEPS))
         for label, size in kernel.items()
         if label.isdigit()
     )
@@ -116,8 +116,8 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
 
 def _window(attributes: str) -> dict[str, list[int]]:
     """Return stride, low padding and dilations for each spatial dimension."""
-    found = _WINDOW.search(attributes)
-    fields = dict(field.split("=") for field in found[1].split()) if found else {}
+    match = _WINDOW.search(attributes)
+    fields = dict(field.split("=") for field in match[1].split()) if match else {}
     dimensions = fields.get("size", "").count("x") + 1
     written = {name: fields[name].split("x") for name in _STEPS if name in fields}
     return {
@@ -128,16 +128,16 @@ def _window(attributes: str) -> dict[str, list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _taps(
-    left: int, kernel: int, result: int, stride: int, pad: int, left_step: int, kernel_step: int
+    lhs: int, kernel: int, result: int, stride: int, pad: int, lhs_step: int, kernel_step: int
 ) -> int:
     """Count pairs (output position, kernel position) that read an element, not padding or a hole.
 
     A hole is a position that base dilation inserts.
     """
     starts = range(0, result * stride, stride)
-    last = (left - 1) * left_step
+    last = (lhs - 1) * lhs_step
     return sum(
-        0 <= place <= last and place % left_step == 0
+        0 <= position <= last and position % lhs_step == 0
         for tap in range(kernel)
-        for place in (start + tap * kernel_step - pad for start in starts)
+        for position in (start + tap * kernel_step - pad for start in starts)
     )

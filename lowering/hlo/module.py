@@ -66,10 +66,10 @@ class HloModule:
         """Input arrays, in order."""
         entry_id = self.message.entry_computation_id
         entry = next(each for each in self.message.computations if each.id == entry_id)
-        found = [each for each in entry.instructions if each.opcode == "parameter"]
+        parameters = [each for each in entry.instructions if each.opcode == "parameter"]
         return [
             Input(_spec(each.shape), each.sharding)
-            for each in sorted(found, key=lambda each: each.parameter_number)
+            for each in sorted(parameters, key=lambda each: each.parameter_number)
         ]
 
     @property
@@ -84,8 +84,8 @@ class HloModule:
     def donated(self) -> tuple[int, ...]:
         """Indices of the inputs whose buffers the outputs may reuse."""
         aliased = self.message.input_output_alias.entries
-        given = [*aliased, *self.message.buffer_donor.entries]
-        return tuple(sorted({each.parameter_number for each in given}))
+        donations = [*aliased, *self.message.buffer_donor.entries]
+        return tuple(sorted({each.parameter_number for each in donations}))
 
 
 def _spec(shape: Message) -> ArraySpec:

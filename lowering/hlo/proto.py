@@ -83,8 +83,8 @@ def unknown_fields_of(module: Message) -> Iterator[tuple[str, int]]:
     for field, value in module.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
-        for part in [value] if isinstance(value, AnyMessage) else value:
-            yield from unknown_fields_of(part)
+        for submessage in [value] if isinstance(value, AnyMessage) else value:
+            yield from unknown_fields_of(submessage)
 
 
 def _parses(into: Message, binary: bytes) -> bool:

@@ -29,9 +29,9 @@ def classes(package: str, table: Table, syntax: Literal["proto2", "proto3"]) -> 
     if syntax == "proto3":
         file.syntax = syntax
     for name, fields in table.items():
-        described = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
-            _add(described, field, number, kind, package, table)
+        message = file.message_type.add(name=name)
+        for field, (field_number, kind) in fields.items():
+            _add(message, field, field_number, kind, package, table)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)  # type: ignore[attr-defined]
     return {
@@ -40,20 +40,20 @@ def classes(package: str, table: Table, syntax: Literal["proto2", "proto3"]) -> 
     }
 
 
-def _add(described: Any, name: str, number: int, kind: str, package: str, table: Table) -> None:
-    several = kind[0] in "[{"
-    field = described.field.add(
+def _add(message: Any, name: str, field_number: int, kind: str, package: str, table: Table) -> None:
+    is_repeated = kind[0] in "[{"
+    field = message.field.add(
         name=name,
-        number=number,
-        label=_Field.LABEL_REPEATED if several else _Field.LABEL_OPTIONAL,
+        number=field_number,
+        label=_Field.LABEL_REPEATED if is_repeated else _Field.LABEL_OPTIONAL,
     )
     if kind.startswith("{"):
-        entry = described.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         _add(entry, "key", 1, "string", package, table)
         _add(entry, "value", 2, kind[1:-1], package, table)
         field.type = _Field.TYPE_MESSAGE
-        field.type_name = f".{package}.{described.name}.{entry.name}"
+        field.type_name = f".{package}.{message.name}.{entry.name}"
         return
     element = kind.strip("[]")
     if element in table:

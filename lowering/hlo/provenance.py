@@ -45,17 +45,17 @@ class Provenance:
                         called = instruction.attribute(attribute)
                         self._callers.setdefault(called or "", (computation, instruction))
 
-    def place(self, computation: Computation, instruction: Instruction) -> tuple[str, str]:
+    def locate(self, computation: Computation, instruction: Instruction) -> tuple[str, str]:
         """Return scope and source line of an operation.
 
         If it has no metadata, use those of its fusion, of a producer or of a user.
         """
-        told = self._told(computation, instruction)
-        if not told.frame:  # in jax 0.11 the op_name of a gathered input is that of the input
+        described = self._with_op_name(computation, instruction)
+        if not described.frame:  # in jax 0.11 the op_name of a gathered input is that of the input
             if computation.name not in self._users:
                 self._users[computation.name] = _users(computation)
-            told = self._users[computation.name].get(instruction.name, told)
-        return told.op_name, self._source(told.frame)
+            described = self._users[computation.name].get(instruction.name, described)
+        return described.op_name, self._source(described.frame)
 
     def arrays(
         self, computation: Computation, instruction: Instruction, *, through_loops: bool
@@ -68,17 +68,17 @@ class Provenance:
         paths = (self._input(computation, name, through_loops) for name in instruction.operands)
         return tuple(dict.fromkeys(path for path in paths if path))
 
-    def _told(self, computation: Computation, instruction: Instruction) -> Instruction:
+    def _with_op_name(self, computation: Computation, instruction: Instruction) -> Instruction:
         if instruction.op_name:
             return instruction
         caller = self._callers.get(computation.name)
         if caller and caller[1].opcode == "fusion" and caller[1].op_name:
             return caller[1]
-        near = [instruction]
+        producers = [instruction]
         for _ in range(3):
-            names = [name for each in near for name in each.operands]
-            near = [i for name in names if (i := computation.instructions.get(name))]
-            for each in near:
+            names = [name for each in producers for name in each.operands]
+            producers = [i for name in names if (i := computation.instructions.get(name))]
+            for each in producers:
                 if each.op_name and each.opcode != "parameter":
                     return each
         return instruction
@@ -97,10 +97,10 @@ class Provenance:
             if opcode == "parameter":
                 if computation.name == self.module.entry:
                     return _path(instruction.op_name)
-                found = self._outside(computation, instruction, index, through_loops)
-                if found is None:
+                outer_value = self._outside(computation, instruction, index, through_loops)
+                if outer_value is None:
                     return None
-                computation, name = found
+                computation, name = outer_value
             elif opcode == "fusion":
                 computation = self.module.computations[instruction.attribute("calls") or ""]
                 name = computation.root
@@ -159,14 +159,14 @@ def _users(computation: Computation) -> dict[str, Instruction]:
     the text, so one pass from its end finds all.
     """
     instructions = list(computation.instructions.values())
-    first: dict[str, int] = {}
+    first_user: dict[str, int] = {}
     for position in reversed(range(len(instructions))):
-        taker = instructions[position]
-        found = position if taker.frame else first.get(taker.name)
-        if found is not None:
-            for name in taker.operands:
-                first[name] = min(found, first.get(name, found))
-    return {name: instructions[position] for name, position in first.items()}
+        user = instructions[position]
+        user_position = position if user.frame else first_user.get(user.name)
+        if user_position is not None:
+            for name in user.operands:
+                first_user[name] = min(user_position, first_user.get(name, user_position))
+    return {name: instructions[position] for name, position in first_user.items()}
 
 
 def _is_move(instruction: Instruction) -> bool:

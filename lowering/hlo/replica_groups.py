@@ -38,12 +38,12 @@ def parse_groups(attributes: str, devices: int) -> Groups:
 
     An operation without groups involves all devices.
     """
-    if found := _MESH.search(attributes):
-        return _of_mesh(*found.groups())
-    if found := _IOTA.search(attributes):
-        return _of_iota(*found.groups())
-    if found := _LISTS.search(attributes) or _PAIRS.search(attributes):
-        return _of_lists(found[1], devices)
+    if match := _MESH.search(attributes):
+        return _of_mesh(*match.groups())
+    if match := _IOTA.search(attributes):
+        return _of_iota(*match.groups())
+    if match := _LISTS.search(attributes) or _PAIRS.search(attributes):
+        return _of_lists(match[1], devices)
     return _of_lists("", devices)
 
 
@@ -57,15 +57,17 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, ..
     sizes = tuple(size for _, size in axes)
     members = [device for group in groups for device in group]
     firsts = [group[0] for group in groups for _ in group]
-    places, first_places = (np.array(np.unravel_index(ids, sizes)) for ids in (members, firsts))
-    differ = (places != first_places).any(axis=1)
-    return tuple(name for (name, _), yes in zip(axes, differ, strict=True) if yes)
+    coordinates, first_coordinates = (
+        np.array(np.unravel_index(ids, sizes)) for ids in (members, firsts)
+    )
+    differ = (coordinates != first_coordinates).any(axis=1)
+    return tuple(name for (name, _), is_different in zip(axes, differ, strict=True) if is_different)
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_lists(lists: str, devices: int) -> Groups:
-    found = (_ints(group) for group in _BRACES.findall(lists))
-    return tuple(group for group in found if group) or (tuple(range(devices)),)
+    groups = (_ints(group) for group in _BRACES.findall(lists))
+    return tuple(group for group in groups if group) or (tuple(range(devices)),)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,12 +77,14 @@ def _of_iota(shape: str, sizes: str, order: str | None) -> Groups:
 
 @functools.lru_cache(maxsize=4096)
 def _of_mesh(
-    axes: str, sizes: str | None, order: str | None, listed: str | None, used: str
+    axes: str, sizes: str | None, order: str | None, listed: str | None, axes_used: str
 ) -> Groups:
     mesh = {name: int(size) for name, size in _AXIS_SIZE.findall(axes)}
     ids = _iota(_ints(sizes), _ints(order or "")) if sizes else np.arange(math.prod(mesh.values()))
     ids = np.array(_ints(listed)) if listed else ids.reshape(-1)
-    spans = [(name, int(p or 1), int(n or mesh[name])) for name, p, n in _AXIS_USED.findall(used)]
+    spans = [
+        (name, int(p or 1), int(n or mesh[name])) for name, p, n in _AXIS_USED.findall(axes_used)
+    ]
     return groups_along_axes(mesh, ids, spans)
 
 
@@ -94,13 +98,13 @@ def groups_along_axes(mesh: Mapping[str, int], ids: np.ndarray, spans: Sequence[
             text 'a':(2)4 is a sub-axis of a with 4 devices and 2 before it: axis a of size n is
             reshaped to (2, 4, n / 8), the largest strides first.
     """
-    dimensions = [piece for name, size in mesh.items() for piece in _cut(name, size, spans)]
+    dimensions = [sub_axis for name, size in mesh.items() for sub_axis in _cut(name, size, spans)]
     grid = ids.reshape([size for _, _, size in dimensions])
     inside = [
         index
         for name, before, size in spans
-        for index, (axis, start, piece) in enumerate(dimensions)
-        if axis == name and before <= start and start * piece <= before * size
+        for index, (axis, start, sub_size) in enumerate(dimensions)
+        if axis == name and before <= start and start * sub_size <= before * size
     ]
     outside = [index for index in range(len(dimensions)) if index not in inside]
     width = math.prod(dimensions[index][2] for index in inside)
@@ -114,8 +118,10 @@ def groups_from_iota(shape: Sequence[int], sizes: Sequence[int], order: Sequence
 
 def _cut(name: str, size: int, spans: Sequence[SubAxis]) -> list[SubAxis]:
     """Split an axis into sub-axes (axis, product of the sizes before it, its size)."""
-    mine = [(before, piece) for axis, before, piece in spans if axis == name]
-    points = sorted({1, size} | {p for before, piece in mine for p in (before, before * piece)})
+    sub_axes = [(before, sub_size) for axis, before, sub_size in spans if axis == name]
+    points = sorted(
+        {1, size} | {p for before, sub_size in sub_axes for p in (before, before * sub_size)}
+    )
     cut = [(name, low, high // low) for low, high in itertools.pairwise(points)]
     return cut or [(name, 1, size)]
 
@@ -131,4 +137,4 @@ def _rows(groups: np.ndarray) -> Groups:
 
 def _ints(numbers: str | Sequence[str]) -> tuple[int, ...]:
     split = numbers.split(",") if isinstance(numbers, str) else numbers
-    return tuple(int(number) for number in split if number)
+    return tuple(int(digits) for digits in split if digits)

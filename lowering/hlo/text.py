@@ -39,25 +39,25 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Return the value after "name=", up to a comma or space, without a leading %."""
-        found = re.search(rf"[ ,{{]{name}=%?([^\s,}}]+)", self.rest)
-        return found and found[1]
+        match = re.search(rf"[ ,{{]{name}=%?([^\s,}}]+)", self.rest)
+        return match and match[1]
 
     def computations(self, attribute: str) -> list[str]:
         """Return the computations named by an attribute that lists several in braces."""
-        found = re.search(rf"{attribute}=\{{([^}}]*)\}}", self.rest)
-        return _NAME.findall(found[1]) if found else []
+        match = re.search(rf"{attribute}=\{{([^}}]*)\}}", self.rest)
+        return _NAME.findall(match[1]) if match else []
 
     @property
     def op_name(self) -> str:
         """JAX name stack of the operation; empty if the compiler created the operation."""
-        found = _OP_NAME.search(self.rest)
-        return found[1].replace("\\'", "'") if found else ""
+        match = _OP_NAME.search(self.rest)
+        return match[1].replace("\\'", "'") if match else ""
 
     @property
     def frame(self) -> int:
         """Id, in Module.frames, of the stack frame that traced the operation; 0 for none."""
-        found = _FRAME_ID.search(self.rest)
-        return int(found[1]) if found else 0
+        match = _FRAME_ID.search(self.rest)
+        return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,11 @@ class HloModule:
 
     def stack(self, frame: int) -> list[Frame]:
         """Return the frame and its callers, innermost first."""
-        found = []
+        frames = []
         while frame in self.frames:
-            found.append(self.frames[frame])
+            frames.append(self.frames[frame])
             frame = self.frames[frame].parent
-        return found
+        return frames
 
 
 def parse(text: str) -> HloModule:
@@ -129,37 +129,39 @@ def parse(text: str) -> HloModule:
 
 
 def _instruction(line: str) -> tuple[bool, Instruction | None]:
-    found = _INSTRUCTION.match(line)
-    if found is None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         return False, None
-    begin = found.end()
+    begin = match.end()
     end = line.find(")", begin)
-    if found[4] == "constant":  # only a literal can contain parentheses
+    if match[4] == "constant":  # only a literal can contain parentheses
         end = max(end, line.find("), ", begin), begin)
-    return bool(found[1]), Instruction(
-        found[2], found[4], found[3], line[begin:end], line[end + 1 :]
+    return bool(match[1]), Instruction(
+        match[2], match[4], match[3], line[begin:end], line[end + 1 :]
     )
 
 
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, Frame]:
     """Join the tables of file names, locations and stack frames into frames by id."""
 
-    def numbers(line: str) -> dict[str, int]:
+    def parse_fields(line: str) -> dict[str, int]:
         return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
 
-    def rows(name: str) -> dict[int, str]:
+    def parse_rows(name: str) -> dict[int, str]:
         split = (line.partition(" ") for line in tables[name])
-        return {int(number): row for number, _, row in split}
+        return {int(entry_id): row for entry_id, _, row in split}
 
-    files = {number: row.strip('"') for number, row in rows("FileNames").items()}
-    locations = {number: numbers(row) for number, row in rows("FileLocations").items()}
+    files = {entry_id: row.strip('"') for entry_id, row in parse_rows("FileNames").items()}
+    locations = {
+        entry_id: parse_fields(row) for entry_id, row in parse_rows("FileLocations").items()
+    }
     frames = {}
-    for number, row in rows("StackFrames").items():
-        fields = numbers(row)
-        where = locations[fields["file_location_id"]]
+    for entry_id, row in parse_rows("StackFrames").items():
+        fields = parse_fields(row)
+        location = locations[fields["file_location_id"]]
         # parent_frame_id is the parent's frame id plus 1: a value of 1 means no parent.
         parent = fields.get("parent_frame_id", 1) - 1
-        frames[number] = Frame(files[where["file_name_id"]], where["line"], parent)
+        frames[entry_id] = Frame(files[location["file_name_id"]], location["line"], parent)
     return frames
 
 

@@ -16,8 +16,8 @@ def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int
     CPU and GPU programs contain the count. In TPU programs it is derived from a constant start,
     step and end; collective-matmul loops have a step of 2.
     """
-    if known := _KNOWN.search(loop.rest):
-        return int(known[1])
+    if match := _KNOWN.search(loop.rest):
+        return int(match[1])
     condition = module.computations[loop.attribute("condition") or ""]
     body = module.computations[loop.attribute("body") or ""]
     test = condition.instructions[condition.root]
@@ -90,5 +90,5 @@ def _step(module: HloModule, body: Computation, index: int | None) -> int | None
         return None
     steps = [_constant(body, name) for name in added.operands]
     counters = [_index(body, name) for name in added.operands]
-    known = [step for step in steps if step is not None]
-    return known[0] if len(known) == 1 and index in counters else None
+    constant_steps = [step for step in steps if step is not None]
+    return constant_steps[0] if len(constant_steps) == 1 and index in counters else None

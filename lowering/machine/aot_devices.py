@@ -60,16 +60,16 @@ def _topology_devices(target: Target, **question: Any) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     try:
-        found = tuple(topologies.get_topology_desc(**question).devices)
+        topology_devices = tuple(topologies.get_topology_desc(**question).devices)
     except JaxRuntimeError as error:
         first = str(error).partition("\n")[0]
         raise LoweringError(f"{target}: the compiler rejects this topology: {first}") from None
-    if len(found) != target.devices:
+    if len(topology_devices) != target.devices:
         raise LoweringError(
-            f"{target}: the compiler reports {len(found)} devices in "
+            f"{target}: the compiler reports {len(topology_devices)} devices in "
             f"{math.prod(target.topology)} chips, expected {target.devices}"
         )
-    return found
+    return topology_devices
 
 
 def _require(target: Target, module: str, extra: str) -> None:

@@ -57,14 +57,14 @@ def _installed_backend(platform: str, required: tuple[str, ...]) -> Any:
             f"no installed package provides the platform {platform!r}; install the package of its "
             f"backend, which has an entry point {platform!r} in the group {BACKENDS}"
         )
-    found = _load(entry)
-    missing = [name for name in required if not callable(getattr(found, name, None))]
+    backend = _load(entry)
+    missing = [name for name in required if not callable(getattr(backend, name, None))]
     if missing:
         raise LoweringError(
             f"the backend {entry.value} of {_package(entry)} has no {', '.join(missing)}; install "
             "a version of the package for this version of graphtrain"
         )
-    return found
+    return backend
 
 
 @functools.cache
@@ -117,9 +117,9 @@ def toolchain_settings(platform: str) -> tuple[dict[str, str], list[str], list[s
 def _sources(entry: EntryPoint) -> str:
     """Return a digest of the Python files of the top-level package that an entry point is in."""
     spec = importlib.util.find_spec(entry.module.partition(".")[0])
-    places = list(spec.submodule_search_locations or []) if spec else []
-    files = [path for place in places for path in sorted(Path(place).rglob("*.py"))]
-    if spec is not None and not places and spec.origin:
+    directories = list(spec.submodule_search_locations or []) if spec else []
+    files = [path for directory in directories for path in sorted(Path(directory).rglob("*.py"))]
+    if spec is not None and not directories and spec.origin:
         files = [Path(spec.origin)]
     digest = hashlib.sha256()
     for path in files:

@@ -47,12 +47,12 @@ def available_memory() -> int:
 
     available = psutil.virtual_memory().available
     try:
-        limit, used = (
+        limit, usage = (
             int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
         )
     except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return available
-    return min(available, max(0, limit - used))
+    return min(available, max(0, limit - usage))
 
 
 def usable_cores() -> int:

@@ -41,12 +41,12 @@ def use_huge_pages() -> threading.Thread | None:
 
 def _merge(library: Any, begin: int, end: int) -> None:
     begin = -(-begin // _HUGE) * _HUGE
-    for place in range(
+    for address in range(
         begin, end - _HUGE + 1, _MADVISE_BYTES
     ):  # the process can exit between two calls
-        size = min(_MADVISE_BYTES, (end - place) // _HUGE * _HUGE)
-        if library.madvise(place, size, _HUGEPAGE) == 0:
-            library.madvise(place, size, _COLLAPSE)
+        size = min(_MADVISE_BYTES, (end - address) // _HUGE * _HUGE)
+        if library.madvise(address, size, _HUGEPAGE) == 0:
+            library.madvise(address, size, _COLLAPSE)
 
 
 def _library() -> Any:

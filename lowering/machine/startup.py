@@ -52,14 +52,14 @@ def import_without(name: str, *others: str) -> ModuleType:
         name: module to import.
         others: optional dependencies to hide.
     """
-    hidden = [other for other in others if other not in sys.modules]
-    for other in hidden:
-        sys.modules[other] = None  # pyright: ignore[reportArgumentType]  # "not found", to import
+    hidden = [dependency for dependency in others if dependency not in sys.modules]
+    for dependency in hidden:
+        sys.modules[dependency] = None  # pyright: ignore[reportArgumentType]  # "not found", to import
     try:
         return importlib.import_module(name)
     finally:
-        for other in hidden:
-            del sys.modules[other]
+        for dependency in hidden:
+            del sys.modules[dependency]
 
 
 class MemoryPrefault:
@@ -77,8 +77,8 @@ class MemoryPrefault:
 
     def __init__(self, size: int) -> None:
         """Start the thread; size is in bytes."""
-        self._given, self._stopped = 0, False
-        self._thread = threading.Thread(target=self._give, args=(size,), daemon=True)
+        self._prefaulted, self._stopped = 0, False
+        self._thread = threading.Thread(target=self._prefault, args=(size,), daemon=True)
         if size and host.retains_freed_memory() and host.usable_cores() > 1 and _has_one_node():
             self._thread.start()
 
@@ -87,16 +87,16 @@ class MemoryPrefault:
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
-        return self._given
+        return self._prefaulted
 
-    def _give(self, size: int) -> None:
+    def _prefault(self, size: int) -> None:
         library = _libc()
-        place = library.malloc(size)
-        while place and not self._stopped and self._given < size:
-            piece = min(_MEMSET_BYTES, size - self._given)
-            library.memset(place + self._given, 0, piece)
-            self._given += piece
-        library.free(place)
+        address = library.malloc(size)
+        while address and not self._stopped and self._prefaulted < size:
+            chunk_size = min(_MEMSET_BYTES, size - self._prefaulted)
+            library.memset(address + self._prefaulted, 0, chunk_size)
+            self._prefaulted += chunk_size
+        library.free(address)
 
 
 def _libc() -> Any:

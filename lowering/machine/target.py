@@ -31,12 +31,16 @@ class Target:
         """
         machine, colon, sizes = name.partition(":")
         if machine != "cpu" and _specification(machine) is None:
-            known = machines()
-            near = difflib.get_close_matches(machine, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known machines: {', '.join(known)}; "
+            machine_names = machines()
+            close_matches = difflib.get_close_matches(machine, machine_names, n=1)
+            hint = (
+                f"did you mean {close_matches[0]}?"
+                if close_matches
+                else f"known machines: {', '.join(machine_names)}; "
+            )
             hint += (
                 ""
-                if near
+                if close_matches
                 else (
                     f"a machine of another backend is known once its package is installed, with an "
                     f"entry point {machine!r} in the group {backends.MACHINES}"
@@ -44,11 +48,11 @@ class Target:
             )
             raise LoweringError(f"unknown target machine {machine!r}; {hint}")
         parts = (sizes if colon else "1").split("x")
-        if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        if not all(size.isascii() and size.isdigit() and int(size) for size in parts):
             raise LoweringError(
                 f"target {name!r}: devices must be positive integers, as in cpu:8 or v5p:4x4x4"
             )
-        target = cls(machine, tuple(int(part) for part in parts))
+        target = cls(machine, tuple(int(size) for size in parts))
         if problem := target._problem():
             raise LoweringError(f"target {name!r}: {problem}")
         return target
@@ -90,10 +94,10 @@ class Target:
 
         It is in topologies.toml, or in the installed package that offers the machine.
         """
-        found = {} if self.machine == "cpu" else _specification(self.machine)
-        if found is None:  # not made by parse()
+        table = {} if self.machine == "cpu" else _specification(self.machine)
+        if table is None:  # not made by parse()
             raise LoweringError(f"unknown target machine {self.machine!r}")
-        return found
+        return table
 
     @property
     def is_gpu(self) -> bool:
@@ -162,8 +166,8 @@ def machines() -> list[str]:
 
 def _specification(machine: str) -> dict[str, Any] | None:
     """Return the table of a machine; None for an unknown machine."""
-    found = _topologies().get(machine)
-    return backends.installed_machine(machine) if found is None else found
+    table = _topologies().get(machine)
+    return backends.installed_machine(machine) if table is None else table
 
 
 @functools.cache

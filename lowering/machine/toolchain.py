@@ -50,11 +50,11 @@ class Toolchain:
         """Return the toolchain of this process for one platform, without importing its packages."""
         names = _PACKAGES + _PLATFORM_PACKAGES.get(platform, ())
         flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *_PLATFORM_FLAGS.get(platform, ()))
-        known: dict[str, str] = {}
+        backend_versions: dict[str, str] = {}
         if platform not in backends.BUILT_IN:
-            known, packages, variables = backends.toolchain_settings(platform)
+            backend_versions, packages, variables = backends.toolchain_settings(platform)
             names, flags = (*names, *packages), (*flags, *variables)
-        versions = known | {name: v for name in names if (v := version(name))}
+        versions = backend_versions | {name: v for name in names if (v := version(name))}
         return cls(versions, _environment(flags))
 
 

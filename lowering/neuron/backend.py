@@ -74,7 +74,7 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
         LoweringError: see `per_device.lower`.
     """
     program = per_device.lower(graph, rules, mesh_shape, target)
-    return _with_compiler_flags(program, target, quickly=graph.runs_once)
+    return _with_compiler_flags(program, target, fast=graph.runs_once)
 
 
 def from_global_program(whole: Lowered, target: Target) -> Lowered:
@@ -86,15 +86,13 @@ def from_global_program(whole: Lowered, target: Target) -> Lowered:
     return _with_compiler_flags(per_device.from_global_program(whole, target), target)
 
 
-def _with_compiler_flags(
-    program: DeviceLowering, target: Target, *, quickly: bool = False
-) -> Lowered:
-    found = compiler.find_compiler(target)
-    version = found.version if found else compiler_flags.NEWEST_VERSION
+def _with_compiler_flags(program: DeviceLowering, target: Target, *, fast: bool = False) -> Lowered:
+    installed_compiler = compiler.find_compiler(target)
+    version = installed_compiler.version if installed_compiler else compiler_flags.NEWEST_VERSION
     options = {
         "hlo": hashlib.sha256(program.normalised.hlo).hexdigest(),
-        "flags": compiler_flags.flags(target, version, fast=quickly),
-        "compiler": found.version if found else None,
+        "flags": compiler_flags.flags(target, version, fast=fast),
+        "compiler": installed_compiler.version if installed_compiler else None,
     }
     return program.lowered(target, "neuron", options)
 
@@ -112,34 +110,37 @@ def compile(lowered: Lowered) -> Artifact:
     """
     target, hlo, flags = lowered.target, lowered.handle.hlo, lowered.options["flags"]
     memory = per_device.memory(lowered.handle, lowered.facts["neuron"])
-    checked = preflight.check(
+    preflight_record = preflight.check(
         hlo, lowered.handle.sources, lowered.name, target, flags, peak=memory["peak"]
     )
-    record = _record(lowered, memory, checked)
-    found = compiler.find_compiler(target)
-    if found is None:
+    record = _record(lowered, memory, preflight_record)
+    installed_compiler = compiler.find_compiler(target)
+    if installed_compiler is None:
         raise bundle.compiler_missing_error(hlo, flags, record, target)
     payload, seconds = compiler_choice.compile_timed(
-        found, hlo, flags, graph=lowered.name, target=target
+        installed_compiler, hlo, flags, graph=lowered.name, target=target
     )
     return Artifact(
-        payload, bundle.completed_record(record, payload, seconds, flags, found.version)
+        payload,
+        bundle.completed_record(record, payload, seconds, flags, installed_compiler.version),
     )
 
 
-def _record(lowered: Lowered, memory: dict[str, int], checked: dict[str, Any]) -> dict[str, Any]:
+def _record(
+    lowered: Lowered, memory: dict[str, int], preflight_record: dict[str, Any]
+) -> dict[str, Any]:
     """Return the part of the record that is known before compilation."""
     target = lowered.target
-    about = {
+    compile_facts = {
         "target": str(target),
         "stablehlo_bytes": len(lowered.text),
         "memory": memory,
-        "neuron": lowered.facts["neuron"] | {"preflight": checked},
+        "neuron": lowered.facts["neuron"] | {"preflight": preflight_record},
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
     if target.runs_on_cpu:
-        about["fingerprint"] = xla.fingerprint(devices(target))
-    return lowered.facts | about
+        compile_facts["fingerprint"] = xla.fingerprint(devices(target))
+    return lowered.facts | compile_facts
 
 
 def load(artifact: Artifact, target: Target) -> Executable:
@@ -149,18 +150,18 @@ def load(artifact: Artifact, target: Target) -> Executable:
         LoweringError: the payload was compiled for another machine, or it is a simulated NEFF for
             a real target or the reverse, or this machine has no Neuron runtime.
     """
-    about = artifact.record
+    record = artifact.record
     neff.check(
-        artifact.payload, simulated=target.runs_on_cpu, what=f"the compiled {about['graph']} step"
+        artifact.payload, simulated=target.runs_on_cpu, what=f"the compiled {record['graph']} step"
     )
-    placed_on = devices(target)
-    mesh = make_mesh(MeshShape(about["mesh"]), placed_on)
+    cpu_devices = devices(target)
+    mesh = make_mesh(MeshShape(record["mesh"]), cpu_devices)
     if not target.runs_on_cpu:
-        return Executable(NeffProgram(artifact.payload, about, mesh), about, mesh)
-    xla.check_fingerprint(about, placed_on)
+        return Executable(NeffProgram(artifact.payload, record, mesh), record, mesh)
+    xla.check_fingerprint(record, cpu_devices)
     _, executable = neff.unpack(artifact.payload)
-    loaded = simulation.load_module(executable, placed_on)
-    return Executable(simulation.SimulatedProgram(loaded, about, mesh), about, mesh)
+    loaded = simulation.load_module(executable, cpu_devices)
+    return Executable(simulation.SimulatedProgram(loaded, record, mesh), record, mesh)
 
 
 def checkpoint_arrays(tree: Tree) -> Tree:

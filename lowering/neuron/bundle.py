@@ -18,9 +18,12 @@ _INSTALL = "pip install neuronx-cc from AWS's package index, see the AWS Neuron 
 def compiler_missing_error(
     hlo: bytes, flags: list[str], record: Mapping[str, Any], target: Target
 ) -> CompilerMissing:
-    """Build the error for a program that cannot be compiled here; it carries the bundle's files."""
+    """Build the error for a program that cannot be compiled on this machine.
+
+    The error carries the bundle's files.
+    """
     graph = record["graph"]
-    about = {
+    metadata = {
         "format": 1,
         "graph": graph,
         "target": str(target),
@@ -30,7 +33,7 @@ def compiler_missing_error(
     files = {
         compiler.HLO_FILE: hlo,
         compiler.FLAGS_FILE: json.dumps(flags).encode(),
-        BUNDLE_FILE: (json.dumps(about, indent=1) + "\n").encode(),
+        BUNDLE_FILE: (json.dumps(metadata, indent=1) + "\n").encode(),
         SCRIPT_FILE: _script(graph, target, flags).encode(),
     }
     return CompilerMissing(
@@ -66,9 +69,13 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
         LoweringError: the compiler rejected the program, or the bundle is incomplete.
     """
     try:
-        about, flags = json.loads(files[BUNDLE_FILE]), json.loads(files[compiler.FLAGS_FILE])
-        target, graph, record = Target.parse(about["target"]), about["graph"], about["record"]
-        hlo, runs_once = files[compiler.HLO_FILE], about["runs_once"]
+        metadata, flags = json.loads(files[BUNDLE_FILE]), json.loads(files[compiler.FLAGS_FILE])
+        target, graph, record = (
+            Target.parse(metadata["target"]),
+            metadata["graph"],
+            metadata["record"],
+        )
+        hlo, runs_once = files[compiler.HLO_FILE], metadata["runs_once"]
         if compiler.NEFF_FILE in files:
             files[VERSION_FILE]  # the script writes it before the NEFF
     except (KeyError, TypeError, ValueError) as error:
@@ -80,16 +87,18 @@ def finish(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, Any], list[str]
         )
         version = compiler.version_in(files[VERSION_FILE].decode(), VERSION_FILE)
         return payload, completed_record(record, payload, 0.0, flags, version), flags, version
-    found = compiler.find_compiler(target)
-    if found is None:
+    installed_compiler = compiler.find_compiler(target)
+    if installed_compiler is None:
         raise compiler_missing_error(hlo, flags, record, target)
-    flags = compiler_flags.flags(target, found.version, fast=runs_once)
-    payload, seconds = compiler_choice.compile_timed(found, hlo, flags, graph=graph, target=target)
+    flags = compiler_flags.flags(target, installed_compiler.version, fast=runs_once)
+    payload, seconds = compiler_choice.compile_timed(
+        installed_compiler, hlo, flags, graph=graph, target=target
+    )
     return (
         payload,
-        completed_record(record, payload, seconds, flags, found.version),
+        completed_record(record, payload, seconds, flags, installed_compiler.version),
         flags,
-        found.version,
+        installed_compiler.version,
     )
 
 
@@ -99,15 +108,15 @@ def completed_record(
     """Return a program's record, completed with the results of its compilation."""
     memory = dict(record["memory"])
     if neff.is_simulated(payload):
-        known = neff.unpack(payload)[0]["temporaries"]
-        memory["peak"] += known - memory["temporaries"]
-        memory["temporaries"] = known
+        temporary_bytes = neff.unpack(payload)[0]["temporaries"]
+        memory["peak"] += temporary_bytes - memory["temporaries"]
+        memory["temporaries"] = temporary_bytes
     else:
         memory["code"] = len(payload)
-    about = {"compiler": version, "flags": flags}
+    compiler_record = {"compiler": version, "flags": flags}
     return {
         **record,
         "compile_seconds": round(seconds, 3),
         "memory": memory,
-        "neuron": record["neuron"] | about,
+        "neuron": record["neuron"] | compiler_record,
     }

@@ -56,13 +56,15 @@ def find_compiler(target: Target) -> Compiler | None:
     """
     if target.runs_on_cpu:
         command = (sys.executable, "-m", _SIMULATOR)
-    elif found := shutil.which("neuronx-cc"):
-        command = (found,)
+    elif executable := shutil.which("neuronx-cc"):
+        command = (executable,)
     else:
         return None
-    asked = [*command, "--version"]
-    said = subprocess.run(asked, capture_output=True, text=True, env=environment())
-    return Compiler(command, version_in(said.stdout + said.stderr, shlex.join(asked)))
+    version_command = [*command, "--version"]
+    completed = subprocess.run(version_command, capture_output=True, text=True, env=environment())
+    return Compiler(
+        command, version_in(completed.stdout + completed.stderr, shlex.join(version_command))
+    )
 
 
 def version_in(text: str, where: str) -> str:
@@ -71,10 +73,10 @@ def version_in(text: str, where: str) -> str:
     Raises:
         LoweringError: the text contains no version.
     """
-    found = _VERSION.search(text)
-    if found is None:
+    match = _VERSION.search(text)
+    if match is None:
         raise LoweringError(f"{where} contains no version of neuronx-cc: {text[-300:]!r}")
-    return found[0]
+    return match[0]
 
 
 def arguments(program: str, output: str, chosen: list[str]) -> list[str]:
@@ -94,10 +96,10 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
         directory = Path(name)
         (directory / HLO_FILE).write_bytes(hlo)
         (directory / FLAGS_FILE).write_text(json.dumps(chosen))
-        words = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
-        print("$", shlex.join(words), file=sys.stderr, flush=True)
-        ended = subprocess.run(
-            [*kill_with_parent_prefix(), *words],
+        command = [*compiler.command, *arguments(HLO_FILE, NEFF_FILE, chosen)]
+        print("$", shlex.join(command), file=sys.stderr, flush=True)
+        completed = subprocess.run(
+            [*kill_with_parent_prefix(), *command],
             cwd=directory,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -105,34 +107,34 @@ def run(compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target
             stderr=subprocess.STDOUT,
             env=environment(),
         )
-        print(ended.stdout, file=sys.stderr, flush=True)
-        if ended.returncode:
-            raise compile_error(ended.returncode, ended.stdout, graph=graph, target=target)
-        made = directory / NEFF_FILE
-        if not made.exists():
+        print(completed.stdout, file=sys.stderr, flush=True)
+        if completed.returncode:
+            raise compile_error(completed.returncode, completed.stdout, graph=graph, target=target)
+        neff_path = directory / NEFF_FILE
+        if not neff_path.exists():
             raise CompilerFailed(f"neuronx-cc exited with 0 for {graph}, but wrote no {NEFF_FILE}")
-        payload = made.read_bytes()
+        payload = neff_path.read_bytes()
     neff.check(payload, simulated=target.runs_on_cpu, what=f"the compiled {graph} step")
     return payload
 
 
 def compile_error(status: int, log: str, *, graph: str, target: Target) -> LoweringError:
     """Return the error for a failed compilation: interrupted, out of memory, or rejected."""
-    number = ending_signal(status, log)
-    if number is not None:
-        known = number in set(signal.Signals)
-        name = signal.Signals(number).name if known else f"signal {number}"
+    signal_number = ending_signal(status, log)
+    if signal_number is not None:
+        is_known = signal_number in set(signal.Signals)
+        name = signal.Signals(signal_number).name if is_known else f"signal {signal_number}"
         hint = "; the machine may be out of memory, try --jobs 1" if name == "SIGKILL" else ""
         return CompilerInterrupted(
             f"neuronx-cc was terminated by {name} while it compiled {graph}{hint}"
         )
-    told_by_code = coded_errors(log)
-    for code, said in told_by_code:
+    errors = coded_errors(log)
+    for code, message in errors:
         if code in OUT_OF_MEMORY_CODES:
-            return OutOfMemory(graph, target, f"NCC_{code} {said}")
-    told = "; ".join(dict.fromkeys(f"NCC_{code} {said}" for code, said in told_by_code[:5]))
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
-    return CompilerFailed(f"neuronx-cc rejected {graph} (status {status}): {told or last}")
+            return OutOfMemory(graph, target, f"NCC_{code} {message}")
+    summary = "; ".join(dict.fromkeys(f"NCC_{code} {message}" for code, message in errors[:5]))
+    last_line = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
+    return CompilerFailed(f"neuronx-cc rejected {graph} (status {status}): {summary or last_line}")
 
 
 def ending_signal(status: int | None, log: str) -> int | None:
@@ -144,14 +146,14 @@ def ending_signal(status: int | None, log: str) -> int | None:
     """
     if status is not None and (status < 0 or status > 128):
         return -status if status < 0 else status - 128
-    found = _SIGNALLED.search(log)
-    return int(found[1]) - 128 if found else None
+    match = _SIGNALLED.search(log)
+    return int(match[1]) - 128 if match else None
 
 
 def coded_errors(log: str) -> list[tuple[str, str]]:
     """Return the coded errors in a compiler's output, for example ("EVRF004", "complex types")."""
-    found = map(_ERROR_CODE.search, log.splitlines())
-    return [(each[1], each[2]) for each in found if each]
+    matches = map(_ERROR_CODE.search, log.splitlines())
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def kill_with_parent_prefix() -> list[str]:

@@ -23,12 +23,12 @@ def compile_timed(
         CompilerInterrupted: see `compiler.run`.
         LoweringError: the variable has an unknown value, or the library failed.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if _uses_library(target):
         payload = library.compile_through_library(hlo, chosen, graph=graph, target=target)
     else:
         payload = compiler.run(found, hlo, chosen, graph=graph, target=target)
-    return payload, time.perf_counter() - began
+    return payload, time.perf_counter() - start_time
 
 
 def _uses_library(target: Target) -> bool:
@@ -37,10 +37,10 @@ def _uses_library(target: Target) -> bool:
     Raises:
         LoweringError: the environment variable has an unknown value.
     """
-    asked = os.environ.get(library.COMPILER_VARIABLE, "neuronx-cc")
-    if asked not in ("neuronx-cc", library.NAME):
+    compiler_name = os.environ.get(library.COMPILER_VARIABLE, "neuronx-cc")
+    if compiler_name not in ("neuronx-cc", library.NAME):
         raise LoweringError(
-            f"{library.COMPILER_VARIABLE}={asked} is neither neuronx-cc nor {library.NAME}; set it "
-            "to one of them, or unset it for neuronx-cc"
+            f"{library.COMPILER_VARIABLE}={compiler_name} is neither neuronx-cc nor "
+            f"{library.NAME}; set it to one of them, or unset it for neuronx-cc"
         )
-    return asked == library.NAME and not target.runs_on_cpu
+    return compiler_name == library.NAME and not target.runs_on_cpu

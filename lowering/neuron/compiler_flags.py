@@ -28,17 +28,17 @@ def flags(target: Target, version: str, *, fast: bool = False) -> list[str]:
     Source: neuronx-cc's command line reference, SDK 2.32, and its release notes (2.27: automatic
     casts off; next: 64-bit integers on, no downcast of integers).
     """
-    about = target.specification["neuron"]
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    specification = target.specification["neuron"]
+    release = tuple(int(component) for component in version.split("+")[0].split(".")[:2])
     chosen = [
-        f"--target={about['target']}",
+        f"--target={specification['target']}",
         "--model-type=transformer",
         "--auto-cast=none",
         f"--optlevel={1 if fast else 2}",
         "--enable-mixed-precision-accumulation",
     ]
-    if about["target"] != "trn1":  # trn1 has no logical cores and rejects the flag
-        chosen.append(f"--logical-nc-config={about['cores']}")
+    if specification["target"] != "trn1":  # trn1 has no logical cores and rejects the flag
+        chosen.append(f"--logical-nc-config={specification['cores']}")
     if release >= (2, 27):
         # Preflight has checked that indices fit 32 bits; the hardware has no 64-bit integers.
         chosen += ["--native-int64=disabled", "--implicit-integer-downcast=all"]

@@ -45,11 +45,11 @@ class CoreArray:
             np.frombuffer(tensor.read(), self.dtype).reshape(self.layout.shard_shape)
             for tensor in self.tensors
         ]
-        placed = [
+        device_shards = [
             jax.device_put(shard, device)
             for shard, device in zip(shards, self.layout.devices, strict=True)
         ]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, device_shards)
 
     def is_deleted(self) -> bool:
         """Return whether the array was donated, so that an output now uses its memory."""
@@ -91,36 +91,39 @@ class NeffProgram:
             )
         self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
         load = functools.partial(self._runtime.load, neff, ranks=ranks)
-        self._models: list[LoadedNeff] = self._on_each(lambda rank: load(core=rank, rank=rank))
+        self._models: list[LoadedNeff] = self._on_each_rank(lambda rank: load(core=rank, rank=rank))
         self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._in_place = dict(record["neuron"]["aliases"])  # output index to input index
-        self._ranks = self._numbered(ranks) if record["neuron"]["rank_input"] else []
+        self._ranks = self._rank_tensors(ranks) if record["neuron"]["rank_input"] else []
 
     def __call__(self, *trees: Tree) -> Tree:
-        taken = [
-            self._placed(leaf, self._inputs[path])
+        input_arrays = [
+            self._to_devices(leaf, self._inputs[path])
             for name, tree in zip(self._record["arguments"], trees, strict=True)
             for path, leaf in flatten(tree, name).items()
         ]
-        made = [
-            self._result(taken, index, layout)
+        output_arrays = [
+            self._output_array(input_arrays, index, layout)
             for index, layout in enumerate(self._outputs.values())
         ]
-        inputs = [each.tensors for each in taken] + ([self._ranks] if self._ranks else [])
+        inputs = [array.tensors for array in input_arrays] + ([self._ranks] if self._ranks else [])
 
         def execute(rank: int) -> None:
             self._models[rank].execute(
                 {f"input{index}": tensors[rank] for index, tensors in enumerate(inputs)},
-                {f"output{index}": each.tensors[rank] for index, each in enumerate(made)},
+                {
+                    f"output{index}": array.tensors[rank]
+                    for index, array in enumerate(output_arrays)
+                },
             )
 
-        self._on_each(execute)
-        for number in self._in_place.values():
-            taken[number].tensors = []
-        return unflatten(dict(zip(self._outputs, made, strict=True)))
+        self._on_each_rank(execute)
+        for input_index in self._in_place.values():
+            input_arrays[input_index].tensors = []
+        return unflatten(dict(zip(self._outputs, output_arrays, strict=True)))
 
-    def _placed(self, leaf: Any, layout: RankLayout) -> CoreArray:
+    def _to_devices(self, leaf: Any, layout: RankLayout) -> CoreArray:
         """Return an argument on the devices; copy it there if it is on the host."""
         if isinstance(leaf, CoreArray):
             leaf._check()
@@ -136,20 +139,22 @@ class NeffProgram:
             tensors[-1].write(shard.tobytes())
         return CoreArray(tensors, layout)
 
-    def _result(self, taken: list[CoreArray], index: int, layout: RankLayout) -> CoreArray:
+    def _output_array(
+        self, input_arrays: list[CoreArray], index: int, layout: RankLayout
+    ) -> CoreArray:
         """Return an output's array, in the memory of the input it replaces or in new memory."""
         if index in self._in_place:
-            return CoreArray(taken[self._in_place[index]].tensors, layout)
+            return CoreArray(input_arrays[self._in_place[index]].tensors, layout)
         cores = range(self._size)
-        return CoreArray([self._runtime.tensor(layout.nbytes, core=c) for c in cores], layout)
+        return CoreArray([self._runtime.tensor(layout.nbytes, core=core) for core in cores], layout)
 
-    def _numbered(self, ranks: int) -> list[RuntimeTensor]:
+    def _rank_tensors(self, ranks: int) -> list[RuntimeTensor]:
         """Store the rank of each core in a tensor on that core."""
         tensors = [self._runtime.tensor(4, core=rank) for rank in range(ranks)]
         for rank, tensor in enumerate(tensors):
             tensor.write(np.uint32(rank).tobytes())
         return tensors
 
-    def _on_each(self, work: Any) -> list[Any]:
-        """Call `work` for every rank at the same time, since collectives synchronize all ranks."""
-        return list(self._threads.map(work, range(self._size)))
+    def _on_each_rank(self, fn: Any) -> list[Any]:
+        """Call `fn` for every rank at the same time, since collectives synchronize all ranks."""
+        return list(self._threads.map(fn, range(self._size)))

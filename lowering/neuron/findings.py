@@ -31,16 +31,21 @@ class PreflightModule:
         self.proto = proto
         self.machine = str(target.specification["neuron"]["target"])
         self.memory = target.memory_bytes
-        self.computations = {each.id: each for each in proto.computations}
+        self.computations = {computation.id: computation for computation in proto.computations}
         self.instructions = {
-            each.id: each for computation in proto.computations for each in computation.instructions
+            instruction.id: instruction
+            for computation in proto.computations
+            for instruction in computation.instructions
         }
 
     def operand(self, instruction: Message, index: int) -> Message:
         return self.instructions[instruction.operand_ids[index]]
 
     def called(self, instruction: Message) -> list[Message]:
-        return [self.computations[number] for number in instruction.called_computation_ids]
+        return [
+            self.computations[computation_id]
+            for computation_id in instruction.called_computation_ids
+        ]
 
     def root(self, computation: Message) -> Message:
         return self.instructions[computation.root_id]
@@ -56,6 +61,6 @@ def format_findings(findings: Iterable[PreflightFinding], sources: Mapping[int, 
     lines: dict[tuple[str, ...], str] = {}
     for finding in findings:
         source = sources.get(finding.instruction)
-        where = (finding.code, source) if source else (str(finding),)
-        lines.setdefault(where, f"{finding} (from {source})" if source else str(finding))
+        key = (finding.code, source) if source else (str(finding),)
+        lines.setdefault(key, f"{finding} (from {source})" if source else str(finding))
     return list(lines.values())

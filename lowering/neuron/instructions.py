@@ -59,7 +59,7 @@ class InstructionCount:
     largest_id: int = 0  # id of that operation
 
     def __add__(self, other: InstructionCount) -> InstructionCount:
-        larger = max(self, other, key=lambda each: each.largest)
+        larger = max(self, other, key=lambda count: count.largest)
         return replace(
             larger,
             unrolled=self.unrolled + other.unrolled,
@@ -69,50 +69,62 @@ class InstructionCount:
 
 def estimate(module: Message) -> InstructionCount:
     """Estimate the instructions of a complete module."""
-    computations = {each.id: each for each in module.computations}
+    computations = {computation.id: computation for computation in module.computations}
     return _count(computations[module.entry_computation_id], computations)
 
 
 def _count(computation: Message, computations: Mapping[int, Message]) -> InstructionCount:
-    known = {each.id: each for each in computation.instructions}
+    by_id = {instruction.id: instruction for instruction in computation.instructions}
     total = InstructionCount()
-    for each in computation.instructions:
-        if each.opcode == "while":
-            parts = [computations[number] for number in each.called_computation_ids]
-            inside = sum((_count(part, computations) for part in parts), InstructionCount())
-            total += replace(inside, unrolled=_trip_count(parts[1]) * inside.unrolled)
-        elif each.opcode in ("call", "fusion"):
-            for number in each.called_computation_ids:
-                total += _count(computations[number], computations)
+    for instruction in computation.instructions:
+        if instruction.opcode == "while":
+            loop_computations = [
+                computations[computation_id]
+                for computation_id in instruction.called_computation_ids
+            ]
+            per_iteration = sum(
+                (_count(loop_computation, computations) for loop_computation in loop_computations),
+                InstructionCount(),
+            )
+            total += replace(
+                per_iteration, unrolled=_trip_count(loop_computations[1]) * per_iteration.unrolled
+            )
+        elif instruction.opcode in ("call", "fusion"):
+            for computation_id in instruction.called_computation_ids:
+                total += _count(computations[computation_id], computations)
         else:
-            count = _count_one(each, known)
-            total += InstructionCount(count, count, count, each.id)
+            count = _count_one(instruction, by_id)
+            total += InstructionCount(count, count, count, instruction.id)
     return total
 
 
-def _count_one(each: Message, known: Mapping[int, Message]) -> int:
-    if each.opcode in _FREE:
+def _count_one(instruction: Message, by_id: Mapping[int, Message]) -> int:
+    if instruction.opcode in _FREE:
         return 0
-    if each.opcode in _COLLECTIVES:
+    if instruction.opcode in _COLLECTIVES:
         return 1
-    if each.opcode == "dot":
-        return _count_dot(each, known)
-    sized = known[each.operand_ids[_SIZED_BY[each.opcode]]] if each.opcode in _SIZED_BY else each
-    columns = _ROWS if each.opcode == "transpose" else _COLUMNS
+    if instruction.opcode == "dot":
+        return _count_dot(instruction, by_id)
+    sized = (
+        by_id[instruction.operand_ids[_SIZED_BY[instruction.opcode]]]
+        if instruction.opcode in _SIZED_BY
+        else instruction
+    )
+    columns = _ROWS if instruction.opcode == "transpose" else _COLUMNS
     return _ceil_div(_elements(sized.shape), _ROWS * columns)
 
 
-def _count_dot(each: Message, known: Mapping[int, Message]) -> int:
-    left, right = (known[number].shape.dimensions for number in each.operand_ids)
-    numbers = each.dot_dimension_numbers
-    batch = math.prod(left[axis] for axis in numbers.lhs_batch_dimensions)
-    summed = math.prod(left[axis] for axis in numbers.lhs_contracting_dimensions)
-    rows, columns = (math.prod(side) // (batch * summed) for side in (left, right))
-    result = min(
+def _count_dot(instruction: Message, by_id: Mapping[int, Message]) -> int:
+    left, right = (by_id[operand_id].shape.dimensions for operand_id in instruction.operand_ids)
+    dim_numbers = instruction.dot_dimension_numbers
+    batch = math.prod(left[axis] for axis in dim_numbers.lhs_batch_dimensions)
+    contracted = math.prod(left[axis] for axis in dim_numbers.lhs_contracting_dimensions)
+    rows, columns = (math.prod(side) // (batch * contracted) for side in (left, right))
+    tiles = min(
         _ceil_div(rows, _ROWS) * _ceil_div(columns, _COLUMNS),
         _ceil_div(rows, _COLUMNS) * _ceil_div(columns, _ROWS),
     )
-    return batch * _ceil_div(summed, _ROWS) * result
+    return batch * _ceil_div(contracted, _ROWS) * tiles
 
 
 def _ceil_div(size: int, tile: int) -> int:
@@ -127,11 +139,11 @@ def _elements(shape: Message) -> int:
 
 def _trip_count(condition: Message) -> int:
     """Return the constant that a loop's counter is compared with; 1 if it is not constant."""
-    known = {each.id: each for each in condition.instructions}
-    root = known[condition.root_id]
-    for number in root.operand_ids:
-        literal = known[number].literal
-        found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-        if known[number].opcode == "constant" and found:
-            return int(found[0])
+    by_id = {instruction.id: instruction for instruction in condition.instructions}
+    root = by_id[condition.root_id]
+    for operand_id in root.operand_ids:
+        literal = by_id[operand_id].literal
+        values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+        if by_id[operand_id].opcode == "constant" and values:
+            return int(values[0])
     return 1

@@ -52,10 +52,10 @@ def _library(target: Target) -> Any:
             raise
         library = None
     if library is None or not hasattr(library, "neuron_xla_compile"):
-        what = "is not installed" if library is None else "is PyPI's placeholder package"
+        reason = "is not installed" if library is None else "is PyPI's placeholder package"
         raise LoweringError(
             f"{target}: {COMPILER_VARIABLE} selects {NAME}, which "
-            f"{what} on this "
+            f"{reason} on this "
             "machine; install it from AWS's package index, see the AWS Neuron documentation, or "
             f"unset {COMPILER_VARIABLE}"
         )

@@ -78,11 +78,11 @@ class Runtime:
     def load(self, neff: bytes, *, core: int, rank: int, ranks: int) -> LoadedNeff:
         """Load a program onto a core; several ranks must all be loading at the same time."""
         handle = c_void_p()
-        where = neff, len(neff), core, _DEFAULT_VNC_COUNT
+        load_arguments = neff, len(neff), core, _DEFAULT_VNC_COUNT
         if ranks == 1:
-            self.call("nrt_load", *where, byref(handle))
+            self.call("nrt_load", *load_arguments, byref(handle))
         else:
-            self.call("nrt_load_collectives", *where, rank, ranks, byref(handle))
+            self.call("nrt_load_collectives", *load_arguments, rank, ranks, byref(handle))
         return LoadedNeff(self, handle, core)
 
     def tensor(self, nbytes: int, *, core: int) -> RuntimeTensor:
@@ -108,11 +108,11 @@ class Runtime:
 
 
 def _load(library: str | None) -> ctypes.CDLL:
-    places = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_SEARCH_PATHS)
+    candidates = (library,) if library else (os.environ.get("GRAPHTRAIN_LIBNRT"), *_SEARCH_PATHS)
     errors = []
-    for place in filter(None, places):
+    for path in filter(None, candidates):
         try:
-            return ctypes.CDLL(place)
+            return ctypes.CDLL(path)
         except OSError as error:
             errors.append(str(error))
     raise LoweringError(
@@ -150,20 +150,22 @@ class LoadedNeff:
 
     def execute(self, inputs: dict[str, RuntimeTensor], outputs: dict[str, RuntimeTensor]) -> None:
         """Run the program once on tensors by name; return when the outputs are written."""
-        sets = [self._set(inputs), self._set(outputs)]
+        tensor_sets = [self._set(inputs), self._set(outputs)]
         try:
-            self._runtime.call("nrt_execute", self._handle, *sets)
+            self._runtime.call("nrt_execute", self._handle, *tensor_sets)
         finally:
-            for each in sets:
-                self._runtime.library.nrt_destroy_tensor_set(byref(each))
+            for tensor_set in tensor_sets:
+                self._runtime.library.nrt_destroy_tensor_set(byref(tensor_set))
 
     def unload(self) -> None:
         """Remove the program from its core."""
         self._runtime.call("nrt_unload", self._handle)
 
     def _set(self, tensors: dict[str, RuntimeTensor]) -> c_void_p:
-        made = c_void_p()
-        self._runtime.call("nrt_allocate_tensor_set", byref(made))
+        tensor_set = c_void_p()
+        self._runtime.call("nrt_allocate_tensor_set", byref(tensor_set))
         for name, tensor in tensors.items():
-            self._runtime.call("nrt_add_tensor_to_tensor_set", made, name.encode(), tensor.handle)
-        return made
+            self._runtime.call(
+                "nrt_add_tensor_to_tensor_set", tensor_set, name.encode(), tensor.handle
+            )
+        return tensor_set

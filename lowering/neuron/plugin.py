@@ -31,11 +31,13 @@ def extraction_environment(root: Path) -> dict[str, str]:
     Raises:
         LoweringError: NEURON_CC_FLAGS selects another cache, which the plugin would use instead.
     """
-    asked = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
-    elsewhere = [flag for flag in asked if flag.partition("=")[0] in ("--cache_dir", "--no_cache")]
-    if elsewhere:
+    flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+    cache_flags = [
+        flag for flag in flags if flag.partition("=")[0] in ("--cache_dir", "--no_cache")
+    ]
+    if cache_flags:
         raise LoweringError(
-            f"NEURON_CC_FLAGS contains {elsewhere[0]}, which takes precedence over "
+            f"NEURON_CC_FLAGS contains {cache_flags[0]}, which takes precedence over "
             f"NEURON_COMPILE_CACHE_URL={root} in the plugin; remove it from NEURON_CC_FLAGS"
         )
     return os.environ | _EXTRACTION | {"NEURON_COMPILE_CACHE_URL": str(root.resolve())}
@@ -48,14 +50,14 @@ def extract(command: Sequence[str], root: Path, *, ignore_failure: bool) -> None
         LoweringError: the command cannot be run, or failed.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as unused:
+    with tempfile.NamedTemporaryFile(prefix="graphtrain-neuron-") as cache_path_log:
         # AWS's tool passes a file for the plugin to write the cache's path to. Here the path is
         # known, so the file is not read.
-        told = extraction_environment(root) | {
-            "NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": unused.name
+        env = extraction_environment(root) | {
+            "NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG": cache_path_log.name
         }
         try:
-            status = subprocess.run(list(command), env=told).returncode
+            status = subprocess.run(list(command), env=env).returncode
         except OSError as error:
             raise LoweringError(f"cannot run {shlex.join(command)}: {error.strerror}") from None
     if status and not ignore_failure:
@@ -93,17 +95,17 @@ def devices(target: Target) -> list:
     check_installed(target)
     jax.config.update("jax_platforms", "neuron,cpu")
     try:
-        found = jax.devices("neuron")
+        neuron_devices = jax.devices("neuron")
     except RuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise LoweringError(f"{target}: JAX's Neuron plugin failed to start ({said})") from None
-    if len(found) != target.devices:
+        reason = str(error).partition("\n")[0]
+        raise LoweringError(f"{target}: JAX's Neuron plugin failed to start ({reason})") from None
+    if len(neuron_devices) != target.devices:
         raise LoweringError(
-            f"{target} has {target.devices} devices, but JAX's Neuron plugin reports {len(found)}, "
-            "and programs depend on the number of devices; set NEURON_RT_VISIBLE_CORES or "
-            "NEURON_PJRT_PROCESSES_NUM_DEVICES, or change --target"
+            f"{target} has {target.devices} devices, but JAX's Neuron plugin reports "
+            f"{len(neuron_devices)}, and programs depend on the number of devices; set "
+            "NEURON_RT_VISIBLE_CORES or NEURON_PJRT_PROCESSES_NUM_DEVICES, or change --target"
         )
-    return found
+    return neuron_devices
 
 
 def extract_program(lowered: Lowered) -> None:

@@ -59,14 +59,14 @@ def check(
     """
     module = PreflightModule(read_module(hlo), target)
     count, limit = estimate(module.proto), instruction_limit(flags)
-    found = _findings(module, count, len(hlo), flags)
-    errors = [one for one in found if one.severity == "error"]
-    if errors and all(one.code in OUT_OF_MEMORY_CODES for one in errors):
+    findings = _findings(module, count, len(hlo), flags)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors and all(finding.code in OUT_OF_MEMORY_CODES for finding in errors):
         raise OutOfMemory(graph, target, "; ".join(format_findings(errors, sources)))
     if errors:
         lines = "\n".join(f"  {line}" for line in format_findings(errors, sources))
         raise LoweringError(f"neuronx-cc would reject {graph}, so it was not started:\n{lines}")
-    warnings = [one for one in found if one.severity == "warning"]
+    warnings = [finding for finding in findings if finding.severity == "warning"]
     if peak > target.memory_bytes:
         warnings.append(_memory_warning(peak, target))
     return {
@@ -85,97 +85,106 @@ def preflight(hlo: bytes, target: Target, flags: Sequence[str] = ()) -> list[Pre
 
 def instruction_limit(flags: Sequence[str]) -> int:
     """Return the maximum number of instructions of a NEFF, which a flag can change."""
-    asked = re.findall(rf"{_LIMIT_FLAG}[ =](\d+)", " ".join(flags))
-    return int(asked[-1]) if asked else _DEFAULT_INSTRUCTION_LIMIT
+    limits = re.findall(rf"{_LIMIT_FLAG}[ =](\d+)", " ".join(flags))
+    return int(limits[-1]) if limits else _DEFAULT_INSTRUCTION_LIMIT
 
 
 def _findings(
     module: PreflightModule, count: InstructionCount, size: int, flags: Sequence[str]
 ) -> list[PreflightFinding]:
-    found = [
+    findings = [
         finding
-        for each in module.instructions.values()
+        for instruction in module.instructions.values()
         for rule in RULES
-        for finding in rule(each, module)
+        for finding in rule(instruction, module)
     ]
-    found += _cores(module, flags)
-    found += _size(size)
-    found += _instructions(module, count, instruction_limit(flags))
-    found += _communicators(module)
-    found += _inputs(module)
-    return found
+    findings += _cores(module, flags)
+    findings += _size(size)
+    findings += _instructions(module, count, instruction_limit(flags))
+    findings += _communicators(module)
+    findings += _inputs(module)
+    return findings
 
 
 def _cores(module: PreflightModule, flags: Sequence[str]) -> Iterator[PreflightFinding]:
-    asked = [found[0] for found in _LOGICAL_CORES.finditer(" ".join(flags)) if found[2] != "1"]
-    if module.machine == "trn1" and asked:
-        what = f"trn1 cannot combine cores into one logical core, as {asked[-1]} requests"
-        yield PreflightFinding("EARG001", 0, what, "remove that flag from NEURON_CC_FLAGS")
+    core_flags = [match[0] for match in _LOGICAL_CORES.finditer(" ".join(flags)) if match[2] != "1"]
+    if module.machine == "trn1" and core_flags:
+        problem = f"trn1 cannot combine cores into one logical core, as {core_flags[-1]} requests"
+        yield PreflightFinding("EARG001", 0, problem, "remove that flag from NEURON_CC_FLAGS")
 
 
 def _size(size: int) -> Iterator[PreflightFinding]:
     if size > _LARGEST_MODULE:
-        what = f"the module has {size:,} bytes; the limit is 2 GiB"
-        yield PreflightFinding("EXTP004", 0, what, "scan over layers, and pass constants as inputs")
+        problem = f"the module has {size:,} bytes; the limit is 2 GiB"
+        yield PreflightFinding(
+            "EXTP004", 0, problem, "scan over layers, and pass constants as inputs"
+        )
 
 
 def _instructions(
     module: PreflightModule, count: InstructionCount, limit: int
 ) -> Iterator[PreflightFinding]:
-    less = (
+    remedy = (
         "shard the model over more devices, use fewer sequences per step, or raise the limit: "
         f"NEURON_CC_FLAGS={_LIMIT_FLAG}=N"
     )
     if count.loops_once > limit:
-        what = (
+        problem = (
             f"about {count.loops_once:,} instructions with no loop unrolled (estimate); the limit "
             "is "
             f"{limit:,}"
         )
-        yield PreflightFinding("EVRF007", 0, what, less)
+        yield PreflightFinding("EVRF007", 0, problem, remedy)
     elif count.unrolled * UNDERESTIMATE_FACTOR > limit:
-        what = (
+        problem = (
             f"about {count.unrolled:,} instructions (estimate; published counts were "
             f"3 to {UNDERESTIMATE_FACTOR} times the estimate); the limit is {limit:,}"
         )
-        yield PreflightFinding("EVRF007", 0, what, less, "warning")
-    most = _OPERATION_LIMITS.get(module.machine, _DEFAULT_OPERATION_LIMIT)
-    if count.largest > most:
+        yield PreflightFinding("EVRF007", 0, problem, remedy, "warning")
+    operation_limit = _OPERATION_LIMITS.get(module.machine, _DEFAULT_OPERATION_LIMIT)
+    if count.largest > operation_limit:
         name = module.instructions[count.largest_id].name
-        what = f"{name} alone takes about {count.largest:,} instructions; the limit is {most:,}"
+        problem = (
+            f"{name} alone takes about {count.largest:,} instructions; the limit is "
+            f"{operation_limit:,}"
+        )
         yield PreflightFinding(
-            "EXTP003", count.largest_id, what, "shard it over more devices, or split it", "warning"
+            "EXTP003",
+            count.largest_id,
+            problem,
+            "shard it over more devices, or split it",
+            "warning",
         )
 
 
 def _communicators(module: PreflightModule) -> Iterator[PreflightFinding]:
     groups = {
-        tuple(tuple(group.replica_ids) for group in each.replica_groups)
-        for each in module.instructions.values()
-        if each.replica_groups
+        tuple(tuple(group.replica_ids) for group in instruction.replica_groups)
+        for instruction in module.instructions.values()
+        if instruction.replica_groups
     }
     if len(groups) > _MAX_COMMUNICATORS:
-        what = f"{len(groups)} different groups of ranks; the limit is {_MAX_COMMUNICATORS}"
-        yield PreflightFinding("", 0, what, "use fewer mesh axes", "warning")
+        problem = f"{len(groups)} different groups of ranks; the limit is {_MAX_COMMUNICATORS}"
+        yield PreflightFinding("", 0, problem, "use fewer mesh axes", "warning")
 
 
 def _inputs(module: PreflightModule) -> Iterator[PreflightFinding]:
-    held = sum(_bytes(shape) for shape in module.proto.host_program_shape.parameters)
-    if held > module.memory:
-        what = (
-            f"the inputs alone need {held / 1e9:.1f} GB per device; a device has "
+    input_bytes = sum(_bytes(shape) for shape in module.proto.host_program_shape.parameters)
+    if input_bytes > module.memory:
+        problem = (
+            f"the inputs alone need {input_bytes / 1e9:.1f} GB per device; a device has "
             f"{module.memory / 1e9:.1f} GB"
         )
-        yield PreflightFinding("EOOM001", 0, what, "shard the state over more devices")
+        yield PreflightFinding("EOOM001", 0, problem, "shard the state over more devices")
 
 
 def _memory_warning(peak: int, target: Target) -> PreflightFinding:
-    what = (
+    problem = (
         f"XLA on a CPU would need {peak / 1e9:.1f} GB per device; a device has "
         f"{target.memory_bytes / 1e9:.1f} GB"
     )
     remedy = "if neuronx-cc needs as much, apply a change that graphtrain plan proposes"
-    return PreflightFinding("EOOM001", 0, what, remedy, "warning")
+    return PreflightFinding("EOOM001", 0, problem, remedy, "warning")
 
 
 def _bytes(shape: Message) -> int:

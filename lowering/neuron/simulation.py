@@ -33,12 +33,12 @@ def _merge_split_broadcasts(hlo: bytes) -> bytes:
     """
     module = read_module(hlo)
     for computation in module.computations:
-        by_id = {each.id: each for each in computation.instructions}
-        for each in computation.instructions:
-            source = _source_of_broadcast(each, by_id)
+        by_id = {instruction.id: instruction for instruction in computation.instructions}
+        for instruction in computation.instructions:
+            source = _source_of_broadcast(instruction, by_id)
             if source is not None:
-                each.operand_ids[:] = [source.id]
-                each.dimensions[:] = range(len(source.shape.dimensions))
+                instruction.operand_ids[:] = [source.id]
+                instruction.dimensions[:] = range(len(source.shape.dimensions))
     return write_module(module)
 
 
@@ -49,15 +49,15 @@ def _source_of_broadcast(last: Message, by_id: Mapping[int, Message]) -> Message
         if chain[-1].opcode != opcode or len(chain[-1].operand_ids) != 1:
             return None
         chain.append(by_id[chain[-1].operand_ids[0]])
-    _, reshaped, same, source = chain
-    sizes, kept = list(source.shape.dimensions), list(last.dimensions)
-    changes_nothing = list(same.dimensions) == list(range(len(sizes)))
-    others = [size for axis, size in enumerate(sizes) if axis not in kept]
-    fits = len(sizes) == len(last.shape.dimensions) and set(others) <= {1}
-    if not (fits and changes_nothing and list(same.shape.dimensions) == sizes):
+    _, reshaped, first_broadcast, source = chain
+    sizes, kept_axes = list(source.shape.dimensions), list(last.dimensions)
+    changes_nothing = list(first_broadcast.dimensions) == list(range(len(sizes)))
+    dropped_sizes = [size for axis, size in enumerate(sizes) if axis not in kept_axes]
+    fits = len(sizes) == len(last.shape.dimensions) and set(dropped_sizes) <= {1}
+    if not (fits and changes_nothing and list(first_broadcast.shape.dimensions) == sizes):
         return None
-    left = [sizes[axis] for axis in kept]
-    return source if list(reshaped.shape.dimensions) == left else None
+    kept_sizes = [sizes[axis] for axis in kept_axes]
+    return source if list(reshaped.shape.dimensions) == kept_sizes else None
 
 
 def load_module(executable: bytes, devices: Sequence[Device]) -> Any:
@@ -89,11 +89,13 @@ class SimulatedProgram:
         ]
         if self._rank is not None:
             arrays.append(self._rank)
-        shards = private.run_replicas(self._executable, arrays)
+        shards_by_output = private.run_replicas(self._executable, arrays)
         return unflatten(
             {
-                path: jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-                for (path, shape, sharding), parts in zip(self._outputs, shards, strict=True)
+                path: jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+                for (path, shape, sharding), shards in zip(
+                    self._outputs, shards_by_output, strict=True
+                )
             }
         )
 
@@ -105,5 +107,7 @@ def _sharding_of(fact: Any, mesh: Mesh) -> NamedSharding:
 def _ranks(mesh: Mesh) -> jax.Array:
     """Return a scalar with a different value on each device: the device's rank."""
     devices = mesh.devices.reshape(-1)
-    parts = [jax.device_put(np.uint32(rank), device) for rank, device in enumerate(devices)]
-    return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, PartitionSpec()), parts)
+    shards = [jax.device_put(np.uint32(rank), device) for rank, device in enumerate(devices)]
+    return jax.make_array_from_single_device_arrays(
+        (), NamedSharding(mesh, PartitionSpec()), shards
+    )

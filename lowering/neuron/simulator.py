@@ -20,45 +20,47 @@ _REJECTED_STATUS = 70  # exit status of neuronx-cc for a rejected program
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compile one file; return the exit status."""
-    asked = _parser().parse_args(words)
+    args = _parser().parse_args(words)
     try:
-        hlo = asked.program.read_bytes()
+        hlo = args.program.read_bytes()
         read_module(hlo)
     except (OSError, LoweringError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    refusals = _rejections(hlo, asked)
-    for refusal in refusals:
-        print(f"ERROR: {refusal}", file=sys.stderr)
-    if refusals:
+    rejections = _rejections(hlo, args)
+    for rejection in rejections:
+        print(f"ERROR: {rejection}", file=sys.stderr)
+    if rejections:
         return _REJECTED_STATUS
-    asked.output.write_bytes(_compile(hlo, asked))
+    args.output.write_bytes(_compile(hlo, args))
     print("Compiler status PASS")
     return 0
 
 
-def _rejections(hlo: bytes, asked: argparse.Namespace) -> list[str]:
+def _rejections(hlo: bytes, args: argparse.Namespace) -> list[str]:
     """Return the errors that the compiler would report for a module."""
-    known = Target.parse("trn1" if asked.target in ("trn1n", "inf2") else asked.target)
-    limit = asked.internal_max_instruction_limit
+    target = Target.parse("trn1" if args.target in ("trn1n", "inf2") else args.target)
+    limit = args.internal_max_instruction_limit
     flags = [f"--internal-max-instruction-limit={limit}"] if limit else []
-    return [str(one) for one in preflight(hlo, known, flags) if one.severity == "error"]
+    return [
+        str(finding) for finding in preflight(hlo, target, flags) if finding.severity == "error"
+    ]
 
 
-def _compile(hlo: bytes, asked: argparse.Namespace) -> bytes:
+def _compile(hlo: bytes, args: argparse.Namespace) -> bytes:
     from lowering.neuron.simulation import compile_module
     from lowering.xla import backend as xla
     from lowering.xla.cpu_collective_order import serialize_executable_order
 
-    ranks = asked.simulated_ranks
+    ranks = args.simulated_ranks
     devices = xla.devices(Target("cpu", (ranks,)))
     # LLVM's optimisations take most of the compile time.
-    quickly = {"xla_backend_optimization_level": 1} if asked.optlevel == 1 else {}
-    executable = compile_module(hlo, devices, quickly)
+    xla_options = {"xla_backend_optimization_level": 1} if args.optlevel == 1 else {}
+    executable = compile_module(hlo, devices, xla_options)
     memory = executable.get_compiled_memory_stats()
     header = {
         "version": neff.SIMULATOR_VERSION,
-        "target": asked.target,
+        "target": args.target,
         "ranks": ranks,
         "temporaries": memory.temp_size_in_bytes,
     }

@@ -74,8 +74,8 @@ def lower(
                 "access; set program.optimizer.offload_to_host = false"
             )
     on_cpu = Target("cpu", (target.devices,))
-    whole = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
-    return from_global_program(whole, target, rank_input=rank_input)
+    global_program = xla.lower(graph, rules, mesh_shape, on_cpu, traced_for=target)
+    return from_global_program(global_program, target, rank_input=rank_input)
 
 
 def from_global_program(
@@ -103,9 +103,9 @@ def from_global_program(
     return DeviceLowering(whole, normalised, facts)
 
 
-def _output_shardings(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
+def _output_shardings(lowered: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:
     """Return the outputs with their sharding; the partitioner chooses it for imported programs."""
-    outputs = dict(whole.facts["outputs"])
+    outputs = dict(lowered.facts["outputs"])
     for (path, fact), sharding in zip(outputs.items(), shardings, strict=True):
         if "split" not in fact:
             outputs[path] = fact | {"split": _spec_of(sharding, len(fact["shape"]), path)}
@@ -115,17 +115,17 @@ def _output_shardings(whole: Lowered, shardings: Sequence[Any]) -> dict[str, Any
 def _spec_of(sharding: Any, rank: int, path: str) -> list[list[str]]:
     if not isinstance(sharding, NamedSharding):
         raise LoweringError(f"{path} is sharded as {sharding}, which uses no mesh axes by name")
-    parts = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-    return [[part] if isinstance(part, str) else list(part or ()) for part in parts]
+    dim_axes = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    return [[axes] if isinstance(axes, str) else list(axes or ()) for axes in dim_axes]
 
 
-def _check_inputs(whole: Lowered, normalised: NormalizedModule, target: Target) -> None:
+def _check_inputs(lowered: Lowered, normalised: NormalizedModule, target: Target) -> None:
     """Raise an error if JAX dropped unused inputs, since a loader would then mix up the others."""
-    given = len(normalised.inputs) - normalised.rank_input
-    if given != len(whole.facts["inputs"]):
+    input_count = len(normalised.inputs) - normalised.rank_input
+    if input_count != len(lowered.facts["inputs"]):
         raise LoweringError(
-            f"{target}: the {whole.name} step uses {given} of its {len(whole.facts['inputs'])} "
-            "input arrays; remove those that it does not use"
+            f"{target}: the {lowered.name} step uses {input_count} of its "
+            f"{len(lowered.facts['inputs'])} input arrays; remove those that it does not use"
         )
 
 

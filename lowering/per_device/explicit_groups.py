@@ -70,7 +70,9 @@ def _of_mesh(groups: Message) -> Groups:
         ids = ids.reshape(order.reshape_dims).transpose(order.transpose_perm).reshape(-1)
     spans = []
     for axis in groups.axes:
-        name, part = str(axis.mesh_axis_index), axis.sub_axis_info
-        whole = not axis.HasField("sub_axis_info")
-        spans.append((name, 1, sizes[name]) if whole else (name, part.pre_size, part.size))
+        name, sub_axis = str(axis.mesh_axis_index), axis.sub_axis_info
+        is_whole_axis = not axis.HasField("sub_axis_info")
+        spans.append(
+            (name, 1, sizes[name]) if is_whole_axis else (name, sub_axis.pre_size, sub_axis.size)
+        )
     return groups_along_axes(sizes, ids, spans)

@@ -20,7 +20,9 @@ class RankLayout:
         self.shard_shape = self.sharding.shard_shape(self.shape)
         process = jax.process_index()
         # In rank order; only those of this process.
-        self.devices = [one for one in mesh.devices.reshape(-1) if one.process_index == process]
+        self.devices = [
+            device for device in mesh.devices.reshape(-1) if device.process_index == process
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -37,10 +39,10 @@ class RankLayout:
             self.sharding, array.ndim
         )
         if not is_placed:
-            whole = np.asarray(array)
+            host_array = np.asarray(array)
             array = jax.make_array_from_callback(
-                whole.shape, self.sharding, lambda index: whole[index]
+                host_array.shape, self.sharding, lambda index: host_array[index]
             )
-        by_device = {each.device: each.data for each in array.addressable_shards}
+        by_device = {shard.device: shard.data for shard in array.addressable_shards}
         for device in self.devices:
             yield np.ascontiguousarray(by_device[device])

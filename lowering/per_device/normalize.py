@@ -74,42 +74,50 @@ def normalize_module(
         for instruction in computation.instructions:
             write_explicit_groups(instruction, ranks)
             _store_comparison_type(instruction)
-            kept = marks(instruction.frontend_attributes.map)
+            region_marks = marks(instruction.frontend_attributes.map)
             for field in _OF_INSTRUCTION:
                 instruction.ClearField(field)
-            if kept:
-                instruction.frontend_attributes.map.update(kept)
+            if region_marks:
+                instruction.frontend_attributes.map.update(region_marks)
     rank_input = rank_as_input(module, force=rank_input)
     _drop_unused_tuples(module)
     for field in _OF_MODULE:
         module.ClearField(field)
-    numbers = _renumber(module, name)
+    instruction_ids = _renumber(module, name)
     inputs, outputs = _name_arrays(module)
-    kept = {numbers[old]: line for old, line in sources.items() if old in numbers}
-    return NormalizedModule(write_module(module), inputs, outputs, rank_input, kept)
+    source_lines = {
+        instruction_ids[old_id]: line
+        for old_id, line in sources.items()
+        if old_id in instruction_ids
+    }
+    return NormalizedModule(write_module(module), inputs, outputs, rank_input, source_lines)
 
 
 def entry_of(module: Message) -> Message:
     """Return the entry computation of a module."""
-    return next(each for each in module.computations if each.id == module.entry_computation_id)
+    return next(
+        computation
+        for computation in module.computations
+        if computation.id == module.entry_computation_id
+    )
 
 
 def _sources(module: Message) -> dict[int, str]:
     """Return the line of the model's code for each instruction for which it is known."""
     lines = [model_line(_stack(module, frame + 1)) for frame in range(_frames(module))]
-    found = {
-        each.id: lines[each.metadata.stack_frame_id - 1]
+    line_by_id = {
+        instruction.id: lines[instruction.metadata.stack_frame_id - 1]
         for computation in module.computations
-        for each in computation.instructions
-        if 0 < each.metadata.stack_frame_id <= len(lines)
-        and lines[each.metadata.stack_frame_id - 1]
+        for instruction in computation.instructions
+        if 0 < instruction.metadata.stack_frame_id <= len(lines)
+        and lines[instruction.metadata.stack_frame_id - 1]
     }
     for computation in module.computations:  # constants have none; use that of their first user
-        for each in computation.instructions:
-            if each.id in found:
-                for operand in each.operand_ids:
-                    found.setdefault(operand, found[each.id])
-    return found
+        for instruction in computation.instructions:
+            if instruction.id in line_by_id:
+                for operand in instruction.operand_ids:
+                    line_by_id.setdefault(operand, line_by_id[instruction.id])
+    return line_by_id
 
 
 def _frames(module: Message) -> int:
@@ -118,13 +126,13 @@ def _frames(module: Message) -> int:
 
 def _stack(module: Message, frame: int) -> list[tuple[str, int]]:
     """Return files and lines, innermost first; all ids in the stack frame table start at 1."""
-    index, found = module.stack_frame_index, []
+    index, stack = module.stack_frame_index, []
     while 0 < frame <= _frames(module):
-        one = index.stack_frames[frame - 1]
-        where = index.file_locations[one.file_location_id - 1]
-        found.append((index.file_names[where.file_name_id - 1], where.line))
-        frame = one.parent_frame_id
-    return found
+        frame_record = index.stack_frames[frame - 1]
+        location = index.file_locations[frame_record.file_location_id - 1]
+        stack.append((index.file_names[location.file_name_id - 1], location.line))
+        frame = frame_record.parent_frame_id
+    return stack
 
 
 def _store_comparison_type(comparison: Message) -> None:
@@ -143,12 +151,15 @@ def _alias_donated_inputs(module: Message) -> None:
     entries = module.input_output_alias.entries
     parameters = module.host_program_shape.parameters
     outputs = _results(module)  # never a tuple of one output
-    taken = {next(iter(entry.output_shape_index), 0) for entry in entries}
+    aliased_outputs = {next(iter(entry.output_shape_index), 0) for entry in entries}
     for donor in module.buffer_donor.entries:
-        wanted = parameters[donor.parameter_number].SerializeToString(deterministic=True)
+        donor_shape = parameters[donor.parameter_number].SerializeToString(deterministic=True)
         for index, shape in enumerate(outputs):
-            if index not in taken and shape.SerializeToString(deterministic=True) == wanted:
-                taken.add(index)
+            if (
+                index not in aliased_outputs
+                and shape.SerializeToString(deterministic=True) == donor_shape
+            ):
+                aliased_outputs.add(index)
                 entries.add(
                     output_shape_index=[index] if len(outputs) > 1 else [],
                     parameter_number=donor.parameter_number,
@@ -163,35 +174,47 @@ def _alias_donated_inputs(module: Message) -> None:
 def _drop_unused_tuples(module: Message) -> None:
     """Remove tuples that are no longer used after `rank_as_input`."""
     for computation in module.computations:
-        used = {i for each in computation.instructions for i in each.operand_ids}
-        used.add(computation.root_id)
-        kept = [e for e in computation.instructions if e.opcode != "tuple" or e.id in used]
+        used_ids = {i for instruction in computation.instructions for i in instruction.operand_ids}
+        used_ids.add(computation.root_id)
+        remaining = [e for e in computation.instructions if e.opcode != "tuple" or e.id in used_ids]
         del computation.instructions[:]
-        computation.instructions.extend(kept)
+        computation.instructions.extend(remaining)
 
 
 def _renumber(module: Message, name: str) -> dict[int, int]:
     """Renumber computations and instructions from 1 in order; return new instruction ids by old."""
-    computations = {each.id: new for new, each in enumerate(module.computations, 1)}
-    instructions = [each for one in module.computations for each in one.instructions]
-    numbers = {each.id: new for new, each in enumerate(instructions, 1)}
+    computation_ids = {
+        computation.id: new for new, computation in enumerate(module.computations, 1)
+    }
+    instructions = [
+        instruction
+        for computation in module.computations
+        for instruction in computation.instructions
+    ]
+    instruction_ids = {instruction.id: new for new, instruction in enumerate(instructions, 1)}
     for computation in module.computations:
-        computation.root_id = numbers[computation.root_id]
+        computation.root_id = instruction_ids[computation.root_id]
         is_entry = computation.id == module.entry_computation_id
-        computation.id = computations[computation.id]
+        computation.id = computation_ids[computation.id]
         computation.name = "entry" if is_entry else f"computation.{computation.id}"
         computation.program_shape.ClearField("parameter_names")
-    for each in instructions:
-        each.id = numbers[each.id]
-        each.name = f"{each.opcode}.{each.id}"
-        each.operand_ids[:] = [numbers[old] for old in each.operand_ids]
-        before = [numbers[old] for old in each.control_predecessor_ids if old in numbers]
-        each.control_predecessor_ids[:] = sorted(before)
-        each.called_computation_ids[:] = [computations[old] for old in each.called_computation_ids]
-    module.entry_computation_id = computations[module.entry_computation_id]
+    for instruction in instructions:
+        instruction.id = instruction_ids[instruction.id]
+        instruction.name = f"{instruction.opcode}.{instruction.id}"
+        instruction.operand_ids[:] = [instruction_ids[old_id] for old_id in instruction.operand_ids]
+        predecessors = [
+            instruction_ids[old_id]
+            for old_id in instruction.control_predecessor_ids
+            if old_id in instruction_ids
+        ]
+        instruction.control_predecessor_ids[:] = sorted(predecessors)
+        instruction.called_computation_ids[:] = [
+            computation_ids[old_id] for old_id in instruction.called_computation_ids
+        ]
+    module.entry_computation_id = computation_ids[module.entry_computation_id]
     module.entry_computation_name = "entry"
     module.name, module.id = name, 0
-    return numbers
+    return instruction_ids
 
 
 def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -199,11 +222,13 @@ def _name_arrays(module: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
     entry = entry_of(module)
     inputs = tuple(f"input{index}" for index in range(len(entry.program_shape.parameters)))
     outputs = tuple(f"output{index}" for index in range(len(_results(module))))
-    for each in entry.instructions:
-        if each.opcode == "parameter":
-            each.frontend_attributes.map["neff_input_names"] = inputs[each.parameter_number]
-        if each.id == entry.root_id:
-            each.frontend_attributes.map["neff_output_names"] = ",".join(outputs)
+    for instruction in entry.instructions:
+        if instruction.opcode == "parameter":
+            instruction.frontend_attributes.map["neff_input_names"] = inputs[
+                instruction.parameter_number
+            ]
+        if instruction.id == entry.root_id:
+            instruction.frontend_attributes.map["neff_output_names"] = ",".join(outputs)
     entry.program_shape.parameter_names[:] = inputs
     module.host_program_shape.parameter_names[:] = inputs
     return inputs, outputs
@@ -216,9 +241,12 @@ def _results(module: Message) -> Sequence[Message]:
 
 
 def _check_unknown_fields(module: Message) -> None:
-    found = sorted({f"field {number} of {where}" for where, number in unknown_fields_of(module)})
-    if found:
+    unknown_fields = sorted(
+        {f"field {number} of {message_name}" for message_name, number in unknown_fields_of(module)}
+    )
+    if unknown_fields:
         raise LoweringError(
-            f"XLA wrote {', '.join(found)} into the program, which neuronx-cc would silently "
-            "ignore; this jaxlib is newer than the tested ones, install version 0.10 or 0.11"
+            f"XLA wrote {', '.join(unknown_fields)} into the program, which neuronx-cc would "
+            "silently ignore; this jaxlib is newer than the tested ones, install version 0.10 "
+            "or 0.11"
         )

@@ -15,25 +15,38 @@ def remove_noop_reduce_precision(module: Message) -> None:
     """Replace values that are rounded to their own type by the values themselves."""
     for computation in module.computations:
         source = {
-            each.id: each.operand_ids[0] for each in computation.instructions if _is_exact(each)
+            instruction.id: instruction.operand_ids[0]
+            for instruction in computation.instructions
+            if _is_exact(instruction)
         }
         if not source:
             continue
-        kept = [each for each in computation.instructions if each.id not in source]
-        for each in kept:
-            each.operand_ids[:] = [_unrounded(old, source) for old in each.operand_ids]
-            before = [_unrounded(old, source) for old in each.control_predecessor_ids]
-            each.control_predecessor_ids[:] = before
+        remaining = [
+            instruction for instruction in computation.instructions if instruction.id not in source
+        ]
+        for instruction in remaining:
+            instruction.operand_ids[:] = [
+                _unrounded(operand, source) for operand in instruction.operand_ids
+            ]
+            predecessors = [
+                _unrounded(predecessor, source)
+                for predecessor in instruction.control_predecessor_ids
+            ]
+            instruction.control_predecessor_ids[:] = predecessors
         computation.root_id = _unrounded(computation.root_id, source)
         del computation.instructions[:]
-        computation.instructions.extend(kept)
+        computation.instructions.extend(remaining)
 
 
-def _is_exact(each: Message) -> bool:
-    if each.opcode != "reduce-precision":
+def _is_exact(instruction: Message) -> bool:
+    if instruction.opcode != "reduce-precision":
         return False
-    bits = _BITS.get(TYPE_NAMES.get(each.shape.element_type, ""))
-    return bits is not None and bits[0] <= each.exponent_bits and bits[1] <= each.mantissa_bits
+    bits = _BITS.get(TYPE_NAMES.get(instruction.shape.element_type, ""))
+    return (
+        bits is not None
+        and bits[0] <= instruction.exponent_bits
+        and bits[1] <= instruction.mantissa_bits
+    )
 
 
 def _unrounded(identifier: int, source: dict[int, int]) -> int:

@@ -39,13 +39,13 @@ class _Rewriter:
     """Passes the rank from the entry computation to the computations that read it."""
 
     def __init__(self, module: Message) -> None:
-        self.computations = {each.id: each for each in module.computations}
+        self.computations = {computation.id: computation for computation in module.computations}
         self._next = 1 + max(i.id for c in module.computations for i in c.instructions)
         self.rank_readers: set[int] = set()
         for computation in module.computations:  # callees come before their callers
-            for each in computation.instructions:
-                if each.opcode in _RANK_OPCODES or self.rank_readers.intersection(
-                    each.called_computation_ids
+            for instruction in computation.instructions:
+                if instruction.opcode in _RANK_OPCODES or self.rank_readers.intersection(
+                    instruction.called_computation_ids
                 ):
                     self.rank_readers.add(computation.id)
 
@@ -59,54 +59,64 @@ class _Rewriter:
 
     def rewrite(self, computation: Message, rank: int) -> None:
         """Replace all reads of the rank in a computation by the value with the id `rank`."""
-        asked = {each.id for each in computation.instructions if each.opcode in _RANK_OPCODES}
+        rank_ids = {op.id for op in computation.instructions if op.opcode in _RANK_OPCODES}
 
-        def rewritten(each: Message) -> Iterable[Message]:
-            if each.opcode in _RANK_OPCODES:
+        def rewritten(op: Message) -> Iterable[Message]:
+            if op.opcode in _RANK_OPCODES:
                 return []
-            operands = [rank if operand in asked else operand for operand in each.operand_ids]
-            each.operand_ids[:] = operands
-            if not self.rank_readers.intersection(each.called_computation_ids):
-                return [each]
-            if each.opcode == "while":
-                return self._loop(computation, each, rank)
-            if each.opcode == "call":
-                each.operand_ids.append(rank)
-                callee = self.computations[each.called_computation_ids[0]]
+            operands = [rank if operand in rank_ids else operand for operand in op.operand_ids]
+            op.operand_ids[:] = operands
+            if not self.rank_readers.intersection(op.called_computation_ids):
+                return [op]
+            if op.opcode == "while":
+                return self._loop(computation, op, rank)
+            if op.opcode == "call":
+                op.operand_ids.append(rank)
+                callee = self.computations[op.called_computation_ids[0]]
                 self.rewrite(callee, self.add_parameter(callee))
-                return [each]
+                return [op]
             raise LoweringError(
-                f"a {each.opcode} reads the rank of its device, which this target supports only "
+                f"a {op.opcode} reads the rank of its device, which this target supports only "
                 "at the top level and in loops; move axis_index out of it"
             )
 
-        _set(computation, [new for each in computation.instructions for new in rewritten(each)])
-        if computation.root_id in asked:
+        _set(computation, [new for op in computation.instructions for new in rewritten(op)])
+        if computation.root_id in rank_ids:
             computation.root_id = rank
 
     def _loop(self, computation: Message, loop: Message, rank: int) -> list[Message]:
         """Carry the rank through a loop as the last element of its state."""
-        by_id = {each.id: each for each in computation.instructions}
+        by_id = {instruction.id: instruction for instruction in computation.instructions}
         count = len(loop.shape.tuple_shapes)
-        before = self._extended(by_id[loop.operand_ids[0]], rank)
-        loop.operand_ids[:] = [before[-1].id]
+        initial_state = self._extended(by_id[loop.operand_ids[0]], rank)
+        loop.operand_ids[:] = [initial_state[-1].id]
         loop.shape.tuple_shapes.append(_scalar())
         for called in loop.called_computation_ids:
             callee = self.computations[called]
             callee.program_shape.parameters[0].tuple_shapes.append(_scalar())
-            state = next(each for each in callee.instructions if each.opcode == "parameter")
+            state = next(
+                instruction
+                for instruction in callee.instructions
+                if instruction.opcode == "parameter"
+            )
             state.shape.tuple_shapes.append(_scalar())
             if len(callee.program_shape.result.tuple_shapes) == count:
                 self._body(callee, state, count)
-        return [*before, loop, *self._narrowed(computation, loop, count)]
+        return [*initial_state, loop, *self._narrowed(computation, loop, count)]
 
     def _body(self, body: Message, state: Message, index: int) -> None:
-        taken = self._new("get-tuple-element", _scalar(), operand_ids=[state.id], tuple_index=index)
-        others = [each for each in body.instructions if each.id != state.id]
-        _set(body, [state, taken, *others])
-        self.rewrite(body, taken.id)
-        root = next(each for each in body.instructions if each.id == body.root_id)
-        extended = self._extended(root, taken.id)
+        rank_element = self._new(
+            "get-tuple-element", _scalar(), operand_ids=[state.id], tuple_index=index
+        )
+        other_instructions = [
+            instruction for instruction in body.instructions if instruction.id != state.id
+        ]
+        _set(body, [state, rank_element, *other_instructions])
+        self.rewrite(body, rank_element.id)
+        root = next(
+            instruction for instruction in body.instructions if instruction.id == body.root_id
+        )
+        extended = self._extended(root, rank_element.id)
         body.instructions.extend(extended)
         body.root_id = extended[-1].id
         body.program_shape.result.tuple_shapes.append(_scalar())
@@ -117,31 +127,33 @@ class _Rewriter:
         shape.CopyFrom(value.shape)
         shape.tuple_shapes.append(_scalar())
         if value.opcode == "tuple":
-            parts, operands = [], list(value.operand_ids)
+            elements, operands = [], list(value.operand_ids)
         else:
-            parts = self._elements(value)
-            operands = [part.id for part in parts]
-        return [*parts, self._new("tuple", shape, operand_ids=[*operands, rank])]
+            elements = self._elements(value)
+            operands = [element.id for element in elements]
+        return [*elements, self._new("tuple", shape, operand_ids=[*operands, rank])]
 
     def _narrowed(self, computation: Message, loop: Message, count: int) -> list[Message]:
         """Return instructions that restore a loop's original state for users of the full tuple."""
         users = [
-            each
-            for each in computation.instructions
-            if loop.id in each.operand_ids and each.opcode != "get-tuple-element"
+            instruction
+            for instruction in computation.instructions
+            if loop.id in instruction.operand_ids and instruction.opcode != "get-tuple-element"
         ]
         if not users and computation.root_id != loop.id:
             return []
-        parts = self._elements(loop)[:count]
+        elements = self._elements(loop)[:count]
         shape = make_message("ShapeProto")
         shape.CopyFrom(loop.shape)
         del shape.tuple_shapes[count:]
-        whole = self._new("tuple", shape, operand_ids=[part.id for part in parts])
+        original_state = self._new("tuple", shape, operand_ids=[element.id for element in elements])
         for user in users:
-            user.operand_ids[:] = [whole.id if i == loop.id else i for i in user.operand_ids]
+            user.operand_ids[:] = [
+                original_state.id if i == loop.id else i for i in user.operand_ids
+            ]
         if computation.root_id == loop.id:
-            computation.root_id = whole.id
-        return [*parts, whole]
+            computation.root_id = original_state.id
+        return [*elements, original_state]
 
     def _elements(self, value: Message) -> list[Message]:
         return [
@@ -151,9 +163,11 @@ class _Rewriter:
 
     def _new(self, opcode: str, shape: Message, **fields: object) -> Message:
         self._next += 1
-        made = make_message("HloInstructionProto", opcode=opcode, id=self._next - 1, **fields)
-        made.shape.CopyFrom(shape)
-        return made
+        instruction = make_message(
+            "HloInstructionProto", opcode=opcode, id=self._next - 1, **fields
+        )
+        instruction.shape.CopyFrom(shape)
+        return instruction
 
 
 def _set(computation: Message, instructions: list[Message]) -> None:

@@ -41,30 +41,32 @@ def one_f_one_b_gradients(
     manual = (ring.axis, *copies)
     summed = {"stages": copies, "last": manual}
 
-    def device(parameters: Tree, queue: jax.Array, pieces: Tree) -> Any:
-        pieces = jax.tree.map(lambda piece: piece[..., 0], pieces)
+    def device(parameters: Tree, queue: jax.Array, shards: Tree) -> Any:
+        shards = jax.tree.map(lambda shard: shard[..., 0], shards)
         with manual_axes(manual):
             value, gradients, queue = _device_gradients(
-                pipeline, ring, mesh_axes_size(copies), parameters, queue, pieces
+                pipeline, ring, mesh_axes_size(copies), parameters, queue, shards
             )
-        totals = {part: lax.psum(gradients[part], axes) for part, axes in summed.items()}
+        totals = {group: lax.psum(gradients[group], axes) for group, axes in summed.items()}
         return scalars_as_arrays(value), totals, queue
 
-    resting, blocks = pipeline.parameter_specs(ring), PartitionSpec(ring.axis, copies)
-    specs = resting, blocks, PartitionSpec(None, copies, None, ring.axis)
-    both = map_stages(device, manual, specs, (PartitionSpec(manual), resting, blocks))
+    parameter_specs, queue_spec = pipeline.parameter_specs(ring), PartitionSpec(ring.axis, copies)
+    specs = parameter_specs, queue_spec, PartitionSpec(None, copies, None, ring.axis)
+    forward_backward = map_stages(
+        device, manual, specs, (PartitionSpec(manual), parameter_specs, queue_spec)
+    )
     queue, embed_back = jax.vjp(
         lambda weights: pipeline.embed(ring, weights, microbatches), parameters["first"]
     )
-    # Piece s contains positions s, s + S, ..., which keeps a split over tensor or context.
-    pieces = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
-    values, gradients, of_queue = both(loop_parameters(parameters), queue, pieces)
-    (gradients["first"],) = embed_back(of_queue)
+    # Shard s contains positions s, s + S, ..., which keeps a split over tensor or context.
+    shards = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
+    values, gradients, queue_gradient = forward_backward(loop_parameters(parameters), queue, shards)
+    (gradients["first"],) = embed_back(queue_gradient)
     return jax.tree.map(jnp.sum, values), gradients
 
 
 def _device_gradients(
-    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, pieces: Tree
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, shards: Tree
 ) -> tuple[PipelineLoss, Tree, jax.Array]:
     """Return this device's terms of the value and the gradients, and the gradient of its queue.
 
@@ -74,25 +76,25 @@ def _device_gradients(
         copies: Number of data-parallel replicas.
         parameters: Weights of this stage, and all weights of `last`.
         queue: Embedded inputs of the microbatches that are stored on this stage, (M / S, ...).
-        pieces: Positions for which this stage computes the loss, of all microbatches.
+        shards: Positions for which this stage computes the loss, of all microbatches.
     """
     x = jnp.zeros_like(queue[0])
-    kept = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
+    stored_inputs = jnp.zeros((2 * ring.size - 1, *x.shape), x.dtype)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     microbatches = len(queue) * ring.size
     ticks = microbatches + 2 * (ring.size - 1)
 
-    tick = _tick(pipeline, ring, copies, parameters, pieces, microbatches)
-    carry, (scores, terms) = lax.scan(tick, (x, x, queue, kept, zeros), jnp.arange(ticks))
+    tick = _tick(pipeline, ring, copies, parameters, shards, microbatches)
+    carry, (scores, terms) = lax.scan(tick, (x, x, queue, stored_inputs, zeros), jnp.arange(ticks))
     x, returned, queue, _, gradients = carry
     _, queue = _exchange_with_queue(ring, jnp.int32(ticks), x, returned, queue)
     # The gradient of a microbatch is put into the queue 2 S - 1 ticks after the microbatch left it.
-    of_queue = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
-    return pipeline.total(scores, terms, copies), gradients, of_queue
+    queue_gradient = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
+    return pipeline.total(scores, terms, copies), gradients, queue_gradient
 
 
 def _tick(
-    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, pieces: Tree, microbatches: int
+    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, shards: Tree, microbatches: int
 ) -> Callable[[Any, jax.Array], tuple[Any, Any]]:
     """Return the loop body: the forward of one microbatch, the loss of one, the backward of one.
 
@@ -101,32 +103,40 @@ def _tick(
     outputs are the losses and terms of each tick.
     """
 
-    def work(rows: Tree, x: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
-        return pipeline.stage(rows, x, jnp.clip(number, 0, microbatches - 1), ring.index)
+    def work(rows: Tree, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, Any]:
+        return pipeline.stage(rows, x, jnp.clip(microbatch, 0, microbatches - 1), ring.index)
 
-    def only_real(number: jax.Array, tree: Tree) -> Tree:
-        return zero_unless((number >= 0) & (number < microbatches), tree)
+    def only_real(microbatch: jax.Array, tree: Tree) -> Tree:
+        return zero_unless((microbatch >= 0) & (microbatch < microbatches), tree)
 
     def tick(carry: Any, tick: jax.Array) -> tuple[Any, Any]:
-        x, returned, queue, kept, gradients = carry
+        x, returned, queue, stored_inputs, gradients = carry
         x, queue = _exchange_with_queue(ring, tick, x, returned, queue)
         forward, scored = tick - ring.index, tick - (ring.size - 1)
         backward = tick - 2 * (ring.size - 1) + ring.index
 
         y, terms = work(parameters["stages"], x, forward)
-        kept = replace_slot(kept, forward % len(kept), x)
-        piece = jax.tree.map(lambda each: read_slot(each, scored % microbatches), pieces)
-        scores, of_last, gradient = _sharded_loss(pipeline, ring, parameters["last"], y, piece)
+        stored_inputs = replace_slot(stored_inputs, forward % len(stored_inputs), x)
+        shard = jax.tree.map(lambda array: read_slot(array, scored % microbatches), shards)
+        scores, of_last, gradient = _sharded_loss(pipeline, ring, parameters["last"], y, shard)
 
-        before = read_slot(kept, backward % len(kept))
-        _, back = jax.vjp(lambda rows, x: work(rows, x, backward), parameters["stages"], before)
+        stored_input = read_slot(stored_inputs, backward % len(stored_inputs))
+        _, back = jax.vjp(
+            lambda rows, x: work(rows, x, backward), parameters["stages"], stored_input
+        )
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / copies), terms)
         of_rows, gradient = back((jnp.where(ring.is_last, gradient, returned), weight))
 
         shares = {"stages": only_real(backward, of_rows), "last": only_real(scored, of_last)}
         gradients = jax.tree.map(jnp.add, gradients, shares)
         reports = only_real(scored, scores), only_real(forward, terms)
-        return (ring.send_forward(y), ring.send_back(gradient), queue, kept, gradients), reports
+        return (
+            ring.send_forward(y),
+            ring.send_back(gradient),
+            queue,
+            stored_inputs,
+            gradients,
+        ), reports
 
     return tick
 
@@ -145,19 +155,19 @@ def _exchange_with_queue(
 
 
 def _sharded_loss(
-    pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, piece: Tree
+    pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, shard: Tree
 ) -> tuple[Any, Tree, jax.Array]:
-    """Compute the loss on the last stage's output; each stage computes its part of the positions.
+    """Compute the loss on the last stage's output; each stage computes its shard of the positions.
 
     Returns:
         This stage's terms of the loss and of the weight gradient, and the complete gradient of y.
     """
     batch, length, *rest = y.shape
-    mine = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
+    y_shard = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
 
-    def objective(weights: Tree, mine: jax.Array) -> tuple[jax.Array, Any]:
-        return pipeline.last(weights, mine, piece)
+    def objective(weights: Tree, y_shard: jax.Array) -> tuple[jax.Array, Any]:
+        return pipeline.last(weights, y_shard, shard)
 
-    score, back, reported = jax.vjp(objective, weights, mine, has_aux=True)
-    of_weights, of_mine = back(jnp.ones_like(score))
-    return (score, reported), of_weights, ring.collect(of_mine, 2).reshape(y.shape)
+    score, back, reported = jax.vjp(objective, weights, y_shard, has_aux=True)
+    of_weights, y_shard_gradient = back(jnp.ones_like(score))
+    return (score, reported), of_weights, ring.collect(y_shard_gradient, 2).reshape(y.shape)

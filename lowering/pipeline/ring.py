@@ -46,11 +46,11 @@ class Ring:
             x: array whose dimension `axis` has the size of the ring.
             axis: dimension to scatter; absent from the result.
         """
-        pieces = lax.all_to_all(x, self.axis, split_axis=axis, concat_axis=axis, tiled=True)
-        return lax.index_in_dim(pieces, self.size - 1, axis, keepdims=False)
+        received = lax.all_to_all(x, self.axis, split_axis=axis, concat_axis=axis, tiled=True)
+        return lax.index_in_dim(received, self.size - 1, axis, keepdims=False)
 
     def collect(self, piece: jax.Array, axis: int) -> jax.Array:
-        """Gather the pieces of all devices along a new dimension `axis`; the inverse of spread."""
+        """Gather the shards of all devices along a new dimension `axis`; the inverse of spread."""
         return lax.all_gather(piece, self.axis, axis=axis)
 
     def _shift(self, x: jax.Array, step: int) -> jax.Array:

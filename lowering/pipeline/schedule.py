@@ -74,25 +74,25 @@ class Pipeline:
 
     def embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
         """Return the embedded microbatches in blocks; each stage computes equally many."""
-        numbers = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
-        each = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
-        return each(weights, microbatches, numbers)
+        indices = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
+        embed_all = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
+        return embed_all(weights, microbatches, indices)
 
     def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> PipelineLoss:
         """Sum the losses of the microbatches and the stages' auxiliary terms of all ticks."""
-        objective, reported = jax.tree.map(lambda each: each.sum(0), scores)
+        objective, reported = jax.tree.map(lambda array: array.sum(0), scores)
         return PipelineLoss(
             objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported
         )
 
     def axes(self) -> tuple[Ring, tuple[str, ...]]:
         """Return the mesh axis of the stages, and the batch axes that replicate weights."""
-        found = placement()
-        assert found is not None, "a pipeline outside placed"
+        current = placement()
+        assert current is not None, "a pipeline outside placed"
         (stage,) = mesh_axes_of("stages")
-        resting = {name for names in found.rules.parameters.values() for name in names}
-        copies = tuple(name for name in mesh_axes_of("batch") if name not in resting)
-        return Ring(stage, found.shape.axes[stage]), () if self.mixes_sequences else copies
+        weight_axes = {name for names in current.rules.parameters.values() for name in names}
+        copies = tuple(name for name in mesh_axes_of("batch") if name not in weight_axes)
+        return Ring(stage, current.shape.axes[stage]), () if self.mixes_sequences else copies
 
     def parameter_specs(self, ring: Ring) -> Tree:
         """Return how the parameters of the loop are split over the mesh axis of the stages."""
@@ -104,16 +104,16 @@ class Pipeline:
 
 def loop_parameters(parameters: Tree) -> Tree:
     """Return the parameters that the loop over ticks uses: all but those of `first`."""
-    return {part: parameters[part] for part in ("stages", "last")}
+    return {group: parameters[group] for group in ("stages", "last")}
 
 
 def map_stages(body: Callable, manual: tuple[str, ...], inputs: Any, outputs: Any) -> Callable:
     """Return `body` as a shard_map over the manual mesh axes; the others stay automatic."""
-    found = placement()
-    assert found is not None
+    current = placement()
+    assert current is not None
     return jax.shard_map(
         body,
-        mesh=found.current_mesh,
+        mesh=current.current_mesh,
         in_specs=inputs,
         out_specs=outputs,
         axis_names=set(manual),
@@ -123,9 +123,9 @@ def map_stages(body: Callable, manual: tuple[str, ...], inputs: Any, outputs: An
 
 def mesh_axes_size(axes: tuple[str, ...]) -> int:
     """Return the number of devices along these mesh axes."""
-    found = placement()
-    assert found is not None
-    return math.prod(found.shape.axes[name] for name in axes)
+    current = placement()
+    assert current is not None
+    return math.prod(current.shape.axes[name] for name in axes)
 
 
 def scalars_as_arrays(value: PipelineLoss) -> PipelineLoss:

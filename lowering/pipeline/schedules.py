@@ -79,8 +79,8 @@ def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
         turn, position = jnp.divmod(within, ring.size)
         if pipeline.virtual_stages > 1:
             rows = jax.tree.map(lambda array: read_slot(array, turn), rows)
-        number, chunk = group * ring.size + position, turn * ring.size + ring.index
-        return pipeline.stage(rows, x, number, chunk)
+        microbatch, chunk = group * ring.size + position, turn * ring.size + ring.index
+        return pipeline.stage(rows, x, microbatch, chunk)
 
     return jax.checkpoint(work, prevent_cse=False) if pipeline.remat else work
 

@@ -92,17 +92,17 @@ def placement() -> Placement | None:
 
 def in_shard_map() -> bool:
     """Return whether the code being traced is inside a shard_map."""
-    found = _placement.get()
-    return found is not None and bool(found.manual)
+    current = _placement.get()
+    return current is not None and bool(current.manual)
 
 
 def mesh_axes_of(axis: str) -> tuple[str, ...]:
     """Return the mesh axes of more than one device that split an array axis of activations."""
-    found = _placement.get()
-    if found is None:
+    current = _placement.get()
+    if current is None:
         return ()
-    names = found.rules.activations.get(axis, ())
-    return tuple(name for name in names if found.shape.axes.get(name, 1) > 1)
+    names = current.rules.activations.get(axis, ())
+    return tuple(name for name in names if current.shape.axes.get(name, 1) > 1)
 
 
 def draw_shard(
@@ -112,27 +112,30 @@ def draw_shard(
 
     Args:
         draw_unsharded: Draws an unsharded array of a given shape. The compiler computes only the
-        shard. shape: Shape of the shard.
+            shard.
+        shape: Shape of the shard.
         axes: Array axes of its dimensions.
     """
-    found = _placement.get()
-    if found is None or found.unrestricted_rules is None:
+    current = _placement.get()
+    if current is None or current.unrestricted_rules is None:
         return draw_unsharded(shape)
-    table = found.unrestricted_rules.activations
-    split = [[name for name in table.get(axis, ()) if name in found.manual] for axis in axes]
-    sizes = [found.shape.size(tuple(names)) for names in split]
+    table = current.unrestricted_rules.activations
+    split = [[name for name in table.get(axis, ()) if name in current.manual] for axis in axes]
+    sizes = [current.shape.size(tuple(names)) for names in split]
     starts = [
         jax.lax.axis_index(tuple(names)) * size if names else 0
         for names, size in zip(split, shape, strict=True)
     ]
-    drawn = draw_unsharded(tuple(size * parts for size, parts in zip(shape, sizes, strict=True)))
-    return jax.lax.dynamic_slice(drawn, starts, shape)
+    unsharded = draw_unsharded(
+        tuple(size * parts for size, parts in zip(shape, sizes, strict=True))
+    )
+    return jax.lax.dynamic_slice(unsharded, starts, shape)
 
 
 def shards_of(axis: str) -> int:
     """Return the number of shards into which the rules split an array axis of activations."""
-    found = _placement.get()
-    return 1 if found is None else found.shape.size(mesh_axes_of(axis))
+    current = _placement.get()
+    return 1 if current is None else current.shape.size(mesh_axes_of(axis))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -152,33 +155,33 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def reshard(x: jax.Array, axes: Axes, gradient_axes: Axes) -> jax.Array:
-    """Constrain `x` by the axes `there`, and its gradient by the axes `back`.
+    """Constrain `x` by `axes`, and its gradient by `gradient_axes`.
 
     The gradient of constrain() has the sharding of x. Where x is gathered, this would all-reduce
     complete gradients and then discard most of each; with a sharded gradient it is a
     reduce-scatter.
     """
-    found = _placement.get()  # the gradient may be traced after the block that placed x
-    if found is None:
+    current = _placement.get()  # the gradient may be traced after the block that placed x
+    if current is None:
         return x
 
     @jax.custom_vjp
-    def place(x: jax.Array) -> jax.Array:
-        return _constrain_activation(x, axes, found)
+    def constrained(x: jax.Array) -> jax.Array:
+        return _constrain_activation(x, axes, current)
 
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return place(x), None
+        return constrained(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        return (_constrain_activation(gradient, gradient_axes, found),)
+        return (_constrain_activation(gradient, gradient_axes, current),)
 
-    place.defvjp(forward, backward)
-    return place(x)
+    constrained.defvjp(forward, backward)
+    return constrained(x)
 
 
-def _constrain_activation(x: jax.Array, axes: Axes, found: Placement) -> jax.Array:
+def _constrain_activation(x: jax.Array, axes: Axes, current: Placement) -> jax.Array:
     spec = ArraySpec(x.shape, axes, str(x.dtype), "activation")
-    return _constrain(f"activation {axes}", x, spec, found)
+    return _constrain(f"activation {axes}", x, spec, current)
 
 
 def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
@@ -186,23 +189,23 @@ def constrain_tree(tree: Tree, specs: Tree, role: Role) -> Tree:
 
     With role "optimizer", for example, gradients have the sharding of the optimizer state.
     """
-    arrays, found = flatten(tree), _placement.get()
+    arrays, current = flatten(tree), _placement.get()
     return unflatten(
         {
-            path: _constrain(f"{role}/{path}", arrays[path], replace(spec, role=role), found)
+            path: _constrain(f"{role}/{path}", arrays[path], replace(spec, role=role), current)
             for path, spec in flatten(specs).items()
         }
     )
 
 
-def _constrain(path: str, x: jax.Array, spec: ArraySpec, found: Placement | None) -> jax.Array:
-    if found is None:
+def _constrain(path: str, x: jax.Array, spec: ArraySpec, current: Placement | None) -> jax.Array:
+    if current is None:
         return x
-    placed_as = make_layout(path, spec, found.rules, found.shape)
+    placed_as = make_layout(path, spec, current.rules, current.shape)
     if spec.role == "activation":
-        said = Annotation(spec.axes, spec.shape, placed_as.split, current_line())
-        found.annotations.setdefault(said)
-    return jax.lax.with_sharding_constraint(x, sharding(placed_as, found.current_mesh))
+        annotation = Annotation(spec.axes, spec.shape, placed_as.split, current_line())
+        current.annotations.setdefault(annotation)
+    return jax.lax.with_sharding_constraint(x, sharding(placed_as, current.current_mesh))
 
 
 def sharding(array: ArrayLayout, mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -213,17 +216,17 @@ def sharding(array: ArrayLayout, mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def to_device_memory(tree: Tree, specs: Tree) -> Tree:
     """Copy arrays that are stored in host memory to device memory; return the complete tree."""
-    found = _placement.get()
+    current = _placement.get()
     arrays = flatten(tree)
-    if found is None:
+    if current is None:
         return tree
     return unflatten(
-        {path: _fetch(path, arrays[path], spec, found) for path, spec in flatten(specs).items()}
+        {path: _fetch(path, arrays[path], spec, current) for path, spec in flatten(specs).items()}
     )
 
 
-def _fetch(path: str, x: jax.Array, spec: ArraySpec, found: Placement) -> jax.Array:
+def _fetch(path: str, x: jax.Array, spec: ArraySpec, current: Placement) -> jax.Array:
     if spec.memory == "device":
         return x
-    here = make_layout(path, replace(spec, memory="device"), found.rules, found.shape)
-    return jax.device_put(x, sharding(here, found.current_mesh))
+    device_layout = make_layout(path, replace(spec, memory="device"), current.rules, current.shape)
+    return jax.device_put(x, sharding(device_layout, current.current_mesh))

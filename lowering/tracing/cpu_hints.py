@@ -53,8 +53,8 @@ def _cast_forward(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
 
 
 def _cast_backward(dtype: jnp.dtype, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    other = jnp.float32 if dtype == jnp.bfloat16 else jnp.bfloat16
-    return (_cast(gradient, jnp.dtype(other)),)
+    source_dtype = jnp.float32 if dtype == jnp.bfloat16 else jnp.bfloat16
+    return (_cast(gradient, jnp.dtype(source_dtype)),)
 
 
 _cast.defvjp(_cast_forward, _cast_backward)

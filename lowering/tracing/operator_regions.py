@@ -48,23 +48,23 @@ def mark_region(
         arrays: inputs of the region.
         settings: further attributes of the operator; JSON values.
     """
-    written = json.dumps(settings, sort_keys=True)
+    settings_json = json.dumps(settings, sort_keys=True)
 
-    def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def marked(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with set_xla_metadata(**{ENTRY: name}):
             arrays = jax.lax.optimization_barrier(arrays)
         results = tuple(function(*arrays))
-        with set_xla_metadata(**{EXIT: name, SETTINGS: written}):
+        with set_xla_metadata(**{EXIT: name, SETTINGS: settings_json}):
             return jax.lax.optimization_barrier(results)
 
     # JAX hoists values that do not depend on the layer, such as a mask, out of a scan over layers;
     # custom_vmap prevents this for the region.
-    closed = custom_vmap(whole)
+    closed = custom_vmap(marked)
 
     @closed.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         del size
-        results = jax.vmap(whole, [0 if each else None for each in batched])(*arrays)
+        results = jax.vmap(marked, [0 if is_batched else None for is_batched in batched])(*arrays)
         return results, tuple(True for _ in results)
 
     return closed(*arrays)

@@ -38,9 +38,9 @@ def model_line(stack: Iterable[tuple[str, int]]) -> str:
     Returns:
         An empty string if all frames are in libraries.
     """
-    own = [(path, line) for file, line in stack if (path := _own(file))]
-    telling = [(path, line) for path, line in own if not _is_helper(path)]
-    return next((f"{path}:{line}" for path, line in telling or own), "")
+    model_frames = [(path, line) for file, line in stack if (path := _own(file))]
+    direct_frames = [(path, line) for path, line in model_frames if not _is_helper(path)]
+    return next((f"{path}:{line}" for path, line in direct_frames or model_frames), "")
 
 
 def current_line() -> str:
@@ -65,7 +65,7 @@ def _own(file: str) -> str | None:
     path = _shown(file)
     if path.startswith(tuple(_packages)):
         return path
-    return None if any(part in file for part in _LIBRARIES) or file[:1] == "<" else path
+    return None if any(library in file for library in _LIBRARIES) or file[:1] == "<" else path
 
 
 def _shown(file: str) -> str:

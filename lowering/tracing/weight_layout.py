@@ -29,12 +29,14 @@ def keep_row_major(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         x: A parameter.
         axes: Array axis of each dimension.
     """
-    found, target = placement(), traced_target()
-    if found is None or found.manual or target is None or not target.is_gpu:
+    current, target = placement(), traced_target()
+    if current is None or current.manual or target is None or not target.is_gpu:
         return x
-    split = make_layout("parameter", ArraySpec(x.shape, axes), found.rules, found.shape).split
-    used = {name for axis in axes if axis for name in found.rules.activations.get(axis, ())}
-    if not any(set(names) - used for names in split[1:]):
+    split = make_layout("parameter", ArraySpec(x.shape, axes), current.rules, current.shape).split
+    activation_axes = {
+        name for axis in axes if axis for name in current.rules.activations.get(axis, ())
+    }
+    if not any(set(names) - activation_axes for names in split[1:]):
         return x  # gathered along dimension 0 or not gathered
     rows = Layout(tuple(range(x.ndim)))
     spec = PartitionSpec(*(names or None for names in split))
@@ -44,7 +46,7 @@ def keep_row_major(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         # In a shard_map, since the partitioner gathers the operand of a layout constraint.
         return jax.shard_map(
             lambda local: with_layout_constraint(local, rows),
-            mesh=found.mesh,
+            mesh=current.mesh,
             in_specs=spec,
             out_specs=spec,
             check_vma=False,

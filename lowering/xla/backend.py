@@ -75,35 +75,36 @@ def devices(target: Target) -> list[Device]:
     """
     _configure_platform(target.platform, target.devices // (target.processes or 1))
     try:
-        found = jax.devices(target.platform)  # pyright: ignore[reportArgumentType]
+        available = jax.devices(target.platform)  # pyright: ignore[reportArgumentType]
     except RuntimeError as error:
         raise LoweringError(
             _missing_device_message(target, str(error).partition("\n")[0])
         ) from None
-    if len(found) < target.devices:
+    if len(available) < target.devices:
         raise LoweringError(
-            f"{target} needs {target.devices} devices; JAX has {len(found)} in this process"
+            f"{target} needs {target.devices} devices; JAX has {len(available)} in this process"
         )
-    hosts = len({device.process_index for device in found})
+    hosts = len({device.process_index for device in available})
     if hosts > distributed.count():  # a TPU slice; each host would act as rank 0
         raise LoweringError(
             f"the devices of {target} are on {hosts} hosts, but this process was started alone; "
             "start one process on each host, with the coordinator's address, the number of "
             "processes and its rank"
         )
-    return found[: target.devices]
+    return available[: target.devices]
 
 
-def _missing_device_message(target: Target, said: str) -> str:
-    where = {
+def _missing_device_message(target: Target, reason: str) -> str:
+    requirements = {
         "cuda": "a machine with its driver and pip install 'jax[cuda13]'",
         "rocm": "a machine with ROCm 7 and pip install 'jax[rocm7-local]', which is needed even to "
         "compile",
         "tpu": "a TPU machine and pip install 'jax[tpu]'",
     }
     return (
-        f"{target}: JAX finds no {target.platform} device on this machine ({said}); it requires "
-        f"{where[target.platform]}. Except for rocm, planning and compiling require no device"
+        f"{target}: JAX finds no {target.platform} device on this machine ({reason}); it requires "
+        f"{requirements[target.platform]}. Except for rocm, planning and compiling require no "
+        "device"
     )
 
 
@@ -198,8 +199,8 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
     JAX would ignore the memory kind silently. Ahead-of-time GPU devices have no host memory.
     """
     kinds = {memory.kind for memory in device.addressable_memories()}
-    wanted = {MEMORY_KINDS[spec.memory] for spec in graph.arrays().values()} - {"device"}
-    if not wanted <= kinds:
+    required_kinds = {MEMORY_KINDS[spec.memory] for spec in graph.arrays().values()} - {"device"}
+    if not required_kinds <= kinds:
         raise LoweringError(
             f"{target}: arrays in host memory cannot be compiled for a GPU that is not attached to "
             "this machine (JAX lists no host memory for it); set "
@@ -247,10 +248,10 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def compile(lowered: Lowered) -> Artifact:
     """Compile and serialize a program; its record contains what load() checks."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with capture_compiler_log() as replicated:
         compiled = _compile(lowered)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     payload, _, _ = serialize_executable.serialize(compiled)
     if lowered.target.platform == "cpu":
         from lowering.xla.cpu_collective_order import (
@@ -360,11 +361,11 @@ def load(artifact: Artifact, target: Target) -> Executable:
 
 def check_fingerprint(record: Mapping[str, Any], placed_on: list[Device]) -> None:
     """Raise LoweringError if a program was compiled for other devices than `placed_on`."""
-    here = fingerprint(placed_on)
-    if record["fingerprint"] != here:
+    actual = fingerprint(placed_on)
+    if record["fingerprint"] != actual:
         raise LoweringError(
             f"the {record['graph']} step was compiled for another processor "
-            f"({record['fingerprint']}; this machine: {here}); compile it for this machine"
+            f"({record['fingerprint']}; this machine: {actual}); compile it for this machine"
         )
 
 
@@ -437,8 +438,8 @@ def checkpoint_arrays(tree: Tree) -> Tree:
 def memory_in_use() -> int:
     """Return the bytes in use on the fullest local device; on CPU, the process's resident bytes."""
     stats = [device.memory_stats() for device in jax.local_devices()]
-    used = [stat["bytes_in_use"] for stat in stats if stat]
-    return max(used) if used else host.resident_bytes()
+    bytes_in_use = [stat["bytes_in_use"] for stat in stats if stat]
+    return max(bytes_in_use) if bytes_in_use else host.resident_bytes()
 
 
 def peak_memory() -> int:

@@ -18,23 +18,23 @@ def capture_compiler_log() -> Iterator[list[dict[str, str]]]:
     The compiler writes to file descriptor 2 directly. The captured log is written to the original
     standard error afterwards.
     """
-    found: list[dict[str, str]] = []
+    replicated: list[dict[str, str]] = []
     sys.stderr.flush()
     with tempfile.TemporaryFile() as log:
         stderr = os.dup(2)
         os.dup2(log.fileno(), 2)
         try:
-            yield found
+            yield replicated
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
             log.seek(0)
             text = log.read()
             os.write(2, text)
-            found += replicated_arrays(text.decode(errors="replace"))
+            replicated += replicated_arrays(text.decode(errors="replace"))
 
 
 def replicated_arrays(log: str) -> list[dict[str, str]]:
     """Return shape, scope and both shardings of each array replicated by the partitioner, once."""
-    told = list(private.replicated_arrays(log))
-    return [one for index, one in enumerate(told) if one not in told[:index]]
+    reported = list(private.replicated_arrays(log))
+    return [array for index, array in enumerate(reported) if array not in reported[:index]]

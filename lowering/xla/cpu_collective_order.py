@@ -80,16 +80,16 @@ def _order(sequence: Any) -> bool:
     }
     if not between:
         return changed
-    thunks, places = [], []
+    thunks, new_indices = [], []
     for index, thunk in enumerate(sequence.thunks):
         if index in between:
             thunks.append(between[index])
-        places.append(len(thunks))
+        new_indices.append(len(thunks))
         thunks.append(thunk)
     del sequence.thunks[:]
     sequence.thunks.extend(thunks)
     for users in sequence.users:
-        users.indices[:] = [places[index] for index in users.indices]
+        users.indices[:] = [new_indices[index] for index in users.indices]
     return True
 
 
@@ -106,16 +106,16 @@ def _collective_output(thunk: Any) -> Any:
     """Return an array written by a collective in this thunk, nested ones included; None if none."""
     if thunk.HasField("collective"):
         return thunk.collective.arrays.destinations[0]
-    inner = (_collective_output(each) for sequence in _inner(thunk) for each in sequence.thunks)
+    inner = (_collective_output(thunk) for sequence in _inner(thunk) for thunk in sequence.thunks)
     return next((array for array in inner if array is not None), None)
 
 
 def _order_copy(first: Any, second: Any) -> Any:
     """Return a zero-byte copy: XLA runs it after the first array's writer, before the second's."""
     link = _messages()["Thunk"](kind="copy")
-    for array, place in ((first, link.copy.source), (second, link.copy.destination)):
-        place.slice = array.slice
-        place.shape.element_type = _BYTE
-        place.shape.dimensions.append(0)
-        place.shape.layout.minor_to_major.append(0)
+    for array, buffer in ((first, link.copy.source), (second, link.copy.destination)):
+        buffer.slice = array.slice
+        buffer.shape.element_type = _BYTE
+        buffer.shape.dimensions.append(0)
+        buffer.shape.layout.minor_to_major.append(0)
     return link

@@ -61,15 +61,15 @@ def membership(
     Raises:
         LoweringError: only some of the three arguments are given, or the rank is out of range.
     """
-    given = {"coordinator": coordinator, "processes": count, "rank": rank}
+    arguments = {"coordinator": coordinator, "processes": count, "rank": rank}
     if coordinator is not None and count is not None and rank is not None:
         if not 0 <= rank < count:
             raise LoweringError(
                 f"rank {rank} is out of range: {count} processes have the ranks 0 to {count - 1}"
             )
         return Membership(rank, count, coordinator)
-    if any(value is not None for value in given.values()):
-        missing = ", ".join(name for name, value in given.items() if value is None)
+    if any(value is not None for value in arguments.values()):
+        missing = ", ".join(name for name, value in arguments.items() if value is None)
         raise LoweringError(f"a distributed run also requires {missing}")
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Membership(int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"]))
@@ -106,15 +106,15 @@ def initialize(member: Membership, target: Target) -> None:
     """
     import jax
 
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if member.coordinator:
-        given["coordinator_address"] = member.coordinator
+        options["coordinator_address"] = member.coordinator
     if target.is_gpu and target.processes:
         # All GPUs of the host. JAX's default is one GPU for each process.
-        given["local_device_ids"] = list(range(target.devices // target.processes))
+        options["local_device_ids"] = list(range(target.devices // target.processes))
     try:
         jax.distributed.initialize(
-            **given,
+            **options,
             num_processes=member.count,
             process_id=member.rank,
             cluster_detection_method="deactivate" if member.coordinator else "slurm",
@@ -158,8 +158,8 @@ def all_gather_text(word: str) -> list[str]:
     client.key_value_set(f"{name}/{rank()}", word)
     try:
         return [
-            client.blocking_key_value_get(f"{name}/{other}", _EXCHANGE_TIMEOUT * 1000)
-            for other in range(count())
+            client.blocking_key_value_get(f"{name}/{peer}", _EXCHANGE_TIMEOUT * 1000)
+            for peer in range(count())
         ]
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
@@ -176,13 +176,13 @@ def is_stop_agreed(step: int) -> bool:
 
 def wait_for_failed_ranks() -> None:
     """Prepare to exit with an error: rank 0, which runs the service, waits for the other ranks."""
-    client, others = _state().client, range(1, count())
+    client, peers = _state().client, range(1, count())
     with contextlib.suppress(RuntimeError):  # a process that has already ended does not respond
         if rank():
             client.key_value_set(f"graphtrain/left/{rank()}", "")
             return
-        for other in others:
-            client.blocking_key_value_get(f"graphtrain/left/{other}", _ERROR_EXIT_TIMEOUT * 1000)
+        for peer in peers:
+            client.blocking_key_value_get(f"graphtrain/left/{peer}", _ERROR_EXIT_TIMEOUT * 1000)
 
 
 def fake_peer_processes(target: Target) -> None:
@@ -196,16 +196,15 @@ def fake_peer_processes(target: Target) -> None:
         return
     address = f"127.0.0.1:{_free_port()}"
 
-    def announce(other: int) -> None:
-        client = private.connect_distributed_client(address, other, _HEARTBEAT_TIMEOUT)
+    def announce(peer: int) -> None:
+        client = private.connect_distributed_client(address, peer, _HEARTBEAT_TIMEOUT)
         _fake_clients.append(client)
-        _fake_clients.append(private.start_cpu_client(client, other, processes, devices))
+        _fake_clients.append(private.start_cpu_client(client, peer, processes, devices))
 
-    others = [
-        threading.Thread(target=announce, args=(other,), daemon=True)
-        for other in range(1, processes)
+    threads = [
+        threading.Thread(target=announce, args=(peer,), daemon=True) for peer in range(1, processes)
     ]
-    for thread in others:
+    for thread in threads:
         thread.start()
     state = private.distributed_state()
     state.service = private.start_distributed_service(address, processes)

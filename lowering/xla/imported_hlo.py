@@ -109,19 +109,19 @@ def _layout(array: Input, mesh: MeshShape) -> ArrayLayout:
     if not array.sharding:
         return ArrayLayout(array.spec, ((),) * rank)
     try:
-        found = private.sharding_axes(array.sharding, mesh.axes)
+        split_axes = private.sharding_axes(array.sharding, mesh.axes)
     except ValueError as sharding:
         raise _ShardingMismatch(
             f"an input of shape {array.spec.shape} has sharding {sharding}, which does not follow "
             f"the axes of the mesh {mesh}"
         ) from None
-    return ArrayLayout(array.spec, (*found, *((),) * (rank - len(found))))
+    return ArrayLayout(array.spec, (*split_axes, *((),) * (rank - len(split_axes))))
 
 
-def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
+def _numbered(prefix: str, values: Sequence[Any]) -> dict[str, Any]:
     """Return values by name and zero-padded index, so that sorting the names keeps the order."""
     width = len(str(len(values) - 1))
-    return {f"{what}{index:0{width}}": value for index, value in enumerate(values)}
+    return {f"{prefix}{index:0{width}}": value for index, value in enumerate(values)}
 
 
 def _step(module: HloModule, outputs: Mapping[str, ArraySpec]) -> Callable[..., dict[str, Any]]:
@@ -150,6 +150,6 @@ def _facts(imported: ImportedHlo, plan: Plan, outputs: Mapping[str, ArraySpec]) 
         },
         # The compiler chooses the shardings of the outputs.
         "outputs": {path: about(spec) for path, spec in outputs.items()},
-        "donated": [names[number] for number in imported.module.donated],
+        "donated": [names[index] for index in imported.module.donated],
         "annotations": [],
     }

@@ -106,17 +106,17 @@ def change_pickled_executable(payload: bytes, change: Callable[[bytes], bytes]) 
 
     steps = list(pickletools.genops(payload))
     ends = [position for _, _, position in steps[1:]] + [len(payload)]
-    parts, text = [], ""
+    chunks, text = [], ""
     for (step, argument, begin), end in zip(steps, ends, strict=True):
-        part = b"" if step.name == "FRAME" else payload[begin:end]
+        chunk = b"" if step.name == "FRAME" else payload[begin:end]
         if isinstance(argument, str):
             text = argument
         elif isinstance(argument, bytes) and text == "exec":
             changed = change(argument)
-            part = pickle.BINBYTES8 + len(changed).to_bytes(8, "little") + changed
+            chunk = pickle.BINBYTES8 + len(changed).to_bytes(8, "little") + changed
             text = ""
-        parts.append(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def split_executable(stored: bytes) -> tuple[bytes, bytes]:
@@ -197,11 +197,13 @@ def stablehlo_function(hlo: bytes, outputs: Sequence[Any]) -> Callable[..., list
     call.def_abstract_eval(lambda *inputs: list(outputs))
 
     def lowered(context: Any, *inputs: Any) -> Any:
-        whole = context.module_context
-        called = ir.Module.parse(module, whole.context)
+        module_context = context.module_context
+        called = ir.Module.parse(module, module_context.context)
         main: Any = ir.SymbolTable(called.operation)["main"]
         types = main.type.results  # read before merging invalidates it
-        name = merge_mlir_modules(whole.module, "imported", called, dst_symtab=whole.symbol_table)
+        name = merge_mlir_modules(
+            module_context.module, "imported", called, dst_symtab=module_context.symbol_table
+        )
         symbol = ir.FlatSymbolRefAttr.get(name)
         return func.CallOp(types, symbol, list(inputs)).results
 
@@ -222,10 +224,10 @@ def sharding_axes(sharding: bytes, mesh: Mapping[str, int]) -> list[tuple[str, .
     proto = client.OpSharding()
     proto.ParseFromString(sharding)
     try:
-        found = parse_flatten_op_sharding(proto, AbstractMesh(tuple(mesh.values()), tuple(mesh)))[0]
+        dims = parse_flatten_op_sharding(proto, AbstractMesh(tuple(mesh.values()), tuple(mesh)))[0]
     except (ValueError, KeyError, NotImplementedError, AssertionError, StopIteration):
         raise ValueError(str(client.HloSharding.from_proto(proto))) from None
-    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in found]
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in dims]
 
 
 # --- Programs of replicas: one HLO module run on several CPU devices ------------------------------

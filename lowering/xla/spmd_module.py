@@ -55,8 +55,8 @@ def partition_spmd(lowered: Any) -> DeviceProgram:
             }
         )
         for name in _PASSES:
-            for found in sorted(Path(directory).glob(f"*.after_{name}.*.hlo.pb")):
-                hlo = write_module(read_dump(found.read_bytes()))
+            for dump_path in sorted(Path(directory).glob(f"*.after_{name}.*.hlo.pb")):
+                hlo = write_module(read_dump(dump_path.read_bytes()))
                 temporaries = compiled.memory_analysis().temp_size_in_bytes
                 return DeviceProgram(
                     hlo, temporaries, tuple(jax.tree.leaves(compiled.output_shardings))

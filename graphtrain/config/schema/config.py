@@ -17,10 +17,10 @@ class Config:
     def __post_init__(self) -> None:
         adapter, is_dpo = self.program.adapter, self.program.loss.kind == "dpo"
         if (adapter is not None or is_dpo) and self.run.init_from is None:
-            what = "program.adapter" if adapter is not None else 'program.loss.kind = "dpo"'
+            setting = "program.adapter" if adapter is not None else 'program.loss.kind = "dpo"'
             raise ValueError(
-                f"{what} starts from existing weights; set run.init_from to a converted folder or "
-                "to the directory of a run"
+                f"{setting} starts from existing weights; set run.init_from to a converted folder "
+                "or to the directory of a run"
             )
         if self.run.init_adapter_from is not None and adapter is None:
             raise ValueError("run.init_adapter_from needs a [program.adapter]; add one")

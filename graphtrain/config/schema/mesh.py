@@ -21,9 +21,9 @@ class Mesh:
     tensor: MeshSize = 1  # tensor and sequence parallelism
 
     def __post_init__(self) -> None:
-        rest = [name for name, size in vars(self).items() if size == "rest"]
-        if len(rest) > 1:
-            raise ValueError(f'only one mesh axis can be "rest", not {" and ".join(rest)}')
+        rest_axes = [name for name, size in vars(self).items() if size == "rest"]
+        if len(rest_axes) > 1:
+            raise ValueError(f'only one mesh axis can be "rest", not {" and ".join(rest_axes)}')
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

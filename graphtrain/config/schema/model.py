@@ -64,13 +64,17 @@ class RopeScaling:
     original_max_position_embeddings: Positive | None = None  # llama3: tokens before the extension
 
     def __post_init__(self) -> None:
-        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
-        if self.kind == "llama3" and None in own:
+        llama3_settings = (
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.original_max_position_embeddings,
+        )
+        if self.kind == "llama3" and None in llama3_settings:
             raise ValueError(
                 'kind = "llama3" needs low_freq_factor, high_freq_factor and '
                 "original_max_position_embeddings"
             )
-        if self.kind == "linear" and own != (None, None, None):
+        if self.kind == "linear" and llama3_settings != (None, None, None):
             raise ValueError('kind = "linear" takes only factor; remove the other settings')
         low, high = self.low_freq_factor, self.high_freq_factor
         if low and high and low >= high:

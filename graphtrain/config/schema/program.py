@@ -135,8 +135,8 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             "mesh.stage = 1, or cross_document_attention = true"
         )
     if program.adapter is not None or program.loss.kind == "dpo":
-        what = "program.adapter" if program.adapter is not None else 'loss.kind = "dpo"'
-        raise ShardingError(f"{what} is not supported with a pipeline; set mesh.stage = 1")
+        setting = "program.adapter" if program.adapter is not None else 'loss.kind = "dpo"'
+        raise ShardingError(f"{setting} is not supported with a pipeline; set mesh.stage = 1")
     if program.loss.has_chunks:
         raise ShardingError(
             "loss.chunk is not supported with a pipeline, whose stages share the LM head; remove "
@@ -162,8 +162,8 @@ def _layers_of(program: Program) -> int:
     model = program.model
     if not is_imported(model):
         return model.layers
-    stated = model.hf and layer_count(model.hf, model.overrides)
-    layers = stated or sum(program.pipeline.layers_per_stage or ())
+    configured_layers = model.hf and layer_count(model.hf, model.overrides)
+    layers = configured_layers or sum(program.pipeline.layers_per_stage or ())
     if not layers:
         raise ShardingError(
             "the number of layers of model.torch is unknown before the model is built; set "

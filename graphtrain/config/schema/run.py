@@ -43,7 +43,7 @@ class Data:
     def __post_init__(self) -> None:
         if isinstance(self.train, str):
             return
-        if len({part.weight is None for part in self.train}) > 1:
+        if len({entry.weight is None for entry in self.train}) > 1:
             raise ValueError("the parts of a blend must all have a weight, or all have epochs")
 
 

@@ -40,9 +40,9 @@ class Blend:
         """Build the mapping from the positive counts of sequences of each dataset per period."""
         self.counts = counts
         owners = np.repeat(np.arange(len(counts)), counts)
-        numbers = np.concatenate([np.arange(count) for count in counts])
-        order = np.argsort((numbers + 0.5) / counts[owners], kind="stable")
-        self._owners, self._numbers = owners[order], numbers[order]
+        indices = np.concatenate([np.arange(count) for count in counts])
+        order = np.argsort((indices + 0.5) / counts[owners], kind="stable")
+        self._owners, self._numbers = owners[order], indices[order]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position and of the sequence in that dataset."""
@@ -64,18 +64,20 @@ def blend_counts(parts: Sequence[WeightedDataset], lengths: Sequence[int]) -> np
     Raises:
         DataError: a share rounds to no sequence in a period.
     """
-    wanted = np.array(
+    expected = np.array(
         [
-            part.weight if part.weight is not None else (part.epochs or 0.0) * length
-            for part, length in zip(parts, lengths, strict=True)
+            entry.weight if entry.weight is not None else (entry.epochs or 0.0) * length
+            for entry, length in zip(parts, lengths, strict=True)
         ]
     )
-    by_epochs = parts[0].epochs is not None and wanted.sum() <= _PERIOD
-    counts = np.rint(wanted if by_epochs else wanted / wanted.sum() * _PERIOD).astype(np.int64)
+    use_epochs = parts[0].epochs is not None and expected.sum() <= _PERIOD
+    counts = np.rint(expected if use_epochs else expected / expected.sum() * _PERIOD).astype(
+        np.int64
+    )
     if not counts.all():
-        part = parts[int(np.argmin(counts))]
+        entry = parts[int(np.argmin(counts))]
         raise DataError(
-            f"{part.dataset}: its share of the blend, {wanted.min() / wanted.sum():.2g}, is too "
-            "small; increase its weight or epochs, or remove the dataset"
+            f"{entry.dataset}: its share of the blend, {expected.min() / expected.sum():.2g}, is "
+            "too small; increase its weight or epochs, or remove the dataset"
         )
     return counts // np.gcd.reduce(counts)

@@ -105,58 +105,63 @@ class ConcatPacking:
 
     def _fill(self, row: Batch, index: int) -> None:
         """Write a sequence into the arrays of a row."""
-        pieces = self._document_slices(index)
-        tokens = self._tokens(pieces)
+        slices = self._document_slices(index)
+        tokens = self._tokens(slices)
         row["tokens"][: len(tokens)] = tokens[: self.length]
         row["targets"][: len(tokens) - 1] = tokens[1:]
         row["weights"][: len(tokens) - 1] = 1
         if self._apart:
-            numbers = np.repeat(np.arange(1, len(pieces.sizes) + 1), pieces.sizes)
-            row["documents"][: len(tokens)] = numbers[: self.length]
-            row["weights"][: len(tokens) - 1] = numbers[:-1] == numbers[1:]
+            segment_ids = np.repeat(np.arange(1, len(slices.sizes) + 1), slices.sizes)
+            row["documents"][: len(tokens)] = segment_ids[: self.length]
+            row["weights"][: len(tokens) - 1] = segment_ids[:-1] == segment_ids[1:]
 
-    def _tokens(self, pieces: _DocumentSlices) -> np.ndarray:
-        skips = pieces.starts - (np.cumsum(pieces.sizes) - pieces.sizes)
-        positions = np.repeat(skips, pieces.sizes) + np.arange(pieces.sizes.sum())
+    def _tokens(self, slices: _DocumentSlices) -> np.ndarray:
+        shifts = slices.starts - (np.cumsum(slices.sizes) - slices.sizes)
+        positions = np.repeat(shifts, slices.sizes) + np.arange(slices.sizes.sum())
         tokens = self.dataset.tokens[positions]
-        ends = np.cumsum(pieces.sizes)
+        ends = np.cumsum(slices.sizes)
         check_tokens(
             self.dataset.prefix,
             tokens,
             self._vocab,
-            lambda place: pieces.documents[np.searchsorted(ends, place, side="right")],
+            lambda position: slices.documents[np.searchsorted(ends, position, side="right")],
         )
         return tokens
 
     def _document_slices(self, index: int) -> _DocumentSlices:
-        number, row = divmod(index, len(self))
-        epoch = self._epoch(number)
-        begin = row * self.length
-        end = min(begin + self.length + 1, len(self.dataset.tokens))
-        first = np.searchsorted(epoch.ends, begin, side="right")
-        last = np.searchsorted(epoch.ends, end, side="left") + 1
-        documents, ends = epoch.documents[first:last], epoch.ends[first:last]
-        before = epoch.ends[first - 1] if first else 0
-        begins = np.concatenate([[before], ends[:-1]])
-        inside = np.maximum(begins, begin)
-        sizes = np.minimum(ends, end) - inside
-        starts = self.dataset.document_offsets[documents] + (inside - begins)
-        full = sizes > 0  # a document may have no tokens
-        return _DocumentSlices(documents[full], starts[full], sizes[full])
+        epoch_index, row = divmod(index, len(self))
+        epoch = self._epoch(epoch_index)
+        row_start = row * self.length
+        row_end = min(row_start + self.length + 1, len(self.dataset.tokens))
+        first_document = np.searchsorted(epoch.ends, row_start, side="right")
+        last_document = np.searchsorted(epoch.ends, row_end, side="left") + 1
+        documents, document_ends = (
+            epoch.documents[first_document:last_document],
+            epoch.ends[first_document:last_document],
+        )
+        previous_end = epoch.ends[first_document - 1] if first_document else 0
+        document_starts = np.concatenate([[previous_end], document_ends[:-1]])
+        slice_starts = np.maximum(document_starts, row_start)
+        sizes = np.minimum(document_ends, row_end) - slice_starts
+        starts = self.dataset.document_offsets[documents] + (slice_starts - document_starts)
+        non_empty = sizes > 0  # a document may have no tokens
+        return _DocumentSlices(documents[non_empty], starts[non_empty], sizes[non_empty])
 
-    def _epoch(self, number: int) -> _Epoch:
+    def _epoch(self, epoch_index: int) -> _Epoch:
         if self._seed is None:
-            number = 0  # every epoch has the same order
+            epoch_index = 0  # every epoch has the same order
         with self._lock:
-            if number not in self._epochs:
+            if epoch_index not in self._epochs:
                 while len(self._epochs) > 1:  # prefetching across the end of an epoch needs two
                     self._epochs.pop(min(self._epochs))
-                self._epochs[number] = self._epoch_order(number)
-            return self._epochs[number]
+                self._epochs[epoch_index] = self._epoch_order(epoch_index)
+            return self._epochs[epoch_index]
 
-    def _epoch_order(self, number: int) -> _Epoch:
+    def _epoch_order(self, epoch_index: int) -> _Epoch:
         count = len(self.dataset)
-        order = np.arange(count) if self._seed is None else permutation(count, self._seed, number)
+        order = (
+            np.arange(count) if self._seed is None else permutation(count, self._seed, epoch_index)
+        )
         return _Epoch(order, np.cumsum(np.diff(self.dataset.document_offsets)[order]))
 
 
@@ -186,14 +191,14 @@ def check_tokens(
     Raises:
         DataError: a token id is outside the vocabulary; names the dataset and the document.
     """
-    wrong = tokens < 0
+    invalid = tokens < 0
     if vocab is not None:
-        wrong |= tokens >= vocab
-    if wrong.any():
-        place = int(np.argmax(wrong))
+        invalid |= tokens >= vocab
+    if invalid.any():
+        position = int(np.argmax(invalid))
         vocabulary = f"a vocabulary of {vocab}" if vocab else "any vocabulary"
         raise DataError(
-            f"{prefix}: document {document_at(place)} contains token {tokens[place]}, which is "
-            f"outside {vocabulary}; prepare the dataset with the tokenizer of the model, or "
+            f"{prefix}: document {document_at(position)} contains token {tokens[position]}, which "
+            f"is outside {vocabulary}; prepare the dataset with the tokenizer of the model, or "
             "increase program.model.vocab"
         )

@@ -79,33 +79,37 @@ class DocumentPacking:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these indices; index -1 gives padding."""
         batch = empty_batch(len(indices) * self.rows_per_index, self.length, self._apart)
-        for place, index in enumerate(indices):
+        for batch_index, index in enumerate(indices):
             if index < 0:
                 continue
             documents = self.documents(int(index))
-            each = (
+            documents_by_row = (
                 [documents]
                 if self.rows_per_index == 1
                 else np.split(documents, self.rows_per_index)
             )
-            for number, row in enumerate(each, place * self.rows_per_index):
-                self._fill({name: array[number] for name, array in batch.items()}, row)
+            for row_index, row_documents in enumerate(
+                documents_by_row, batch_index * self.rows_per_index
+            ):
+                self._fill({name: array[row_index] for name, array in batch.items()}, row_documents)
         return batch
 
     def _fill(self, row: Batch, documents: np.ndarray) -> None:
         """Write documents into the arrays of one row, one after another."""
-        begin = 0
-        for number, document in enumerate(documents, 1):
+        start = 0
+        for segment_id, document in enumerate(documents, 1):
             tokens = self.dataset.document(document)[: self.length + 1]
-            check_tokens(self.dataset.prefix, tokens, self._vocab, lambda _, one=document: one)
-            end = begin + len(tokens) - 1
-            row["tokens"][begin:end] = tokens[:-1]
-            row["targets"][begin:end] = tokens[1:]
+            check_tokens(
+                self.dataset.prefix, tokens, self._vocab, lambda _, current=document: current
+            )
+            end = start + len(tokens) - 1
+            row["tokens"][start:end] = tokens[:-1]
+            row["targets"][start:end] = tokens[1:]
             learned = self._learned.mask(document, len(tokens))[1:] if self._learned else 1
-            row["weights"][begin:end] = learned
+            row["weights"][start:end] = learned
             if self._apart:
-                row["documents"][begin:end] = number
-            begin = end
+                row["documents"][start:end] = segment_id
+            start = end
 
     def _positions_used(self, documents: np.ndarray) -> np.ndarray:
         """Return the number of positions that each document occupies in a row."""
@@ -115,38 +119,41 @@ class DocumentPacking:
     def _usable_documents(self, overlong: Overlong, pairs: bool) -> np.ndarray:
         """Return the indices of usable documents, ascending; warn if some are cut or dropped."""
         sizes = np.diff(self.dataset.document_offsets)
-        long = sizes > self.length + 1
-        use = sizes > 1
+        is_overlong = sizes > self.length + 1
+        is_usable = sizes > 1
         if overlong == "truncate" and self._learned:
-            use &= self._learned.first() <= self.length  # otherwise no target remains after the cut
+            # Otherwise no target remains after the cut.
+            is_usable &= self._learned.first() <= self.length
         elif overlong == "drop":
-            use &= ~long
+            is_usable &= ~is_overlong
         if pairs:
-            use = np.repeat(use.reshape(-1, 2).all(axis=1), 2)
-        if long.any():
-            self._report_overlong(overlong, long, use, int(sizes.max()))
-        if not use.any():
+            is_usable = np.repeat(is_usable.reshape(-1, 2).all(axis=1), 2)
+        if is_overlong.any():
+            self._report_overlong(overlong, is_overlong, is_usable, int(sizes.max()))
+        if not is_usable.any():
             raise DataError(
                 f"{self.dataset.prefix}: no document can be used; increase batch.seq_len, or add "
                 "documents of at least 2 tokens"
             )
-        return np.flatnonzero(use)
+        return np.flatnonzero(is_usable)
 
     def _report_overlong(
-        self, overlong: Overlong, long: np.ndarray, use: np.ndarray, longest: int
+        self, overlong: Overlong, is_overlong: np.ndarray, is_usable: np.ndarray, longest: int
     ) -> None:
-        said = (
-            f"{self.dataset.prefix}: {long.sum()} of {len(long)} documents are longer than "
-            f"batch.seq_len = {self.length} (the longest has {longest} tokens)"
+        message = (
+            f"{self.dataset.prefix}: {is_overlong.sum()} of {len(is_overlong)} documents are "
+            f"longer than batch.seq_len = {self.length} (the longest has {longest} tokens)"
         )
         if overlong == "error":
             raise DataError(
-                f'{said}; set run.data.overlong to "truncate" to keep their beginning or to '
+                f'{message}; set run.data.overlong to "truncate" to keep their beginning or to '
                 '"drop" to '
                 "leave them out, or increase batch.seq_len"
             )
         warnings.warn(
-            f"{said}; {(long & use).sum()} are cut, {(~use).sum()} are left out", stacklevel=1
+            f"{message}; {(is_overlong & is_usable).sum()} are cut, "
+            f"{(~is_usable).sum()} are left out",
+            stacklevel=1,
         )
 
 
@@ -164,23 +171,23 @@ def best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
     https://arxiv.org/abs/2404.10830
     """
     row_of = np.zeros(len(sizes), np.int64)
-    rooms: list[int] = []  # distinct free positions of started rows, ascending
+    free_sizes: list[int] = []  # distinct free positions of started rows, ascending
     rows: dict[int, list[int]] = {}  # started rows by their free positions
     count = 0
     for document in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[document])
-        at = bisect_left(rooms, size)
-        if at == len(rooms):
-            room, row, count = length, count, count + 1
+        index = bisect_left(free_sizes, size)
+        if index == len(free_sizes):
+            free, row, count = length, count, count + 1
         else:
-            room = rooms[at]
-            row = rows[room].pop()
-            if not rows[room]:
-                del rows[room], rooms[at]
+            free = free_sizes[index]
+            row = rows[free].pop()
+            if not rows[free]:
+                del rows[free], free_sizes[index]
         row_of[document] = row
-        if (left := room - size) > 0:
-            if left not in rows:
-                rows[left] = []
-                insort(rooms, left)
-            rows[left].append(row)
+        if (remaining := free - size) > 0:
+            if remaining not in rows:
+                rows[remaining] = []
+                insort(free_sizes, remaining)
+            rows[remaining].append(row)
     return row_of

@@ -70,8 +70,8 @@ class Loader:
                 f"rank = {rank}, ranks = {ranks}, batch size = {global_batch_size}: rank must "
                 "be from 0 to ranks - 1, and ranks must divide the batch size"
             )
-        alone = isinstance(data, str | Path)
-        prefixes = [data] if alone else [part.dataset for part in data]
+        is_single = isinstance(data, str | Path)
+        prefixes = [data] if is_single else [weighted.dataset for weighted in data]
         rows = PackingSettings(
             length=seq_len,
             vocab=vocab,
@@ -82,7 +82,7 @@ class Loader:
         )
         self._packings = [rows.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
-        units = _samples_per_batch(self._packings, global_batch_size)
+        samples_per_batch = _samples_per_batch(self._packings, global_batch_size)
         self._stream_identity: dict[str, Any] = {
             "seed": seed,
             "global_batch_size": global_batch_size,
@@ -94,23 +94,28 @@ class Loader:
         if set(packed) != {"concat"}:
             self._stream_identity["packing"] = packed
         counts = [len(packing) for packing in self._packings]
-        if alone:
-            places = _shuffled_stream(counts[0], seed)
+        if is_single:
+            samples = _shuffled_stream(counts[0], seed)
         else:
             blend = Blend(blend_counts(data, counts))
             # The state detects changed sizes or shares; the paths of the datasets may change.
             self._stream_identity["blend"] = [blend.counts.tolist(), counts]
-            places = _blended_stream(blend, counts, seed)
-        if units % ranks:
+            samples = _blended_stream(blend, counts, seed)
+        if samples_per_batch % ranks:
             raise ValueError(
-                f"ranks = {ranks} does not divide the {units} preference pairs of a batch"
+                f"ranks = {ranks} does not divide the {samples_per_batch} preference pairs "
+                "of a batch"
             )
-        # (units, 2): index of the dataset, index of the sequence in it. Grain's `batch(1)`
-        # overflows (0.2.18), hence the map.
-        one = places.map(lambda place: place[None])
-        self._sample_indices = one if units == 1 else places.batch(units)
-        mine = slice(rank * units // ranks, (rank + 1) * units // ranks)
-        self._batches = self._sample_indices.map(lambda places: self._batch(places[mine]))
+        # (samples_per_batch, 2): index of the dataset, index of the sequence in it. Grain's
+        # `batch(1)` overflows (0.2.18), hence the map.
+        unbatched = samples.map(lambda sample: sample[None])
+        self._sample_indices = (
+            unbatched if samples_per_batch == 1 else samples.batch(samples_per_batch)
+        )
+        rank_slice = slice(
+            rank * samples_per_batch // ranks, (rank + 1) * samples_per_batch // ranks
+        )
+        self._batches = self._sample_indices.map(lambda samples: self._batch(samples[rank_slice]))
         self._start(start_step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -132,42 +137,50 @@ class Loader:
             DataError: the position belongs to different data, another seed or another batch shape.
         """
         for name in {**self._stream_identity, "blend": None, "packing": None}:
-            was, value = state.get(name), self._stream_identity.get(name)
-            if was != value:
+            saved, value = state.get(name), self._stream_identity.get(name)
+            if saved != value:
                 prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
                 raise DataError(
-                    f"{prefixes}: cannot resume at step {state.get('step')}: {name} was {was} and "
-                    f"is now {value}; restore the setting or the dataset, or restart from step 0"
+                    f"{prefixes}: cannot resume at step {state.get('step')}: {name} was {saved} "
+                    f"and is now {value}; restore the setting or the dataset, or restart from "
+                    "step 0"
                 )
         self._iterator.close()
         self._start(state["step"])
 
     def documents(self, step: int) -> dict[str, np.ndarray]:
         """Return the document indices in the global batch of a step, ascending, by dataset."""
-        touched: dict[str, list[np.ndarray]] = {}
+        documents_by_prefix: dict[str, list[np.ndarray]] = {}
         for owner, index in self._sample_indices[step]:
             packing = self._packings[owner]
-            touched.setdefault(packing.dataset.prefix, []).append(packing.documents(int(index)))
-        return {prefix: np.unique(np.concatenate(found)) for prefix, found in touched.items()}
+            documents_by_prefix.setdefault(packing.dataset.prefix, []).append(
+                packing.documents(int(index))
+            )
+        return {
+            prefix: np.unique(np.concatenate(arrays))
+            for prefix, arrays in documents_by_prefix.items()
+        }
 
     def describe(self, step: int) -> str:
         """Describe the documents of a step for a message."""
-        parts = []
+        descriptions = []
         for prefix, documents in self.documents(step).items():
-            some = ", ".join(str(number) for number in documents[:_MAX_LISTED_DOCUMENTS])
-            more = len(documents) - _MAX_LISTED_DOCUMENTS
-            parts.append(f"documents {some}{f' and {more} more' if more > 0 else ''} of {prefix}")
-        return "; ".join(parts)
+            listed = ", ".join(str(document) for document in documents[:_MAX_LISTED_DOCUMENTS])
+            omitted = len(documents) - _MAX_LISTED_DOCUMENTS
+            descriptions.append(
+                f"documents {listed}{f' and {omitted} more' if omitted > 0 else ''} of {prefix}"
+            )
+        return "; ".join(descriptions)
 
     def close(self) -> None:
         """Stop prefetching."""
         self._iterator.close()
 
-    def _batch(self, places: np.ndarray) -> Batch:
-        """Return the rows at (dataset, sequence) index pairs, in the order of `places`."""
+    def _batch(self, samples: np.ndarray) -> Batch:
+        """Return the rows at (dataset, sequence) index pairs, in the order of `samples`."""
         if len(self._packings) == 1:
-            return self._packings[0].batch(places[:, 1])
-        rows = [self._packings[owner].batch([index]) for owner, index in places]
+            return self._packings[0].batch(samples[:, 1])
+        rows = [self._packings[owner].batch([index]) for owner, index in samples]
         return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
     def _start(self, step: int) -> None:
@@ -212,10 +225,10 @@ def evaluation_batches(
         preference_pairs=pairs,
     )
     packed = rows.open(prefix)
-    units = _samples_per_batch([packed], batch_size)
-    for first in range(0, len(packed), units):
-        last = min(first + units, len(packed))
-        yield packed.batch([*range(first, last), *[-1] * (first + units - last)])
+    samples_per_batch = _samples_per_batch([packed], batch_size)
+    for first in range(0, len(packed), samples_per_batch):
+        last = min(first + samples_per_batch, len(packed))
+        yield packed.batch([*range(first, last), *[-1] * (first + samples_per_batch - last)])
 
 
 def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
@@ -227,14 +240,14 @@ def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
             f"{prefixes}: a blend cannot mix preference pairs with other data; use datasets of "
             "one kind"
         )
-    (each,) = rows
-    if sequences % each:
+    (rows_per_sample,) = rows
+    if sequences % rows_per_sample:
         raise DataError(
             f"{prefixes}: contains preference pairs of two sequences each, which do not fit into "
             f"a batch of {sequences} sequences; make batch.global_batch_size / batch.microbatches "
             "even"
         )
-    return sequences // each
+    return sequences // rows_per_sample
 
 
 def _shuffled_stream(count: int, seed: int, owner: int = 0) -> Any:
@@ -252,11 +265,11 @@ def _blended_stream(blend: Blend, counts: Sequence[int], seed: int) -> Any:
     """Return an infinite Grain dataset of (owner, sequence index) for a blend."""
     streams = [_shuffled_stream(count, seed, owner) for owner, count in enumerate(counts)]
 
-    def at(position: int, _: int) -> np.ndarray:
-        owner, number = blend.locate(position)
-        return streams[owner][number]
+    def sample_at(position: int, _: int) -> np.ndarray:
+        owner, index = blend.locate(position)
+        return streams[owner][index]
 
-    return _grain().MapDataset.range(1).repeat().map_with_index(at)
+    return _grain().MapDataset.range(1).repeat().map_with_index(sample_at)
 
 
 def _grain() -> Any:

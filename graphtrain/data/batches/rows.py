@@ -37,9 +37,9 @@ class PackingSettings:
         conversations = description.conversations if description else None
         pairs = conversations is not None and conversations.pairs
         if self.preference_pairs is not None and pairs != self.preference_pairs:
-            holds, kind = ("", "require") if pairs else ("no ", "are required by")
+            quantifier, kind = ("", "require") if pairs else ("no ", "are required by")
             raise DataError(
-                f"{prefix}: contains {holds}preference pairs, which {kind} "
+                f"{prefix}: contains {quantifier}preference pairs, which {kind} "
                 'program.loss.kind = "dpo"; change this setting or the dataset '
                 "(docs/instructions.md)"
             )

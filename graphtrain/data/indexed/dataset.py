@@ -126,9 +126,9 @@ class IndexedDataset:
             )
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        wrong = pointers != offsets[:-1] * self.dtype.itemsize
-        if wrong.any():
-            first = int(np.argmax(wrong))
+        mismatched = pointers != offsets[:-1] * self.dtype.itemsize
+        if mismatched.any():
+            first = int(np.argmax(mismatched))
             raise DataError(
                 f"{self._index_path}: byte {start + 4 * len(sizes) + 8 * first}: sequence {first} "
                 f"has byte offset {pointers[first]} in the .bin, but the lengths before it add up "
@@ -138,13 +138,13 @@ class IndexedDataset:
         return offsets
 
     def _check_documents(self, documents: np.ndarray, sequences: int) -> None:
-        right = (
+        is_valid = (
             len(documents) > 0
             and documents[0] == 0
             and documents[-1] == sequences
             and bool((np.diff(documents) >= 0).all())
         )
-        if not right:
+        if not is_valid:
             raise DataError(
                 f"{self._index_path}: byte {HEADER.size + 12 * sequences}: the document boundaries "
                 f"do not increase from 0 to {sequences}; the file is damaged, prepare the dataset "

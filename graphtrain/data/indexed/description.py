@@ -72,10 +72,10 @@ def read_description(prefix: str | Path) -> DatasetDescription | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        found = json.loads(path.read_text())
-        if (conversations := found.get("conversations")) is not None:
-            found["conversations"] = ConversationSettings(**conversations)
-        return DatasetDescription(**found)
+        fields = json.loads(path.read_text())
+        if (conversations := fields.get("conversations")) is not None:
+            fields["conversations"] = ConversationSettings(**conversations)
+        return DatasetDescription(**fields)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError) as error:
@@ -110,7 +110,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
     dataset = IndexedDataset(prefix)
     description = read_description(prefix)
     tokenizer = dataset_tokenizer(prefix)
-    beginning = dataset.document(0)[:_SUMMARY_TOKENS].tolist()
+    first_tokens = dataset.document(0)[:_SUMMARY_TOKENS].tolist()
     conversations = description.conversations if description else None
     return {
         "documents": len(dataset),
@@ -121,7 +121,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
         "eod": description.eod if description else None,
         "longest": int(np.diff(dataset.document_offsets).max()),
         **(_conversation_summary(conversations) if conversations else {}),
-        "text": tokenizer.decode(beginning) if tokenizer else None,
+        "text": tokenizer.decode(first_tokens) if tokenizer else None,
     }
 
 

@@ -70,8 +70,8 @@ class LossSpans:
         offsets = self._spans.document_offsets
         for document, size in enumerate(np.diff(dataset.document_offsets)):
             spans = self._spans.document(document)
-            in_order = len(spans) % 2 == 0 and (np.diff(spans) >= 0).all()
-            if not len(spans) or not in_order or spans[0] < 0 or spans[-1] > size:
+            is_ordered = len(spans) % 2 == 0 and (np.diff(spans) >= 0).all()
+            if not len(spans) or not is_ordered or spans[0] < 0 or spans[-1] > size:
                 raise DataError(
                     f"{self._spans.prefix}.bin: byte {offsets[document] * SPAN_DTYPE.itemsize}: "
                     f"the loss mask of document {document} is not a list of ordered spans within "

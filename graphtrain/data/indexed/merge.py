@@ -41,40 +41,40 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescript
     _check(datasets, descriptions)
     directory = Path(output).parent
     directory.mkdir(parents=True, exist_ok=True)
-    described = descriptions[0] if all(descriptions) else None
-    tokenizer = dataset_tokenizer(prefixes[0]) if described else None
-    _check_directory(directory, described)
+    description = descriptions[0] if all(descriptions) else None
+    tokenizer = dataset_tokenizer(prefixes[0]) if description else None
+    _check_directory(directory, description)
     # Without a known vocabulary, accept every token of the dtype.
-    vocab = described.vocab if described else int(np.iinfo(datasets[0].dtype).max) + 1
+    vocab = description.vocab if description else int(np.iinfo(datasets[0].dtype).max) + 1
     with IndexedWriter(output, vocab, dtype=datasets[0].dtype) as writer:
         for dataset in datasets:
             _copy(dataset, writer)
     Path(f"{output}.json").unlink(missing_ok=True)
-    conversations = described.conversations if described else None
+    conversations = description.conversations if description else None
     if conversations is not None:
-        with loss_spans_writer(output) as writer_of_spans:
+        with loss_spans_writer(output) as spans_writer:
             for prefix in prefixes:
-                _copy(IndexedDataset(loss_spans_prefix(prefix)), writer_of_spans)
-    if described is None or tokenizer is None:
+                _copy(IndexedDataset(loss_spans_prefix(prefix)), spans_writer)
+    if description is None or tokenizer is None:
         return None
-    saved = tokenizer.save(directory)
+    tokenizer_files = tokenizer.save(directory)
     template = Path(prefixes[0]).parent / CHAT_TEMPLATE
     if conversations is not None and template.is_file():
         with atomic_write(directory / CHAT_TEMPLATE) as file:
             file.write(template.read_bytes())
-    made = DatasetDescription(
-        tokenizer=described.tokenizer,
-        tokenizer_digest=described.tokenizer_digest,
-        tokenizer_file=saved[0] if saved else None,
-        vocab=described.vocab,
-        eod=described.eod,
+    merged_description = DatasetDescription(
+        tokenizer=description.tokenizer,
+        tokenizer_digest=description.tokenizer_digest,
+        tokenizer_file=tokenizer_files[0] if tokenizer_files else None,
+        vocab=description.vocab,
+        eod=description.eod,
         documents=writer.documents,
         tokens=writer.token_count,
         digests=file_digests(output),
         conversations=conversations and conversations.of(output),
     )
-    write_description(output, made)
-    return made
+    write_description(output, merged_description)
+    return merged_description
 
 
 def _check(
@@ -99,9 +99,9 @@ def _check(
                 "prepare "
                 "both with the same settings"
             )
-        known = [each for each in (descriptions[0], description) if each is not None]
-        facts = {(each.tokenizer_digest, each.eod) for each in known}
-        if len(facts) > 1:
+        described = [entry for entry in (descriptions[0], description) if entry is not None]
+        tokenizers = {(entry.tokenizer_digest, entry.eod) for entry in described}
+        if len(tokenizers) > 1:
             raise DataError(
                 f"{dataset.prefix} and {first.prefix} were made with different tokenizers or "
                 "end-of-document tokens; prepare both with the same settings"
@@ -114,13 +114,18 @@ def _conversation_settings(description: DatasetDescription | None) -> tuple[str,
     return conversations and conversations.made
 
 
-def _check_directory(directory: Path, described: DatasetDescription | None) -> None:
+def _check_directory(directory: Path, description: DatasetDescription | None) -> None:
     """Refuse to replace the tokenizer of other datasets in the same directory."""
-    if described is None or described.tokenizer_file is None:
+    if description is None or description.tokenizer_file is None:
         return
-    there = directory / described.tokenizer_file
-    if there.is_file() and load_tokenizer(there).digest != described.tokenizer_digest:
-        raise DataError(f"{there}: is a different tokenizer; choose another directory for --output")
+    tokenizer_path = directory / description.tokenizer_file
+    if (
+        tokenizer_path.is_file()
+        and load_tokenizer(tokenizer_path).digest != description.tokenizer_digest
+    ):
+        raise DataError(
+            f"{tokenizer_path}: is a different tokenizer; choose another directory for --output"
+        )
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedWriter) -> None:

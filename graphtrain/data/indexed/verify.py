@@ -42,24 +42,27 @@ def verify(prefix: str | Path, vocab: int | None = None) -> dict[str, int]:
 
 
 def _check_tokens(dataset: IndexedDataset, vocab: int | None) -> None:
-    for first in range(0, len(dataset.tokens), _CHUNK):
-        tokens = dataset.tokens[first : first + _CHUNK]
-        wrong = tokens < 0 if vocab is None else (tokens < 0) | (tokens >= vocab)
-        if wrong.any():
-            place = first + int(np.argmax(wrong))
-            document = int(np.searchsorted(dataset.document_offsets, place, side="right")) - 1
+    for chunk_start in range(0, len(dataset.tokens), _CHUNK):
+        tokens = dataset.tokens[chunk_start : chunk_start + _CHUNK]
+        invalid = tokens < 0 if vocab is None else (tokens < 0) | (tokens >= vocab)
+        if invalid.any():
+            position = chunk_start + int(np.argmax(invalid))
+            document = int(np.searchsorted(dataset.document_offsets, position, side="right")) - 1
             limit = f"a vocabulary of {vocab}" if vocab else "any vocabulary"
             raise DataError(
-                f"{dataset.prefix}.bin: byte {place * dataset.dtype.itemsize}: document {document} "
-                f"contains token {dataset.tokens[place]}, which is outside {limit}"
+                f"{dataset.prefix}.bin: byte {position * dataset.dtype.itemsize}: "
+                f"document {document} contains token {dataset.tokens[position]}, which "
+                f"is outside {limit}"
             )
 
 
 def _check_description(dataset: IndexedDataset, description: DatasetDescription) -> None:
     prefix = dataset.prefix
-    for name, found in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
-        if (said := getattr(description, name)) != found:
-            raise DataError(f"{prefix}.json: records {said} {name}, but the dataset has {found}")
+    for name, actual in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
+        if (recorded := getattr(description, name)) != actual:
+            raise DataError(
+                f"{prefix}.json: records {recorded} {name}, but the dataset has {actual}"
+            )
     if description.eod is not None:
         _check_ends(dataset, description.eod)
     _check_digests(prefix, prefix, description.digests)
@@ -85,11 +88,11 @@ def _check_digests(prefix: str, files: str, digests: dict[str, str] | None) -> N
 
 
 def _check_ends(dataset: IndexedDataset, eod: int) -> None:
-    begins, ends = dataset.document_offsets[:-1], dataset.document_offsets[1:]
-    full = np.flatnonzero(ends > begins)
-    wrong = dataset.tokens[ends[full] - 1] != eod
-    if wrong.any():
-        document = int(full[np.argmax(wrong)])
+    starts, ends = dataset.document_offsets[:-1], dataset.document_offsets[1:]
+    full = np.flatnonzero(ends > starts)
+    mismatched = dataset.tokens[ends[full] - 1] != eod
+    if mismatched.any():
+        document = int(full[np.argmax(mismatched)])
         last = int(ends[document]) - 1
         raise DataError(
             f"{dataset.prefix}.bin: byte {last * dataset.dtype.itemsize}: document {document} ends "

@@ -59,15 +59,15 @@ class IndexedWriter:
         self._tokens_path, self._index_path = dataset_paths(prefix)
 
     def __enter__(self) -> "IndexedWriter":
-        kept = self._kept
-        index_bytes = HEADER.size + 4 * kept.documents if kept.documents else 0
-        self._tokens = _open(self._tokens_path, kept.tokens * self.dtype.itemsize)
+        resumed = self._kept
+        index_bytes = HEADER.size + 4 * resumed.documents if resumed.documents else 0
+        self._tokens = _open(self._tokens_path, resumed.tokens * self.dtype.itemsize)
         try:
             self._index = _open(self._index_path, index_bytes)
         except BaseException:
             _discard(self._tokens, self._tokens_path)
             raise
-        if not kept.documents:
+        if not resumed.documents:
             self._index.write(bytes(HEADER.size))  # placeholder: the counts are not known yet
         return self
 

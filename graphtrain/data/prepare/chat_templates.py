@@ -57,14 +57,14 @@ class Template:
                 the place.
         """
         try:
-            text, found = self._answers(conversation)
+            text, spans = self._answers(conversation)
             text.encode()  # raises for a lone surrogate
         except _TemplateError as error:
             raise DataError(f"{place}: {error}") from None
         except UnicodeEncodeError as error:
             raise DataError(f"{place}: not valid Unicode ({error.reason})") from None
         learned = [
-            span for index, span in found.items() if conversation.is_trained_on(index) and any(span)
+            span for index, span in spans.items() if conversation.is_trained_on(index) and any(span)
         ]
         if learned and train_on == "all":
             return Rendered(text, [(0, len(text))])
@@ -77,10 +77,12 @@ class Template:
             for index, message in enumerate(conversation.messages)
             if message["role"] == "assistant"
         ]
-        whole = self._text(conversation, conversation.messages)
+        rendered = self._text(conversation, conversation.messages)
         if not _GENERATION.search(self.text):
-            return whole, {index: self._located(conversation, index, whole) for index in answers}
-        text, spans = _strip_generation_marks(whole)
+            return rendered, {
+                index: self._locate_answer(conversation, index, rendered) for index in answers
+            }
+        text, spans = _strip_generation_marks(rendered)
         if len(spans) != len(answers):
             raise _TemplateError(
                 f"the template {self.name} marks {len(spans)} generated parts, but the "
@@ -88,29 +90,36 @@ class Template:
             )
         return text, dict(zip(answers, spans, strict=True))
 
-    def _located(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
+    def _locate_answer(
+        self, conversation: Conversation, index: int, rendered: str
+    ) -> tuple[int, int]:
         """Return the span of an answer after its generation prompt, including its end tokens."""
         messages = conversation.messages
-        asked = self._text(conversation, messages[:index], ask=True)
-        alone = self._text(conversation, messages[: index + 1])
+        prompt = self._text(conversation, messages[:index], ask=True)
+        up_to_answer = self._text(conversation, messages[: index + 1])
         content = messages[index]["content"].strip()
-        begin, at = len(asked), whole.find(content, len(asked))
-        at_alone = alone.find(content, begin)
-        if not whole.startswith(asked) or not alone.startswith(asked) or at < 0 or at_alone < 0:
+        start, content_start = len(prompt), rendered.find(content, len(prompt))
+        content_start_alone = up_to_answer.find(content, start)
+        if (
+            not rendered.startswith(prompt)
+            or not up_to_answer.startswith(prompt)
+            or content_start < 0
+            or content_start_alone < 0
+        ):
             raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and message {index} "
                 "cannot be located in its text; use a template with marks, such as --template "
                 "chatml"
             )
-        tail = alone[at_alone + len(content) :].rstrip()
-        end = at + len(content)
-        if not whole.startswith(tail, end):
+        suffix = up_to_answer[content_start_alone + len(content) :].rstrip()
+        end = content_start + len(content)
+        if not rendered.startswith(suffix, end):
             raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and ends message "
                 f"{index} differently when others follow; use a template with marks, such as "
                 "--template chatml"
             )
-        return begin, end + len(tail)
+        return start, end + len(suffix)
 
     def _text(
         self, conversation: Conversation, messages: tuple[Message, ...], ask: bool = False
@@ -183,14 +192,14 @@ def _read_template(path: Path) -> str:
         path = next((path / name for name in names if (path / name).is_file()), path)
     try:
         text = path.read_text()
-        found = chat_template_of_config(text) if path.suffix == ".json" else text
+        template = chat_template_of_config(text) if path.suffix == ".json" else text
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: not a tokenizer_config.json ({error})") from None
-    if found is None:
+    if template is None:
         raise DataError(f"{path}: has no chat template")
-    return found
+    return template
 
 
 def _check(template: Template) -> None:
@@ -204,15 +213,15 @@ def _check(template: Template) -> None:
         ) from None
 
 
-def _strip_generation_marks(whole: str) -> tuple[str, list[tuple[int, int]]]:
+def _strip_generation_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
     """Remove the marks around generated parts; return the text and the spans of these parts."""
-    spans, parts, length = [], [], 0
-    for number, part in enumerate(re.split(f"[{_BEGIN}{_END}]", whole)):
-        if number % 2:
-            spans.append((length, length + len(part)))
-        parts.append(part)
-        length += len(part)
-    return "".join(parts), spans
+    spans, segments, length = [], [], 0
+    for index, segment in enumerate(re.split(f"[{_BEGIN}{_END}]", rendered)):
+        if index % 2:
+            spans.append((length, length + len(segment)))
+        segments.append(segment)
+        length += len(segment)
+    return "".join(segments), spans
 
 
 @lru_cache

@@ -33,8 +33,8 @@ class Conversation:
     def is_trained_on(self, index: int) -> bool:
         """Return True if a message is an answer to train on; a weight of 0 excludes it."""
         message = self.messages[index]
-        asked = message["role"] == "assistant" and message.get("weight") != 0
-        return asked and index >= self.train_from
+        is_weighted_answer = message["role"] == "assistant" and message.get("weight") != 0
+        return is_weighted_answer and index >= self.train_from
 
 
 class _RecordError(ValueError):
@@ -71,9 +71,9 @@ def detect_format(record: dict[str, Any]) -> str:
     for key, name in _FORMAT_BY_KEY.items():
         if key in record:
             return name
-    found = ", ".join(map(repr, list(record)[:5])) or "nothing"
+    keys = ", ".join(map(repr, list(record)[:5])) or "nothing"
     raise _RecordError(
-        f"has the keys {found}, which match no known format; name the format with --format"
+        f"has the keys {keys}, which match no known format; name the format with --format"
     )
 
 
@@ -148,10 +148,12 @@ def _messages(record: dict[str, Any]) -> tuple[Conversation, ...]:
 def _preference(record: dict[str, Any]) -> tuple[Conversation, ...]:
     """Parse chosen and rejected: answers to a prompt, or message lists with a common prefix."""
     ends = [_answer_messages(record, key) for key in ("chosen", "rejected")]
-    begin = _prompt(record)
-    pair = [[*begin, *end] for end in ends]
-    alike = takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
-    shared = max(len(list(alike)), len(begin))
+    prompt = _prompt(record)
+    pair = [[*prompt, *end] for end in ends]
+    shared_messages = takewhile(
+        lambda messages_pair: messages_pair[0] == messages_pair[1], zip(*pair, strict=False)
+    )
+    shared = max(len(list(shared_messages)), len(prompt))
     if any(len(messages) == shared for messages in pair):
         raise _RecordError("'chosen' and 'rejected' are the same, or one is a prefix of the other")
     return tuple(_conversation(messages, record.get("tools"), shared) for messages in pair)
@@ -209,8 +211,8 @@ def _instruction(record: dict[str, Any]) -> Message:
     added = _string(record, "input") if record.get("input") else ""
     if not added:
         return _question(instruction)
-    both = {"instruction": instruction, "input": added}
-    return _question(f"{instruction}\n{added}") | both
+    fields = {"instruction": instruction, "input": added}
+    return _question(f"{instruction}\n{added}") | fields
 
 
 def _system(record: dict[str, Any]) -> list[Message]:
@@ -235,31 +237,31 @@ def _message_list(record: dict[str, Any], key: str) -> list[Message]:
     return [_message(message, f"{key}[{index}]") for index, message in enumerate(value)]
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, location: str) -> Message:
     """Return a message with a standard role name; keep its other keys."""
     if not isinstance(message, dict):
-        raise _RecordError(f"{where} is not an object")
+        raise _RecordError(f"{location} is not an object")
     names = ("from", "value") if "from" in message else ("role", "content")
     role = message.get(names[0])
     if not isinstance(role, str) or not role:
-        raise _RecordError(f"{where}: {names[0]!r} is absent, empty or not a string")
-    others = {
+        raise _RecordError(f"{location}: {names[0]!r} is absent, empty or not a string")
+    extra_keys = {
         name: value for name, value in message.items() if name not in names and value is not None
     }
-    content = _content(message.get(names[1]), where, names[1], "tool_calls" in others)
-    return {"role": _ROLES.get(role, role), "content": content, **others}
+    content = _content(message.get(names[1]), location, names[1], "tool_calls" in extra_keys)
+    return {"role": _ROLES.get(role, role), "content": content, **extra_keys}
 
 
-def _content(content: Any, where: str, name: str, may_be_absent: bool) -> str:
+def _content(content: Any, location: str, name: str, may_be_absent: bool) -> str:
     if isinstance(content, list):  # OpenAI content parts
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [item.get("text") if isinstance(item, dict) else None for item in content]
         if not all(isinstance(text, str) for text in texts):
-            raise _RecordError(f"{where}: {name!r} has a part that is not text")
+            raise _RecordError(f"{location}: {name!r} has a part that is not text")
         return "".join(texts)  # type: ignore[arg-type]
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise _RecordError(f"{where}: {name!r} is absent or not a string")
+        raise _RecordError(f"{location}: {name!r} is absent or not a string")
     return content
 
 
@@ -281,12 +283,12 @@ def _answer(text: str) -> Message:
 
 def _string(record: dict[str, Any], key: str) -> str:
     if not isinstance(record.get(key), str):
-        found = (
+        problem = (
             "is absent" if key not in record else f"is {type(record[key]).__name__}, not a string"
         )
-        raise _RecordError(f"{key!r} {found}")
+        raise _RecordError(f"{key!r} {problem}")
     return record[key]
 
 
-def _strip_affixes(text: str, begin: str, end: str) -> str:
-    return text.strip().removeprefix(begin).removesuffix(end).strip()
+def _strip_affixes(text: str, prefix: str, suffix: str) -> str:
+    return text.strip().removeprefix(prefix).removesuffix(suffix).strip()

@@ -81,15 +81,15 @@ def encode_chunks(
 
 
 def _ordered_results(
-    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int
+    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], max_pending: int
 ) -> Iterator[EncodedChunk]:
-    """Yield results in the order of the chunks, reading at most `ahead` chunks in advance."""
-    waiting: collections.deque[Future[EncodedChunk]] = collections.deque()
-    for chunk in itertools.islice(chunks, ahead):
-        waiting.append(pool.submit(_encode, chunk))
-    while waiting:
-        encoded = waiting.popleft().result()
-        waiting.extend(pool.submit(_encode, chunk) for chunk in itertools.islice(chunks, 1))
+    """Yield results in the order of the chunks, reading at most `max_pending` chunks in advance."""
+    pending: collections.deque[Future[EncodedChunk]] = collections.deque()
+    for chunk in itertools.islice(chunks, max_pending):
+        pending.append(pool.submit(_encode, chunk))
+    while pending:
+        encoded = pending.popleft().result()
+        pending.extend(pool.submit(_encode, chunk) for chunk in itertools.islice(chunks, 1))
         yield encoded
 
 

@@ -74,19 +74,23 @@ def instruct(
             "tokenizer of the model, or train one with: graphtrain data tokenizer"
         )
     files = Corpus.from_inputs(inputs, keys=(), **corpus)
-    known = load_tokenizer(tokenizer, eod)
-    chosen = find_template(template, known)
-    making = InstructionEncoder(chosen, format, train_on, _is_preference_corpus(files, format))
-    if making.pairs and train_on == "all":
+    loaded_tokenizer = load_tokenizer(tokenizer, eod)
+    chat_template = find_template(template, loaded_tokenizer)
+    encoder = InstructionEncoder(
+        chat_template, format, train_on, _is_preference_corpus(files, format)
+    )
+    if encoder.pairs and train_on == "all":
         raise DataError(
             "--train-on all does not apply to preference pairs, where only the answers are "
             "compared; "
             "omit --train-on"
         )
-    identity = format, making.conversations.template_digest, train_on
+    identity = format, encoder.conversations.template_digest, train_on
     request = manifest.PrepareRequest.from_corpus(files, tokenizer, False, eod, identity)
-    made = Preparation(Path(output), files, making, workers, report).run(request, tokenizer)
-    return InstructResult(**vars(made), spelled_out=tuple(split_special_tokens(chosen, known)))
+    result = Preparation(Path(output), files, encoder, workers, report).run(request, tokenizer)
+    return InstructResult(
+        **vars(result), spelled_out=tuple(split_special_tokens(chat_template, loaded_tokenizer))
+    )
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,13 @@ class ConversationEncoder:
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         rendered = [
             text
-            for place, record in self.corpus.records(chunk)
-            for text in self._rendered(record, place)
+            for location, record in self.corpus.records(chunk)
+            for text in self._rendered(record, location)
         ]
         documents, learned = [], []
-        placed = self.tokenizer.encode_with_offsets([one.text for one in rendered])
-        for one, tokens in zip(rendered, placed, strict=True):
-            spans = tokens.spans(one.spans)
+        encoded = self.tokenizer.encode_with_offsets([document.text for document in rendered])
+        for document, tokens in zip(rendered, encoded, strict=True):
+            spans = tokens.spans(document.spans)
             documents.append(tokens.tokens if spans else tokens.tokens[:0])
             learned.append(np.array(spans, np.int32).reshape(-1))
         if self.making.pairs:
@@ -153,16 +157,17 @@ class ConversationEncoder:
             np.array(list(map(len, learned))),
         )
 
-    def _rendered(self, record: Any, place: str) -> list[Rendered]:
-        conversations = read_conversations(record, self.making.format, place)
+    def _rendered(self, record: Any, location: str) -> list[Rendered]:
+        conversations = read_conversations(record, self.making.format, location)
         if len(conversations) != self.making.documents:
             kinds = "a conversation", "a preference pair"
-            here, others = kinds if len(conversations) == 1 else kinds[::-1]
+            actual_kind, expected_kind = kinds if len(conversations) == 1 else kinds[::-1]
             raise DataError(
-                f"{place}: is {here}, but the first record is {others}; prepare them separately"
+                f"{location}: is {actual_kind}, but the first record is {expected_kind}; "
+                "prepare them separately"
             )
         render, train_on = self.making.template.render, self.making.train_on
-        return [render(conversation, train_on, place) for conversation in conversations]
+        return [render(conversation, train_on, location) for conversation in conversations]
 
 
 def _drop_incomplete_pairs(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:
@@ -170,14 +175,14 @@ def _drop_incomplete_pairs(documents: list[np.ndarray], learned: list[np.ndarray
     for first in range(0, len(documents), 2):
         pair = first, first + 1
         if not all(len(documents[index]) for index in pair):
-            for each, index in chain.from_iterable(((documents, i), (learned, i)) for i in pair):
-                each[index] = each[index][:0]
+            for arrays, index in chain.from_iterable(((documents, i), (learned, i)) for i in pair):
+                arrays[index] = arrays[index][:0]
 
 
 def _is_preference_corpus(corpus: Corpus, format: str) -> bool:
     """Return True if the first record is a preference pair."""
     for chunk in corpus.chunks():
-        for place, record in corpus.records(chunk):
-            return len(read_conversations(record, format, place)) == 2
+        for location, record in corpus.records(chunk):
+            return len(read_conversations(record, format, location)) == 2
     names = ", ".join(map(str, corpus.paths))
     raise DataError(f"{names}: the corpus is empty; give files that contain conversations")

@@ -83,10 +83,10 @@ def is_up_to_date(directory: Path, request: PrepareRequest) -> bool:
     """Return True if the directory contains all files that the request would make."""
     try:
         record = json.loads((directory / "manifest.json").read_text())
-        asked, lengths = record["request"], record["files"]
+        saved_request, lengths = record["request"], record["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return False  # absent or damaged: prepare everything again
-    if asked != json.loads(json.dumps(asdict(request))):
+    if saved_request != json.loads(json.dumps(asdict(request))):
         return False
     files = [(directory / name, length) for name, length in lengths.items()]
     return all(path.is_file() and path.stat().st_size == length for path, length in files)

@@ -54,12 +54,12 @@ def read_progress(directory: Path, request: Mapping[str, Any]) -> PrepareProgres
         record = json.loads((resume_folder(directory) / "progress.json").read_text())
         if record["request"] != json.loads(json.dumps(request)):
             return None
-        file, place, documents = record["position"]
+        file, file_position, documents = record["position"]
         written = record["written"]
         return PrepareProgress(
             request,
             record["tokenizer"],
-            CorpusPosition(file, FilePosition(*place), documents),
+            CorpusPosition(file, FilePosition(*file_position), documents),
             written and {name: WrittenCounts(*counts) for name, counts in written.items()},
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -61,16 +61,16 @@ class SplitWriters:
         self._directory, self._corpus, self._tokenizer = directory, corpus, tokenizer
         self._progress = progress
         self._saved = time.monotonic()
-        kept = progress.written or {}
+        written = progress.written or {}
         self._writers = {
             name: IndexedWriter(
-                directory / name, tokenizer.vocab, keep=kept.get(name, NOTHING_WRITTEN)
+                directory / name, tokenizer.vocab, keep=written.get(name, NOTHING_WRITTEN)
             )
             for name in split_names(corpus)
         }
         self._learned = {
             name: loss_spans_writer(
-                directory / name, kept.get(loss_spans_prefix(name), NOTHING_WRITTEN)
+                directory / name, written.get(loss_spans_prefix(name), NOTHING_WRITTEN)
             )
             for name in (self._writers if learned else ())
         }
@@ -111,10 +111,10 @@ class SplitWriters:
 
     def write(self, encoded: EncodedChunk) -> None:
         """Write the documents of a chunk that are not empty, each to its split."""
-        split = self._corpus.split(encoded.chunk)
-        split = np.repeat(split, len(encoded.sizes) // len(split))
-        for number, name in enumerate(SPLITS):
-            mask = split == number
+        split_ids = self._corpus.split(encoded.chunk)
+        split_ids = np.repeat(split_ids, len(encoded.sizes) // len(split_ids))
+        for split_id, name in enumerate(SPLITS):
+            mask = split_ids == split_id
             if mask.any():
                 sizes = encoded.sizes[mask]
                 tokens = encoded.tokens[np.repeat(mask, encoded.sizes)]
@@ -136,8 +136,8 @@ class SplitWriters:
             writer.complete()
         manifest.remove_manifest(self._directory)
         for name in (*SPLITS, *map(loss_spans_prefix, SPLITS)):
-            unwanted = _ENDINGS if name not in self._all else ("json",)
-            for ending in unwanted:
+            stale_endings = _ENDINGS if name not in self._all else ("json",)
+            for ending in stale_endings:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
         (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
 
@@ -145,12 +145,12 @@ class SplitWriters:
         self, append_eod: bool, conversations: ConversationSettings | None = None
     ) -> list[str]:
         """Write tokenizer and descriptions next to finished datasets; return all file names."""
-        saved = self._tokenizer.save(self._directory)
+        tokenizer_files = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
             description = DatasetDescription(
                 tokenizer=self._tokenizer.kind,
                 tokenizer_digest=self._tokenizer.digest,
-                tokenizer_file=saved[0] if saved else None,
+                tokenizer_file=tokenizer_files[0] if tokenizer_files else None,
                 vocab=self._tokenizer.vocab,
                 eod=self._tokenizer.eod if append_eod else None,
                 documents=writer.documents,
@@ -160,7 +160,7 @@ class SplitWriters:
             )
             write_description(self._directory / name, description)
         files = [f"{name}.{ending}" for name in self._all for ending in _ENDINGS[:2]]
-        return [*files, *(f"{name}.json" for name in self._writers), *saved]
+        return [*files, *(f"{name}.json" for name in self._writers), *tokenizer_files]
 
     def _save(self, encoded: EncodedChunk) -> None:
         for writer in self._all.values():
@@ -194,8 +194,8 @@ def partial_files_exist(directory: Path, vocab: int, written: Mapping[str, Writt
     for name, (documents, tokens) in written.items():
         learned = any(name == loss_spans_prefix(split) for split in SPLITS)
         width = (SPAN_DTYPE if learned else token_dtype(vocab)).itemsize
-        needed = tokens * width, documents and HEADER.size + 4 * documents
-        for path, nbytes in zip(dataset_paths(directory / name), needed, strict=True):
+        min_sizes = tokens * width, documents and HEADER.size + 4 * documents
+        for path, nbytes in zip(dataset_paths(directory / name), min_sizes, strict=True):
             partial = partial_path(path)
             if nbytes and not (partial.is_file() and partial.stat().st_size >= nbytes):
                 return False

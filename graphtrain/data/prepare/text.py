@@ -106,8 +106,8 @@ def prepare(
         seed=seed,
     )
     request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, append_eod, eod)
-    work = Preparation(Path(output), corpus, TextConverter(append_eod), workers, report)
-    return work.run(request, tokenizer)
+    preparation = Preparation(Path(output), corpus, TextConverter(append_eod), workers, report)
+    return preparation.run(request, tokenizer)
 
 
 class RecordEncoder(Protocol):
@@ -191,24 +191,27 @@ class Preparation:
                     files = self._write(request, spec)
                     manifest.write_manifest(self.directory, request, files)
                 names = split_names(self._corpus)
-                found = {name: read_description(self.directory / name) for name in names}
-        train = found["train"]
+                descriptions = {name: read_description(self.directory / name) for name in names}
+        train = descriptions["train"]
         assert train is not None
-        held_out = found.get("validation"), found.get("test")
+        held_out = descriptions.get("validation"), descriptions.get("test")
         return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out)
 
     def _write(self, request: manifest.PrepareRequest, spec: str) -> list[str]:
         """Write the datasets, descriptions and tokenizer; return the file names."""
-        tokenizer, progress = self._beginning(request, spec)
-        encoder, about = self._making.encoder(tokenizer, self._corpus), self._making.conversations
+        tokenizer, progress = self._tokenizer_and_progress(request, spec)
+        encoder, conversations = (
+            self._making.encoder(tokenizer, self._corpus),
+            self._making.conversations,
+        )
         with SplitWriters(
-            self.directory, self._corpus, tokenizer, progress, about is not None
+            self.directory, self._corpus, tokenizer, progress, conversations is not None
         ) as splits:
             records = self._tokenize(tokenizer, encoder, splits, progress)
             self._left_out = records - splits.documents // self._making.documents
             splits.complete()
         self._report("writing", 1.0)
-        files = splits.describe(self._making.append_eod, about)
+        files = splits.describe(self._making.append_eod, conversations)
         return [*files, *self._making.save(self.directory)]
 
     @contextlib.contextmanager
@@ -220,19 +223,19 @@ class Preparation:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.directory.is_dir():
                 raise DataError(f"{error.filename}: {error.strerror}") from None
             free = shutil.disk_usage(self.directory).free
-            needed = f"about {_size(self._nbytes / self._fraction)}" if self._fraction else "more"
+            required = f"about {_size(self._nbytes / self._fraction)}" if self._fraction else "more"
             raise DataError(
                 f"{error.filename}: the disk is full after {_size(self._nbytes)} "
-                f"({self._fraction:.0%} of the text); {needed} is needed and {_size(free)} is free "
-                f"in {self.directory}. Free space there, or choose another --output"
+                f"({self._fraction:.0%} of the text); {required} is needed and {_size(free)} is "
+                f"free in {self.directory}. Free space there, or choose another --output"
             ) from None
 
-    def _beginning(
+    def _tokenizer_and_progress(
         self, request: manifest.PrepareRequest, spec: str
     ) -> tuple[Tokenizer, PrepareProgress]:
         """Return the tokenizer and the progress of an interrupted preparation of this request."""
-        asked = asdict(request)
-        progress = read_progress(self.directory, asked)
+        request_fields = asdict(request)
+        progress = read_progress(self.directory, request_fields)
         if progress is not None:
             try:
                 tokenizer = load_tokenizer(progress.tokenizer, request.eod)
@@ -243,14 +246,14 @@ class Preparation:
                     return tokenizer, progress
         kind, _, size = spec.partition(":")
         if kind != "sentencepiece":
-            return load_tokenizer(spec, request.eod), PrepareProgress(asked, spec)
+            return load_tokenizer(spec, request.eod), PrepareProgress(request_fields, spec)
         if not size.isdecimal():
             raise DataError(
                 f"--tokenizer {spec}: give the vocabulary size, for example sentencepiece:32000"
             )
         tokenizer = train_sentencepiece(training_texts(self._corpus, self._report), int(size))
         (name,) = tokenizer.save(resume_folder(self.directory))
-        progress = PrepareProgress(asked, str(resume_folder(self.directory) / name))
+        progress = PrepareProgress(request_fields, str(resume_folder(self.directory) / name))
         write_progress(self.directory, progress)  # do not repeat the training of the tokenizer
         return tokenizer, progress
 
@@ -280,9 +283,9 @@ def training_texts(corpus: Corpus, report: ProgressCallback) -> Iterator[str]:
     total = max(corpus.nbytes, 1)
     for chunk in corpus.chunks():
         report("reading for the tokenizer", min(chunk.bytes_read / total, 1.0))
-        split = corpus.split(chunk)
-        for text, number in zip(corpus.texts(chunk), split, strict=True):
-            if number == TRAIN:
+        split_ids = corpus.split(chunk)
+        for text, split_id in zip(corpus.texts(chunk), split_ids, strict=True):
+            if split_id == TRAIN:
                 yield text
     report("training the tokenizer", 0.0)
 

@@ -91,21 +91,30 @@ class Corpus:
         Raises:
             DataError: a file does not exist, or its content does not match its suffix.
         """
-        documents, place = start.documents, start.place
+        documents, file_position = start.documents, start.place
         finished = sum(path.stat().st_size for path in self.paths[: start.file])
         for file, path in enumerate(self.paths[start.file :], start.file):
-            for group in self._groups(path, place):
-                first, documents = documents, documents + len(group.records)
-                after = CorpusPosition(file, group.next_position, documents)
-                yield Chunk(path, group.numbers, group.records, first, after, finished + group.read)
+            for group in self._groups(path, file_position):
+                first_document, documents = documents, documents + len(group.records)
+                next_position = CorpusPosition(file, group.next_position, documents)
+                yield Chunk(
+                    path,
+                    group.numbers,
+                    group.records,
+                    first_document,
+                    next_position,
+                    finished + group.read,
+                )
             finished += path.stat().st_size
-            place = FilePosition()
+            file_position = FilePosition()
 
     def split(self, chunk: Chunk) -> np.ndarray:
         """Return the split of each document of a chunk, a function of its index and the seed."""
-        numbers = np.arange(chunk.first_document, chunk.first_document + len(chunk.records))
-        held_out = sample_mask(numbers, self.validation + self.test, _SPLIT, self.seed)
-        validation = sample_mask(numbers, self.validation, _SPLIT, self.seed)
+        document_indices = np.arange(
+            chunk.first_document, chunk.first_document + len(chunk.records)
+        )
+        held_out = sample_mask(document_indices, self.validation + self.test, _SPLIT, self.seed)
+        validation = sample_mask(document_indices, self.validation, _SPLIT, self.seed)
         return np.where(validation, VALIDATION, np.where(held_out, TEST, TRAIN))
 
     def texts(self, chunk: Chunk) -> list[str]:
@@ -116,11 +125,11 @@ class Corpus:
                 file and line.
         """
         unit = "row" if chunk.path.suffix in tables.TABLE_SUFFIXES else "line"
-        found = []
-        for number, record in zip(chunk.line_numbers, chunk.records, strict=True):
-            place = f"{chunk.path}: {unit} {number}"
-            found.append(clean(self._text(chunk.path, record, place), self.clean, place))
-        return found
+        cleaned = []
+        for line_number, record in zip(chunk.line_numbers, chunk.records, strict=True):
+            location = f"{chunk.path}: {unit} {line_number}"
+            cleaned.append(clean(self._text(chunk.path, record, location), self.clean, location))
+        return cleaned
 
     def records(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the place (file and line, for messages) and the parsed record of each document.
@@ -129,18 +138,18 @@ class Corpus:
             DataError: a record is not a JSON object; names file and line.
         """
         unit = "row" if chunk.path.suffix in tables.TABLE_SUFFIXES else "line"
-        for number, record in zip(chunk.line_numbers, chunk.records, strict=True):
-            place = f"{chunk.path}: {unit} {number}"
-            yield place, _parsed(record, (), place) if isinstance(record, bytes) else record
+        for line_number, record in zip(chunk.line_numbers, chunk.records, strict=True):
+            location = f"{chunk.path}: {unit} {line_number}"
+            yield location, _parsed(record, (), location) if isinstance(record, bytes) else record
 
-    def _text(self, path: Path, record: Record, place: str) -> str:
+    def _text(self, path: Path, record: Record, location: str) -> str:
         if isinstance(record, bytes):
             if _is_text(path):
-                return _decoded(record, place)
-            record = _parsed(record, self.keys, place)
+                return _decoded(record, location)
+            record = _parsed(record, self.keys, location)
         if len(self.keys) == 1:
-            return _text(record, self.keys[0], place)
-        return "\n\n".join([_text(record, key, place) for key in self.keys])
+            return _text(record, self.keys[0], location)
+        return "\n\n".join([_text(record, key, location) for key in self.keys])
 
     def _groups(self, path: Path, start: FilePosition) -> Iterator[RecordGroup]:
         if path.suffix in tables.TABLE_SUFFIXES:
@@ -153,35 +162,37 @@ def _is_text(path: Path) -> bool:
     return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix in _TEXT
 
 
-def _decoded(text: bytes, place: str) -> str:
+def _decoded(text: bytes, location: str) -> str:
     try:
         return text.decode().strip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: byte {error.start} of this text is not UTF-8; convert the file to UTF-8"
+            f"{location}: byte {error.start} of this text is not UTF-8; convert the file to UTF-8"
         ) from None
 
 
-def _parsed(line: bytes, keys: Sequence[str], place: str) -> dict[str, Any]:
+def _parsed(line: bytes, keys: Sequence[str], location: str) -> dict[str, Any]:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8
-        raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from None
+        raise DataError(
+            f"{location}: not JSON ({error}); each line must be one JSON object"
+        ) from None
     if not isinstance(document, dict):
         example = f"; give, for example, {{{json.dumps(keys[0])}: ...}}" if keys else ""
-        raise DataError(f"{place}: not a JSON object{example}")
+        raise DataError(f"{location}: not a JSON object{example}")
     return document
 
 
-def _text(document: dict[str, Any], key: str, place: str) -> str:
+def _text(document: dict[str, Any], key: str, location: str) -> str:
     if key not in document:
-        found = ", ".join(map(repr, list(document)[:5])) or "nothing"
-        raise DataError(f"{place}: no key {key!r}, only {found}; choose a key with --key")
+        keys = ", ".join(map(repr, list(document)[:5])) or "nothing"
+        raise DataError(f"{location}: no key {key!r}, only {keys}; choose a key with --key")
     text = document[key]
     if not isinstance(text, str):
-        raise DataError(f"{place}: {key!r} is not a string but {type(text).__name__}")
+        raise DataError(f"{location}: {key!r} is not a string but {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {key!r} is not valid Unicode ({error.reason})") from None
+        raise DataError(f"{location}: {key!r} is not valid Unicode ({error.reason})") from None
     return text

@@ -35,8 +35,8 @@ def array_items(
     if not start.offset:
         scanner.open(file)
     while block := file.read(_BLOCK):
-        for element, number, after in scanner.elements(block):
-            yield LocatedRecord(number, element, after, raw.tell())
+        for element, line_number, next_position in scanner.elements(block):
+            yield LocatedRecord(line_number, element, next_position, raw.tell())
         if scanner.ended:
             return
     raise DataError(
@@ -68,12 +68,12 @@ class _Scanner:
         while (end := self._end()) is not None:
             element = self._waiting[:end]
             content = element.lstrip(_BETWEEN)
-            number = self.number + element[: len(element) - len(content)].count(b"\n")
+            line_number = self.number + element[: len(element) - len(content)].count(b"\n")
             self.offset += end
             self.number += element.count(b"\n")
             self._waiting, self._at = self._waiting[end:], 0
             if content := content.rstrip():
-                yield content, number, FilePosition(self.offset, self.number)
+                yield content, line_number, FilePosition(self.offset, self.number)
             if self.ended:
                 return
 
@@ -81,24 +81,24 @@ class _Scanner:
         """Return the end of the first element in the waiting bytes; None if it is incomplete."""
         while True:
             pattern = _INSIDE if self._in_string else _OUTSIDE
-            found = pattern.search(self._waiting, self._at)
-            if found is None:
+            match = pattern.search(self._waiting, self._at)
+            if match is None:
                 self._at = len(self._waiting)
                 return None
-            mark, self._at = found.group(), found.end()
-            if mark == b"\\":
+            delimiter, self._at = match.group(), match.end()
+            if delimiter == b"\\":
                 if self._at == len(self._waiting):
                     self._at -= 1  # the escaped byte is in the next block
                     return None
                 self._at += 1
-            elif mark == b'"':
+            elif delimiter == b'"':
                 self._in_string = not self._in_string
-            elif mark in b"[{":
+            elif delimiter in b"[{":
                 self._depth += 1
             elif self._depth == 0:
                 self.ended = True
-                return found.start()
+                return match.start()
             else:
                 self._depth -= 1
                 if self._depth == 0:
-                    return found.end()
+                    return match.end()

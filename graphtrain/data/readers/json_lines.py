@@ -30,8 +30,8 @@ def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Itera
     Raises:
         DataError: the file does not exist, or is not compressed as its suffix says.
     """
-    place = start
-    with open_file(path) as raw, _decompression_errors(path, lambda: place):
+    file_position = start
+    with open_file(path) as raw, _decompression_errors(path, lambda: file_position):
         file = _decompressed(path, raw)
         is_array = document == "line" and is_json_array(file)
         file.seek(start.offset)
@@ -44,7 +44,7 @@ def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Itera
         else:
             groups = group_records(_entire_file(file, raw, start))
         for group in groups:
-            place = group.next_position
+            file_position = group.next_position
             yield group
 
 
@@ -74,7 +74,7 @@ def _zstd(path: Path) -> Any:
 
 
 @contextmanager
-def _decompression_errors(path: Path, place: Any) -> Iterator[None]:
+def _decompression_errors(path: Path, current_position: Any) -> Iterator[None]:
     """Turn decompression errors into a `DataError` with file and place."""
     kinds: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
@@ -83,41 +83,44 @@ def _decompression_errors(path: Path, place: Any) -> Iterator[None]:
         yield
     except kinds as error:
         kind = "gzip" if path.suffix == ".gz" else "zstd"
-        at = place()
+        position = current_position()
         raise DataError(
-            f"{path}: after line {at.number - 1}, byte {at.offset} of the decompressed text: "
-            f"damaged {kind} file ({error})"
+            f"{path}: after line {position.number - 1}, byte {position.offset} of the "
+            f"decompressed text: damaged {kind} file ({error})"
         ) from None
 
 
 def _lines(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[RecordGroup]:
-    offset, number = start
+    offset, line_number = start
     while group := file.readlines(records.GROUP_BYTES):
-        kept = [(number + i, line) for i, line in enumerate(group) if line.strip()]
-        number += len(group)
+        numbered_lines = [(line_number + i, line) for i, line in enumerate(group) if line.strip()]
+        line_number += len(group)
         offset += sum(map(len, group))
-        if kept:
-            numbers, lines = zip(*kept, strict=True)
-            yield RecordGroup(numbers, lines, FilePosition(offset, number), raw.tell())
+        if numbered_lines:
+            line_numbers, lines = zip(*numbered_lines, strict=True)
+            yield RecordGroup(line_numbers, lines, FilePosition(offset, line_number), raw.tell())
 
 
 def _paragraphs(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[LocatedRecord]:
     """Yield the paragraphs of a text: what is between blank lines."""
-    offset, number = start
+    offset, line_number = start
     lines: list[bytes] = []
     for line in file:
         offset += len(line)
-        number += 1
+        line_number += 1
         if line.strip():
             lines.append(line)
         elif lines:
             yield LocatedRecord(
-                number - 1 - len(lines), b"".join(lines), FilePosition(offset, number), raw.tell()
+                line_number - 1 - len(lines),
+                b"".join(lines),
+                FilePosition(offset, line_number),
+                raw.tell(),
             )
             lines = []
     if lines:
         yield LocatedRecord(
-            number - len(lines), b"".join(lines), FilePosition(offset, number), raw.tell()
+            line_number - len(lines), b"".join(lines), FilePosition(offset, line_number), raw.tell()
         )
 
 

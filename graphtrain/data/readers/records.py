@@ -43,21 +43,21 @@ class LocatedRecord(NamedTuple):
 
 def group_records(items: Iterable[LocatedRecord]) -> Iterator[RecordGroup]:
     """Collect single records into groups of about GROUP_BYTES bytes."""
-    waiting: list[LocatedRecord] = []
+    pending: list[LocatedRecord] = []
     size = 0
     for item in items:
-        waiting.append(item)
+        pending.append(item)
         size += _size(item.record)
         if size >= GROUP_BYTES:
-            yield _group(waiting)
-            waiting, size = [], 0
-    if waiting:
-        yield _group(waiting)
+            yield _group(pending)
+            pending, size = [], 0
+    if pending:
+        yield _group(pending)
 
 
 def _group(items: list[LocatedRecord]) -> RecordGroup:
-    numbers, records, _, _ = zip(*items, strict=True)
-    return RecordGroup(numbers, records, items[-1].next_position, items[-1].read)
+    line_numbers, records, _, _ = zip(*items, strict=True)
+    return RecordGroup(line_numbers, records, items[-1].next_position, items[-1].read)
 
 
 def _size(record: Any) -> int:

@@ -78,16 +78,19 @@ def _items(path: Path, keys: Sequence[str], start: int) -> Iterator[LocatedRecor
     batches = (
         _arrow_batches(path) if path.suffix == ".arrow" else _parquet_batches(path, keys, start)
     )
-    for first, batch, fraction in batches:
-        if first + batch.num_rows <= start:
+    for first_row, batch, fraction in batches:
+        if first_row + batch.num_rows <= start:
             continue
         _check_columns(path, batch.schema.names, keys)
-        for begin in range(max(start - first, 0), batch.num_rows, _ROWS):
-            wanted = list(keys) or batch.schema.names
-            rows = batch.slice(begin, _ROWS).select(wanted).to_pylist()
-            for number, record in enumerate(rows, first + begin + 1):
+        for offset in range(max(start - first_row, 0), batch.num_rows, _ROWS):
+            columns = list(keys) or batch.schema.names
+            rows = batch.slice(offset, _ROWS).select(columns).to_pylist()
+            for row_number, record in enumerate(rows, first_row + offset + 1):
                 yield LocatedRecord(
-                    number, record, FilePosition(number, number + 1), int(size * fraction)
+                    row_number,
+                    record,
+                    FilePosition(row_number, row_number + 1),
+                    int(size * fraction),
                 )
 
 
@@ -97,15 +100,15 @@ def _parquet_batches(path: Path, keys: Sequence[str], start: int) -> TableBatche
     with pyarrow.parquet.ParquetFile(path) as file:
         _check_columns(path, file.schema_arrow.names, keys)
         rows = max(file.metadata.num_rows, 1)
-        wanted = list(keys) or None
-        first = 0
+        columns = list(keys) or None
+        first_row = 0
         for group in range(file.num_row_groups):
-            after = first + file.metadata.row_group(group).num_rows
-            if after > start:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted):
-                    yield first, batch, min(first / rows, 1.0)
-                    first += batch.num_rows
-            first = after
+            next_row = first_row + file.metadata.row_group(group).num_rows
+            if next_row > start:
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                    yield first_row, batch, min(first_row / rows, 1.0)
+                    first_row += batch.num_rows
+            first_row = next_row
 
 
 def _arrow_batches(path: Path) -> TableBatches:
@@ -113,7 +116,7 @@ def _arrow_batches(path: Path) -> TableBatches:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
-        first, size = 0, max(source.size(), 1)
+        first_row, size = 0, max(source.size(), 1)
         if source.read(6) == b"ARROW1":
             file = pyarrow.ipc.open_file(source)
             batches = (file.get_batch(index) for index in range(file.num_record_batches))
@@ -122,12 +125,14 @@ def _arrow_batches(path: Path) -> TableBatches:
             batches = iter(pyarrow.ipc.open_stream(source))
         for batch in batches:
             batch.validate(full=True)  # lengths and offsets in a damaged file may be invalid
-            yield first, batch, source.tell() / size
-            first += batch.num_rows
+            yield first_row, batch, source.tell() / size
+            first_row += batch.num_rows
 
 
 def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
-            found = ", ".join(map(repr, names[:5])) or "nothing"
-            raise DataError(f"{path}: no column {key!r}, only {found}; choose a column with --key")
+            columns = ", ".join(map(repr, names[:5])) or "nothing"
+            raise DataError(
+                f"{path}: no column {key!r}, only {columns}; choose a column with --key"
+            )

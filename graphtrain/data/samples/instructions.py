@@ -36,11 +36,13 @@ def write_preferences(path: str | Path, *, limit: int = 8_000_000) -> SampleSize
         DataError: this Python contains no docstrings, or the file cannot be written.
     """
     pairs = list(_questions())
-    wrong = [pairs[(index + _REJECTED_DISTANCE) % len(pairs)][1] for index in range(len(pairs))]
+    rejected_answers = [
+        pairs[(index + _REJECTED_DISTANCE) % len(pairs)][1] for index in range(len(pairs))
+    ]
     records = (
-        {"prompt": question, "chosen": answer, "rejected": other}
-        for (question, answer), other in zip(pairs, wrong, strict=True)
-        if answer != other
+        {"prompt": question, "chosen": answer, "rejected": rejected}
+        for (question, answer), rejected in zip(pairs, rejected_answers, strict=True)
+        if answer != rejected
     )
     return _write(path, limit, records)
 

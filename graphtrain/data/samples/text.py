@@ -92,9 +92,9 @@ def docstrings_of_modules() -> Iterator[tuple[str, str, str]]:
     """Yield module, name and docstring of every function, method and class of the library."""
     for path, source in _modules():
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for found in _docstrings(path, source):
-            if found.name != path:
-                yield module, found.name, found.text
+        for docstring in _docstrings(path, source):
+            if docstring.name != path:
+                yield module, docstring.name, docstring.text
 
 
 def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -105,7 +105,9 @@ def _documents(include: Sequence[str]) -> Iterator[tuple[str, str]]:
     if "docstrings" in include:
         for name, source in _modules():
             docstrings[name] = _docstrings(name, source)
-            text = "\n\n".join(f"{found.name}\n{found.text}" for found in docstrings[name])
+            text = "\n\n".join(
+                f"{docstring.name}\n{docstring.text}" for docstring in docstrings[name]
+            )
             if text:
                 yield f"docstrings/{name}", text
     if "sources" in include:
@@ -143,21 +145,21 @@ def _docstrings(name: str, source: str) -> list[_Docstring]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return []
-    found = []
+    docstrings = []
     for node in ast.walk(tree):
         if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node)):
             literal = node.body[0]
             assert literal.end_lineno is not None and literal.end_col_offset is not None
-            place = literal.lineno, literal.col_offset, literal.end_lineno, literal.end_col_offset
-            found.append(_Docstring(getattr(node, "name", name), text, *place))
-    return sorted(found, key=lambda docstring: docstring.first_line)
+            span = literal.lineno, literal.col_offset, literal.end_lineno, literal.end_col_offset
+            docstrings.append(_Docstring(getattr(node, "name", name), text, *span))
+    return sorted(docstrings, key=lambda entry: entry.first_line)
 
 
 def _without_docstrings(source: str, docstrings: list[_Docstring]) -> str:
     """Replace each docstring by `...`, so that the source remains valid."""
     lines = source.encode().splitlines(keepends=True)
     for docstring in reversed(docstrings):
-        before = lines[docstring.first_line - 1][: docstring.first_column]
-        after = lines[docstring.last_line - 1][docstring.last_column :]
-        lines[docstring.first_line - 1 : docstring.last_line] = [before + b"..." + after]
+        prefix = lines[docstring.first_line - 1][: docstring.first_column]
+        suffix = lines[docstring.last_line - 1][docstring.last_column :]
+        lines[docstring.first_line - 1 : docstring.last_line] = [prefix + b"..." + suffix]
     return b"".join(lines).decode()

@@ -30,16 +30,18 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        mark = re.compile(re.escape(self.special["eos_token"]))
+        eos_pattern = re.compile(re.escape(self.special["eos_token"]))
         return [
-            encode_with_special_tokens(text, mark, lambda _: self.eod, self._encode_with_offsets)
+            encode_with_special_tokens(
+                text, eos_pattern, lambda _: self.eod, self._encode_with_offsets
+            )
             for text in texts
         ]
 
     def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
         encoded = text.encode()
-        begins = character_offsets(encoded)[1:] - 1
-        return TokensWithOffsets(np.frombuffer(encoded, np.uint8), begins, begins + 1)
+        starts = character_offsets(encoded)[1:] - 1
+        return TokensWithOffsets(np.frombuffer(encoded, np.uint8), starts, starts + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text without 256; replace invalid UTF-8, which a model may generate."""

@@ -55,11 +55,11 @@ class HuggingFaceTokenizer:
         self._tokenizer = _load(definition, name)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab: int = max(numbers, default=-1) + 1  # token ids may have gaps
+        token_ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab: int = max(token_ids, default=-1) + 1  # token ids may have gaps
         self.eod: int | None = self._eod(eod)
-        exact = splits_like_gpt2(json.loads(self._tokenizer.to_str()))
-        self._words = WordCache(GPT2_WORDS_PATTERN, self._encode) if exact else None
+        is_gpt2_split = splits_like_gpt2(json.loads(self._tokenizer.to_str()))
+        self._words = WordCache(GPT2_WORDS_PATTERN, self._encode) if is_gpt2_split else None
         self.digest = hashlib.sha256(definition).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,14 +71,16 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._words is not None:
             return self._words.encode(texts)
-        return [np.array(numbers, np.int32) for numbers in self._encode(list(texts))]
+        return [np.array(token_ids, np.int32) for token_ids in self._encode(list(texts))]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        found = []
-        for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
-            places = np.array(one.offsets, np.int64).reshape(-1, 2)
-            found.append(TokensWithOffsets(np.array(one.ids, np.int32), places[:, 0], places[:, 1]))
-        return found
+        results = []
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            results.append(
+                TokensWithOffsets(np.array(encoding.ids, np.int32), offsets[:, 0], offsets[:, 1])
+            )
+        return results
 
     @property
     def special(self) -> Mapping[str, str]:
@@ -94,11 +96,11 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        alone = self._companions.get(COMPANION_FILES[2])
+        template_file = self._companions.get(COMPANION_FILES[2])
         try:
             return (
-                alone.decode()
-                if alone
+                template_file.decode()
+                if template_file
                 else chat_template_of_config(self._companions.get(COMPANION_FILES[0], b"{}"))
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -116,24 +118,24 @@ class HuggingFaceTokenizer:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         # The fast variant does not compute the offsets of tokens in the text.
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
-    def _eod(self, wanted: str | None) -> int | None:
-        if wanted is not None:
-            number = self._tokenizer.token_to_id(wanted)
-            if number is None:
+    def _eod(self, eod_text: str | None) -> int | None:
+        if eod_text is not None:
+            token_id = self._tokenizer.token_to_id(eod_text)
+            if token_id is None:
                 raise DataError(
-                    f"{self._name}: has no token {wanted!r}; name another one with --eod-token"
+                    f"{self._name}: has no token {eod_text!r}; name another one with --eod-token"
                 )
-            return number
-        said = [
+            return token_id
+        configured_tokens = [
             _end_of_sequence(self._companions[name], name)
             for name in COMPANION_FILES[:2]
             if name in self._companions
         ]
-        for token in (*filter(None, said), *_EOD_TOKENS):
-            if (number := self._tokenizer.token_to_id(token)) is not None:
-                return number
+        for token in (*filter(None, configured_tokens), *_EOD_TOKENS):
+            if (token_id := self._tokenizer.token_to_id(token)) is not None:
+                return token_id
         return None
 
 
@@ -149,8 +151,8 @@ def read_huggingface(path: Path, eod: str | None = None) -> HuggingFaceTokenizer
     Raises:
         DataError: a file cannot be read, or is not a tokenizer.
     """
-    there = [name for name in COMPANION_FILES if (path.parent / name).is_file()]
-    companions = {name: _read(path.parent / name) for name in there}
+    companion_names = [name for name in COMPANION_FILES if (path.parent / name).is_file()]
+    companions = {name: _read(path.parent / name) for name in companion_names}
     return HuggingFaceTokenizer(_read(path), str(path), eod=eod, companions=companions)
 
 
@@ -194,10 +196,11 @@ def train_bpe(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokens = list(dict.fromkeys((*_EOD_TOKENS[:1], *special)))
-    least = 256 + len(tokens)
-    if vocab < least:
+    min_vocab = 256 + len(tokens)
+    if vocab < min_vocab:
         raise DataError(
-            f"--vocab {vocab} is too small: 256 bytes and {len(tokens)} special tokens need {least}"
+            f"--vocab {vocab} is too small: 256 bytes and {len(tokens)} special tokens need "
+            f"{min_vocab}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -228,12 +231,12 @@ def _end_of_sequence(companion: bytes, name: str) -> str | None:
 
 def _companion(content: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        config = json.loads(content)
     except ValueError as error:
         raise DataError(f"{name}: not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise DataError(f"{name}: not a JSON object")
-    return found
+    return config
 
 
 def _load(definition: bytes, name: str) -> Any:

@@ -16,18 +16,18 @@ class TokensWithOffsets(NamedTuple):
 
     def spans(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Convert character spans to token spans, including tokens that are partly inside."""
-        found = []
-        for begin, end in parts:
-            inside = np.flatnonzero((self.begins < end) & (self.ends > begin))
-            if inside.size:
-                found.append((int(inside[0]), int(inside[-1]) + 1))
-        return found
+        token_spans = []
+        for start, end in parts:
+            overlapping = np.flatnonzero((self.begins < end) & (self.ends > start))
+            if overlapping.size:
+                token_spans.append((int(overlapping[0]), int(overlapping[-1]) + 1))
+        return token_spans
 
 
 def character_offsets(text: bytes) -> np.ndarray:
     """Return, for each byte offset of UTF-8 text, the number of characters that begin before it."""
-    begins = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
-    return np.concatenate([[0], np.cumsum(begins)])
+    is_start = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+    return np.concatenate([[0], np.cumsum(is_start)])
 
 
 def encode_with_special_tokens(
@@ -44,18 +44,24 @@ def encode_with_special_tokens(
         number: Returns the id of a special token.
         encode: Encodes the text between special tokens.
     """
-    parts: list[TokensWithOffsets] = []
-    at = 0
+    segments: list[TokensWithOffsets] = []
+    position = 0
     for match in [*marks.finditer(text), None]:
-        begin = match.start() if match else len(text)
-        if begin > at:
-            found = encode(text[at:begin])
-            parts.append(TokensWithOffsets(found.tokens, found.begins + at, found.ends + at))
-        if match:
-            at = match.end()
-            parts.append(
-                TokensWithOffsets(*(np.array([n]) for n in (number(match.group()), begin, at)))
+        start = match.start() if match else len(text)
+        if start > position:
+            encoded = encode(text[position:start])
+            segments.append(
+                TokensWithOffsets(
+                    encoded.tokens, encoded.begins + position, encoded.ends + position
+                )
             )
-    if not parts:
+        if match:
+            position = match.end()
+            segments.append(
+                TokensWithOffsets(
+                    *(np.array([n]) for n in (number(match.group()), start, position))
+                )
+            )
+    if not segments:
         return TokensWithOffsets(*(np.empty(0, np.int32) for _ in range(3)))
-    return TokensWithOffsets(*map(np.concatenate, zip(*parts, strict=True)))
+    return TokensWithOffsets(*map(np.concatenate, zip(*segments, strict=True)))

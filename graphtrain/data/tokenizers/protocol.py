@@ -72,7 +72,7 @@ def chat_template_of_config(config: bytes | str) -> str | None:
     Raises:
         ValueError, TypeError, KeyError, AttributeError: `config` is not a tokenizer_config.json.
     """
-    found = json.loads(config).get("chat_template")
-    if isinstance(found, list):
-        return {each["name"]: each["template"] for each in found}.get("default")
-    return found
+    template = json.loads(config).get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template

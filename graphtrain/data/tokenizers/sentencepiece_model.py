@@ -74,28 +74,28 @@ class SentencePieceTokenizer:
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        number = self._processor.piece_to_id
+        token_id = self._processor.piece_to_id
         return [
             encode_with_special_tokens(
-                text, self._control_pieces, number, self._encode_with_offsets
+                text, self._control_pieces, token_id, self._encode_with_offsets
             )
             for text in texts
         ]
 
     @property
     def special(self) -> Mapping[str, str]:
-        named = ("bos_token", self._processor.bos_id()), ("eos_token", self.eod)
+        special_ids = ("bos_token", self._processor.bos_id()), ("eos_token", self.eod)
         return {
-            name: self._processor.id_to_piece(number)
-            for name, number in named
-            if number is not None and number >= 0
+            name: self._processor.id_to_piece(token_id)
+            for name, token_id in special_ids
+            if token_id is not None and token_id >= 0
         }
 
     @cached_property
     def _control_pieces(self) -> re.Pattern[str]:
         """Pattern of the control pieces, which sentencepiece never produces from text."""
-        numbers = filter(self._processor.is_control, range(self.vocab))
-        pieces = sorted(map(self._processor.id_to_piece, numbers), key=len, reverse=True)
+        control_ids = filter(self._processor.is_control, range(self.vocab))
+        pieces = sorted(map(self._processor.id_to_piece, control_ids), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
 
     def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
@@ -104,14 +104,16 @@ class SentencePieceTokenizer:
         proto: Any = sentencepiece_pb2  # its classes are created at import
         encoded = self._processor.encode(text, out_type="serialized_proto")
         pieces = proto.SentencePieceText.FromString(encoded).pieces
-        begins = np.array([piece.begin for piece in pieces], np.int64)
+        starts = np.array([piece.begin for piece in pieces], np.int64)
         ends = np.array([piece.end for piece in pieces], np.int64)
         for index in reversed(range(len(pieces) - 1)):
-            if ends[index] == begins[index]:  # byte piece of a character, not its last one
+            if ends[index] == starts[index]:  # byte piece of a character, not its last one
                 ends[index] = ends[index + 1]
-        of = character_offsets(text.encode())
+        char_offsets = character_offsets(text.encode())
         return TokensWithOffsets(
-            np.array([piece.id for piece in pieces], np.int32), of[begins], of[ends]
+            np.array([piece.id for piece in pieces], np.int32),
+            char_offsets[starts],
+            char_offsets[ends],
         )
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -55,53 +55,55 @@ class WordCache:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text, equal to those of the tokenizer itself."""
-        return [np.frombuffer(each, np.int32) for each in self._bytes(texts)]
+        return [np.frombuffer(token_bytes, np.int32) for token_bytes in self._bytes(texts)]
 
     def _bytes(self, texts: Sequence[str]) -> list[bytes]:
         """Return the token ids of each text as the bytes of an int32 array."""
-        texts_as_words = [self._expression.findall(text) for text in texts]
-        known = self._known
-        new = list(set(chain.from_iterable(texts_as_words)).difference(known))
-        encoded_words = self._parts._bytes(new) if self._parts else _as_bytes(self._encode(new))
-        known.update(zip(new, encoded_words, strict=True))
-        encoded = [b"".join(map(known.__getitem__, words)) for words in texts_as_words]
-        if len(known) > _MAX_CACHED_WORDS:
-            known.clear()
+        words_by_text = [self._expression.findall(text) for text in texts]
+        cache = self._known
+        uncached = list(set(chain.from_iterable(words_by_text)).difference(cache))
+        encoded_words = (
+            self._parts._bytes(uncached) if self._parts else _as_bytes(self._encode(uncached))
+        )
+        cache.update(zip(uncached, encoded_words, strict=True))
+        encoded = [b"".join(map(cache.__getitem__, text_words)) for text_words in words_by_text]
+        if len(cache) > _MAX_CACHED_WORDS:
+            cache.clear()
         else:
-            for word in new:
+            for word in uncached:
                 if len(word) > _MAX_WORD_CHARACTERS:
-                    del known[word]
+                    del cache[word]
         return encoded
 
 
 def _as_bytes(encoded: Sequence[list[int]]) -> Iterator[bytes]:
     """Yield each list as the bytes of an int32 array."""
     ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))) * 4
-    numbers = np.fromiter(chain.from_iterable(encoded), np.int32).tobytes()
-    for begin, end in pairwise([0, *ends.tolist()]):
-        yield numbers[begin:end]
+    token_bytes = np.fromiter(chain.from_iterable(encoded), np.int32).tobytes()
+    for start, end in pairwise([0, *ends.tolist()]):
+        yield token_bytes[start:end]
 
 
 def splits_like_gpt2(definition: dict[str, Any]) -> bool:
     """Return True if a tokenizer.json splits text as GPT-2 does, with nothing that spans words."""
-    model, cuts = definition["model"], definition["pre_tokenizer"] or {}
-    after = definition["post_processor"]
+    model, pre_tokenizer = definition["model"], definition["pre_tokenizer"] or {}
+    post_processor = definition["post_processor"]
     return (
         model["type"] == "BPE"
         and not model.get("dropout")
         and definition["normalizer"] is None
-        and cuts.get("type") == "ByteLevel"
-        and cuts["use_regex"]
-        and not cuts["add_prefix_space"]
-        and (after is None or after["type"] == "ByteLevel")
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and pre_tokenizer["use_regex"]
+        and not pre_tokenizer["add_prefix_space"]
+        and (post_processor is None or post_processor["type"] == "ByteLevel")
         and not any(_absorbs_context(token) for token in definition["added_tokens"])
     )
 
 
 def _absorbs_context(token: dict[str, Any]) -> bool:
     """Return True if a special token absorbs neighbouring characters or contains white space."""
-    around = token["lstrip"] or token["rstrip"] or token["single_word"]
-    return around or any(map(str.isspace, token["content"]))
+    absorbs_neighbours = token["lstrip"] or token["rstrip"] or token["single_word"]
+    return absorbs_neighbours or any(map(str.isspace, token["content"]))
 
 
 def context_free_pattern(model: bytes) -> re.Pattern[str] | None:
@@ -114,25 +116,25 @@ def context_free_pattern(model: bytes) -> re.Pattern[str] | None:
 
     proto: Any = sentencepiece_model_pb2  # its classes are created at import
     parsed = proto.ModelProto.FromString(model)
-    trained, normalizer = parsed.trainer_spec, parsed.normalizer_spec
-    plain = (
-        trained.model_type == proto.TrainerSpec.BPE
-        and trained.byte_fallback  # otherwise neighbouring unknown characters become one token
-        and not trained.treat_whitespace_as_suffix
+    trainer, normalizer = parsed.trainer_spec, parsed.normalizer_spec
+    is_context_free = (
+        trainer.model_type == proto.TrainerSpec.BPE
+        and trainer.byte_fallback  # otherwise neighbouring unknown characters become one token
+        and not trainer.treat_whitespace_as_suffix
         and not normalizer.precompiled_charsmap
         and not normalizer.add_dummy_prefix
         and not normalizer.remove_extra_whitespaces
         and normalizer.escape_whitespaces
     )
-    if not plain or any(_crosses_word_end(piece.piece) for piece in parsed.pieces):
+    if not is_context_free or any(_crosses_word_end(piece.piece) for piece in parsed.pieces):
         return None
-    of_text = proto.ModelProto.SentencePiece.NORMAL, proto.ModelProto.SentencePiece.USER_DEFINED
-    mixed = (
-        len(WORD_PARTS_PATTERN.findall(one.piece)) > 1
-        for one in parsed.pieces
-        if one.type in of_text
+    text_types = proto.ModelProto.SentencePiece.NORMAL, proto.ModelProto.SentencePiece.USER_DEFINED
+    is_mixed = (
+        len(WORD_PARTS_PATTERN.findall(entry.piece)) > 1
+        for entry in parsed.pieces
+        if entry.type in text_types
     )
-    return WORDS_PATTERN if any(mixed) else WORD_PARTS_PATTERN
+    return WORDS_PATTERN if any(is_mixed) else WORD_PARTS_PATTERN
 
 
 def _crosses_word_end(piece: str) -> bool:

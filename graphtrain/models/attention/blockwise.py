@@ -67,72 +67,72 @@ def blockwise_attention(
     """
 
     @jax.custom_vjp
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, hiding: Masks) -> jax.Array:
-        return forward(query, key, value, hiding)[0]
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, masks: Masks) -> jax.Array:
+        return forward(query, key, value, masks)[0]
 
     def forward(
-        query: jax.Array, key: jax.Array, value: jax.Array, hiding: Masks
+        query: jax.Array, key: jax.Array, value: jax.Array, masks: Masks
     ) -> tuple[jax.Array, Residuals]:
         queries, keys, values = _fold(query, key.shape[2]), _fold_keys(key), _fold_keys(value)
-        mixed, log_sum = _attend(queries, keys, values, scoring, hiding)
-        out = _unfold(mixed.astype(query.dtype))
-        return out, Residuals(queries, keys, values, out, log_sum, hiding)
+        output, log_sum = _attend(queries, keys, values, scoring, masks)
+        out = _unfold(output.astype(query.dtype))
+        return out, Residuals(queries, keys, values, out, log_sum, masks)
 
-    def backward(kept: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
-        return *_gradients(kept, gradient, scoring), None
+    def backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
+        return *_gradients(residuals, gradient, scoring), None
 
     attend.defvjp(forward, backward)
     return attend(query, key, value, Masks(window, segment_ids()))
 
 
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, scoring: ScoreTransform, hiding: Masks
+    query: jax.Array, key: jax.Array, value: jax.Array, scoring: ScoreTransform, masks: Masks
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 attention output and the log-sum-exp of each row of scores."""
-    mixed, log_sums = [], []
+    outputs, log_sums = [], []
     for rows, keys in _blocks(query.shape[2]):
-        _, scores = _scores(query, key, rows, keys, scoring, hiding)
+        _, scores = _scores(query, key, rows, keys, scoring, masks)
         highest = scores.max(-1)
         # Sum the probabilities as rounded for the product.
-        shares = materialize(cast_round_to_even(jnp.exp(scores - highest[..., None]), value.dtype))
-        total = shares.astype(jnp.float32).sum(-1)
-        of_values = dot("bhqgk,bhkd->bhqgd", shares, value[:, :, keys], jnp.float32)
-        mixed.append(of_values / total[..., None])
+        probs = materialize(cast_round_to_even(jnp.exp(scores - highest[..., None]), value.dtype))
+        total = probs.astype(jnp.float32).sum(-1)
+        weighted_values = dot("bhqgk,bhkd->bhqgd", probs, value[:, :, keys], jnp.float32)
+        outputs.append(weighted_values / total[..., None])
         log_sums.append(highest + jnp.log(total))
-    return jnp.concatenate(mixed, 2), jnp.concatenate(log_sums, 2)
+    return jnp.concatenate(outputs, 2), jnp.concatenate(log_sums, 2)
 
 
 def _gradients(
-    kept: Residuals, gradient: jax.Array, scoring: ScoreTransform
+    residuals: Residuals, gradient: jax.Array, scoring: ScoreTransform
 ) -> tuple[jax.Array, ...]:
     """Return the gradients of queries, keys and values, in the model's shapes."""
-    query, key, value, mixed, log_sum, hiding = kept
+    query, key, value, output, log_sum, masks = residuals
     dtype, length = query.dtype, query.shape[2]
-    products = gradient.astype(jnp.float32) * mixed.astype(jnp.float32)
+    products = gradient.astype(jnp.float32) * output.astype(jnp.float32)
     mean = _fold(products.sum(-1, keepdims=True), key.shape[1])[..., 0]
     gradient = _fold(gradient, key.shape[1])
-    across = [jnp.moveaxis(x, -1, 2) for x in (query, gradient)]  # head_dim before positions
-    log_sum, mean, gradient, across = materialize((log_sum, mean, gradient, across))
-    of_query, of_key, of_value = [], 0.0, 0.0
+    transposed = [jnp.moveaxis(x, -1, 2) for x in (query, gradient)]  # head_dim before positions
+    log_sum, mean, gradient, transposed = materialize((log_sum, mean, gradient, transposed))
+    grad_query, grad_key, grad_value = [], 0.0, 0.0
     for rows, keys in _blocks(length):
-        products, scores = _scores(query, key, rows, keys, scoring, hiding)
-        shares = materialize(
+        products, scores = _scores(query, key, rows, keys, scoring, masks)
+        probs = materialize(
             cast_round_to_even(jnp.exp(scores - log_sum[:, :, rows, :, None]), dtype)
         )
-        of_shares = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
-        steep = score_derivative(products, scoring)
-        of_products = shares * (of_shares - mean[:, :, rows, :, None]) * steep
-        of_products = materialize(cast_round_to_even(of_products, dtype))
-        of_query.append(dot("bhqgk,bhkd->bhqgd", of_products, key[:, :, keys]))
-        queries, gradients = (x[:, :, :, rows] for x in across)
-        rest = (*[(0, 0)] * 3, (0, length - keys.stop))
-        of_key += jnp.pad(dot("bhdqg,bhqgk->bhdk", queries, of_products, jnp.float32), rest)
-        of_value += jnp.pad(dot("bhdqg,bhqgk->bhdk", gradients, shares, jnp.float32), rest)
-    of_key, of_value = (
-        jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (of_key, of_value)
+        grad_probs = dot("bhqgd,bhkd->bhqgk", gradient[:, :, rows], value[:, :, keys], jnp.float32)
+        derivative = score_derivative(products, scoring)
+        grad_products = probs * (grad_probs - mean[:, :, rows, :, None]) * derivative
+        grad_products = materialize(cast_round_to_even(grad_products, dtype))
+        grad_query.append(dot("bhqgk,bhkd->bhqgd", grad_products, key[:, :, keys]))
+        queries, gradients = (x[:, :, :, rows] for x in transposed)
+        padding = (*[(0, 0)] * 3, (0, length - keys.stop))
+        grad_key += jnp.pad(dot("bhdqg,bhqgk->bhdk", queries, grad_products, jnp.float32), padding)
+        grad_value += jnp.pad(dot("bhdqg,bhqgk->bhdk", gradients, probs, jnp.float32), padding)
+    grad_key, grad_value = (
+        jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (grad_key, grad_value)
     )
     # The backward pass of the rotary embedding comes next, and reads each element twice.
-    return materialize((_unfold(jnp.concatenate(of_query, 2)), of_key, of_value))
+    return materialize((_unfold(jnp.concatenate(grad_query, 2)), grad_key, grad_value))
 
 
 def _scores(
@@ -141,16 +141,16 @@ def _scores(
     rows: slice,
     keys: slice,
     scoring: ScoreTransform,
-    hiding: Masks,
+    masks: Masks,
 ) -> tuple[jax.Array, jax.Array]:
     """Return float32 products and scores of a block of queries with the keys up to its end."""
     products = dot("bhqgd,bhkd->bhqgk", query[:, :, rows], key[:, :, keys], jnp.float32)
     queries = jnp.arange(rows.start, rows.stop)
     distance = queries[:, None, None] - jnp.arange(keys.stop)
-    scores = transform_scores(products, distance, scoring, hiding.window)
-    if (found := hiding.documents) is not None:
-        same = found[:, rows, None] == found[:, None, keys]
-        scores = jnp.where(same[:, None, :, None, :], scores, -jnp.inf)
+    scores = transform_scores(products, distance, scoring, masks.window)
+    if (documents := masks.documents) is not None:
+        same_document = documents[:, rows, None] == documents[:, None, keys]
+        scores = jnp.where(same_document[:, None, :, None, :], scores, -jnp.inf)
     return products, scores
 
 

@@ -68,6 +68,6 @@ def average_values(
     value: Float[Array, "batch key kv_heads head_dim"],
 ) -> Float[Array, "batch query heads head_dim"]:
     """Return the values' mean, weighted by the softmax of the scores."""
-    mixed = dot("bhqgk,bkhd->bqhgd", jax.nn.softmax(scores, axis=-1), value)
-    batch, length, kv_heads, group, head_dim = mixed.shape
-    return mixed.reshape(batch, length, kv_heads * group, head_dim)
+    output = dot("bhqgk,bkhd->bqhgd", jax.nn.softmax(scores, axis=-1), value)
+    batch, length, kv_heads, group, head_dim = output.shape
+    return output.reshape(batch, length, kv_heads * group, head_dim)

@@ -58,29 +58,29 @@ def flash_attention(
         platform: "tpu" or "cuda".
         window: Sliding window in positions; without it, a query sees all earlier keys.
     """
-    found = placement()
-    assert found is not None, "a kernel needs a mesh"
+    context = placement()
+    assert context is not None, "a kernel needs a mesh"
     kernel = {"tpu": tpu_kernel, "cuda": gpu_kernel}[platform](scoring, window)
     heads = (*mesh_axes_of("heads"), *mesh_axes_of("attention_heads"))
-    if shards_of("kv_heads") * shards_of("attention_kv_heads") != found.shape.size(heads):
+    if shards_of("kv_heads") * shards_of("attention_kv_heads") != context.shape.size(heads):
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
     split = PartitionSpec(mesh_axes_of("batch") or None, None, heads or None)
     documents = segment_ids()
-    further = () if documents is None else (documents,)
+    segment_inputs = () if documents is None else (documents,)
     local = jax.shard_map(
         kernel,
-        mesh=found.current_mesh,
+        mesh=context.current_mesh,
         in_specs=(
             split,
             split,
             split,
-            *(PartitionSpec(mesh_axes_of("batch") or None) for _ in further),
+            *(PartitionSpec(mesh_axes_of("batch") or None) for _ in segment_inputs),
         ),
         out_specs=split,
-        axis_names=set(found.shape.axes) - set(found.manual),
+        axis_names=set(context.shape.axes) - set(context.manual),
         check_vma=False,
     )
-    return local(query, key, value, *further)
+    return local(query, key, value, *segment_inputs)
 
 
 def tpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = False) -> Kernel:
@@ -100,7 +100,7 @@ def tpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
         if window is not None:
             mask = masks.LocalMask(square, (window - 1, 0), 0)
         block = next(size for size in range(_LARGEST_BLOCK, 0, -BLOCK) if length % size == 0)
-        of_one: Any = splash.make_splash_mha(
+        splash_kernel: Any = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
             block_sizes=splash.BlockSizes(
                 block_q=block,
@@ -119,9 +119,9 @@ def tpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
         scaled = (query.astype(jnp.float32) * scoring.scale).astype(query.dtype)
         arrays = [x.swapaxes(1, 2) for x in (scaled, key, value)]
         if documents is None:
-            return jax.vmap(of_one)(*arrays).swapaxes(1, 2)
+            return jax.vmap(splash_kernel)(*arrays).swapaxes(1, 2)
         segments = splash.SegmentIds(documents, documents)
-        return jax.vmap(of_one)(*arrays, segments).swapaxes(1, 2)
+        return jax.vmap(splash_kernel)(*arrays, segments).swapaxes(1, 2)
 
     return attend
 
@@ -151,7 +151,7 @@ def gpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
     def forward(
         query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        mixed, log_sum = library.mha(
+        output, log_sum = library.mha(
             *_repeat_kv_heads(query, key, value),
             documents,
             sm_scale=scoring.scale,
@@ -160,16 +160,16 @@ def gpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
             interpret=interpret,
             return_residuals=True,
         )
-        mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
-        return mixed, (query, key, value, documents, mixed, log_sum)
+        output, log_sum = checkpoint_name(output, PROJECTION), checkpoint_name(log_sum, PROJECTION)
+        return output, (query, key, value, documents, output, log_sum)
 
-    def backward(kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-        query, key, value, documents, mixed, log_sum = kept
-        whole = (*_repeat_kv_heads(query, key, value), documents, mixed, log_sum)
-        rest = "triton", None, 2, None, interpret, False, False
-        found = library.mha.bwd(scoring.scale, True, sizes, *rest, whole, gradient)
-        own = found[0], _sum_over_group(found[1], key), _sum_over_group(found[2], value)
-        return own if documents is None else (*own, None)
+    def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        query, key, value, documents, output, log_sum = saved
+        residuals = (*_repeat_kv_heads(query, key, value), documents, output, log_sum)
+        backward_options = "triton", None, 2, None, interpret, False, False
+        grads = library.mha.bwd(scoring.scale, True, sizes, *backward_options, residuals, gradient)
+        input_grads = grads[0], _sum_over_group(grads[1], key), _sum_over_group(grads[2], value)
+        return input_grads if documents is None else (*input_grads, None)
 
     attend.defvjp(forward, backward)
     return attend
@@ -183,10 +183,10 @@ def _repeat_kv_heads(
     return query, repeat(key), repeat(value)
 
 
-def _sum_over_group(gradient: jax.Array, of: jax.Array) -> jax.Array:
-    """Sum the gradient over the repetitions of each head of `of`."""
-    parts = gradient.reshape(*of.shape[:3], -1, of.shape[3])
-    return parts.sum(3, dtype=jnp.float32).astype(of.dtype)
+def _sum_over_group(gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Sum the gradient over the repetitions of each head of `like`."""
+    grouped = gradient.reshape(*like.shape[:3], -1, like.shape[3])
+    return grouped.sum(3, dtype=jnp.float32).astype(like.dtype)
 
 
 @cache

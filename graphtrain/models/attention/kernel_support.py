@@ -66,11 +66,11 @@ def step_uses_flash_kernel(program: ResolvedProgram) -> bool:
     rules, mesh = program.rules, program.mesh
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
-    each_copy = batch.gradient_reduction == "per_step" and copies > 1
-    asked = AttentionSpec.of(
-        program.model, batch.seq_len, sharded_positions=split, per_replica=each_copy
+    per_replica = batch.gradient_reduction == "per_step" and copies > 1
+    spec = AttentionSpec.of(
+        program.model, batch.seq_len, sharded_positions=split, per_replica=per_replica
     )
-    return uses_flash_kernel(program.model.attention, asked, program.target)
+    return uses_flash_kernel(program.model.attention, spec, program.target)
 
 
 def uses_flash_kernel(
@@ -120,15 +120,13 @@ def why_no_kernel(asked: AttentionSpec, target: Target) -> str:
     return _why_no_kernel_for_shape(asked, target)
 
 
-def _why_no_kernel_for_shape(asked: AttentionSpec, target: Target) -> str:
-    multiple, widest = _HEAD_DIM_MULTIPLE[target.platform], _MAX_HEAD_DIM[target.platform]
-    if asked.head_dim % multiple or asked.head_dim > widest:
+def _why_no_kernel_for_shape(spec: AttentionSpec, target: Target) -> str:
+    multiple, max_head_dim = _HEAD_DIM_MULTIPLE[target.platform], _MAX_HEAD_DIM[target.platform]
+    if spec.head_dim % multiple or spec.head_dim > max_head_dim:
         return (
             f"the kernel of {target} requires head_dim to be a multiple of {multiple} up to "
-            f"{widest}, and it is {asked.head_dim}"
+            f"{max_head_dim}, and it is {spec.head_dim}"
         )
-    if asked.length % BLOCK:
-        return (
-            f"kernels require a sequence length that is a multiple of {BLOCK}, not {asked.length}"
-        )
+    if spec.length % BLOCK:
+        return f"kernels require a sequence length that is a multiple of {BLOCK}, not {spec.length}"
     return ""

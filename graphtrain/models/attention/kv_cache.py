@@ -32,9 +32,11 @@ class LayerCache:
         begin = _offset.get()
         assert begin is not None
         for name, added in (("key", key), ("value", value)):
-            whole = getattr(self, name)
-            placed = jax.lax.dynamic_update_slice_in_dim(whole, added.astype(whole.dtype), begin, 1)
-            setattr(self, name, placed)
+            cached = getattr(self, name)
+            updated = jax.lax.dynamic_update_slice_in_dim(
+                cached, added.astype(cached.dtype), begin, 1
+            )
+            setattr(self, name, updated)
         return self.key, self.value
 
 

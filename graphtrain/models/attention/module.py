@@ -68,16 +68,19 @@ class Attention(nnx.Module):
         if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
-            places, turns = positions(x.shape[1]), frequencies(self.model, full)
-            query, key = rotate(query, places, turns), rotate(key, places, turns)
-        if (before := layer_cache()) is not None:
-            key, value = before.update(key, value)
+            position_ids, rope_frequencies = positions(x.shape[1]), frequencies(self.model, full)
+            query, key = (
+                rotate(query, position_ids, rope_frequencies),
+                rotate(key, position_ids, rope_frequencies),
+            )
+        if (cache := layer_cache()) is not None:
+            key, value = cache.update(key, value)
         model = self.model
         scoring, window = ScoreTransform.of(model), self._window(full)
-        mixed = attend(
+        output = attend(
             query, key, value, scoring, window, model.remat, model.unroll, model.attention
         )
-        return project(self, "output", "bshd,hde->bse", mixed)
+        return project(self, "output", "bshd,hde->bse", output)
 
     def _window(self, full: jax.Array | None) -> int | jax.Array | None:
         """Return the sliding window in positions, or None; an array where layers differ."""
@@ -124,13 +127,13 @@ def attend(
         traced_target() if cache_offset() is None and not uses_fused_operator(transform) else None
     )
     if target and uses_flash_kernel(implementation, _spec(arrays[0], transform, window), target):
-        near = None if window is None else int(window)
+        static_window = None if window is None else int(window)
         return _to_projection_sharding(
-            flash_attention(*arrays, transform, target.platform, near), QUERY_AXES
+            flash_attention(*arrays, transform, target.platform, static_window), QUERY_AXES
         )
-    far = None if window is None else jnp.asarray(window, jnp.int32)
+    traced_window = None if window is None else jnp.asarray(window, jnp.int32)
     return _to_projection_sharding(
-        _without_kernel(*arrays, transform, far, remat, unroll), QUERY_AXES
+        _without_kernel(*arrays, transform, traced_window, remat, unroll), QUERY_AXES
     )
 
 
@@ -166,10 +169,10 @@ def _without_kernel(
         return fused_attention(query, key, value, scoring, window)
     if on_cpu() and cache_offset() is None:
         return blockwise_attention(query, key, value, scoring, window)
-    own = partial(dot_product_attention, scoring=scoring, begin=cache_offset())
+    dense_attention = partial(dot_product_attention, scoring=scoring, begin=cache_offset())
     if remat == "attention":  # recompute the scores, the largest array
-        own = jax.checkpoint(own, prevent_cse=unroll > 1)
-    return own(query, key, value, window=window)
+        dense_attention = jax.checkpoint(dense_attention, prevent_cse=unroll > 1)
+    return dense_attention(query, key, value, window=window)
 
 
 # Array axes inside attention: positions, heads, and the heads within one shard of the heads axis.
@@ -185,13 +188,13 @@ def _to_attention_sharding(
 
     Key and value heads are repeated until there is one for each device.
     """
-    positions, heads, further = axes
+    positions, heads, attention_axis = axes
     x = _split_heads_by_shard(constrain(x, "batch", "seq", heads, "head_dim"), heads)
-    devices = shards_of(further)
+    devices = shards_of(attention_axis)
     if axes == KEY_AXES and (times := devices // math.gcd(x.shape[3], devices)) > 1:
         x = jnp.repeat(x, times, 3)
     x = constrain(x, "batch", "seq", heads, None, "head_dim")
-    x = constrain(x, "batch", positions, heads, further, "head_dim")
+    x = constrain(x, "batch", positions, heads, attention_axis, "head_dim")
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -199,9 +202,9 @@ def _to_projection_sharding(
     x: Float[Array, "batch seq heads head_dim"], axes: tuple[str, str, str]
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Reshard x from attention's sharding to that of the projections."""
-    positions, heads, further = axes
+    positions, heads, attention_axis = axes
     split = constrain(
-        _split_heads_by_shard(x, heads), "batch", positions, heads, further, "head_dim"
+        _split_heads_by_shard(x, heads), "batch", positions, heads, attention_axis, "head_dim"
     )
     return constrain(split, "batch", "seq", heads, None, "head_dim").reshape(x.shape)
 

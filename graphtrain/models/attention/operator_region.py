@@ -46,27 +46,27 @@ def fused_attention(
 
     `window` is the sliding window in positions; without it, a query sees all earlier keys.
     """
-    given = {"window": window, "documents": segment_ids()}
-    hiding = {name: one for name, one in given.items() if one is not None}
-    settings = {"scale": scoring.scale, "hiding": list(hiding)}
+    optional_masks = {"window": window, "documents": segment_ids()}
+    mask_arrays = {name: mask for name, mask in optional_masks.items() if mask is not None}
+    settings = {"scale": scoring.scale, "hiding": list(mask_arrays)}
 
-    def whole(*arrays: jax.Array) -> jax.Array:
-        query, key, value, *hidden = arrays
-        by_name = dict(zip(hiding, hidden, strict=True))
-        with isolate_documents(by_name.get("documents")):
-            return dot_product_attention(query, key, value, scoring, by_name.get("window"))
+    def plain_attention(*arrays: jax.Array) -> jax.Array:
+        query, key, value, *mask_values = arrays
+        masks = dict(zip(mask_arrays, mask_values, strict=True))
+        with isolate_documents(masks.get("documents")):
+            return dot_product_attention(query, key, value, scoring, masks.get("window"))
 
     def with_statistics(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        query, key, value, *hidden = arrays
-        by_name = dict(zip(hiding, hidden, strict=True))
-        with isolate_documents(by_name.get("documents")):
-            scores = masked_scores(query, key, scoring, by_name.get("window"))
+        query, key, value, *mask_values = arrays
+        masks = dict(zip(mask_arrays, mask_values, strict=True))
+        with isolate_documents(masks.get("documents")):
+            scores = masked_scores(query, key, scoring, masks.get("window"))
         return average_values(scores, value), *_statistics(scores)
 
     def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        gradient, _, _, _, query, key, value, *hidden = arrays
-        _, back = jax.vjp(lambda *three: whole(*three, *hidden), query, key, value)
-        return back(gradient)
+        gradient, _, _, _, query, key, value, *mask_values = arrays
+        _, vjp = jax.vjp(lambda *qkv: plain_attention(*qkv, *mask_values), query, key, value)
+        return vjp(gradient)
 
     @jax.custom_vjp
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -76,12 +76,12 @@ def fused_attention(
         results = mark_region(FORWARD, with_statistics, *arrays, settings=settings)
         return results[0], (*results, *arrays)
 
-    def backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
-        found = mark_region(BACKWARD, gradients, gradient, *kept, settings=settings)
-        return (*found, *(None for _ in hiding))
+    def backward(residuals: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        grads = mark_region(BACKWARD, gradients, gradient, *residuals, settings=settings)
+        return (*grads, *(None for _ in mask_arrays))
 
     attend.defvjp(forward, backward)
-    return attend(query, key, value, *hiding.values())
+    return attend(query, key, value, *mask_arrays.values())
 
 
 def _statistics(
@@ -94,9 +94,9 @@ def _statistics(
     highest = scores.max(-1, keepdims=True)
     total = jnp.exp(scores - highest).sum(-1)
 
-    def by_head(x: Float[Array, "batch kv_heads query group"]) -> jax.Array:
+    def to_statistic_layout(x: Float[Array, "batch kv_heads query group"]) -> jax.Array:
         batch, kv_heads, length, group = x.shape
         x = jnp.moveaxis(x, 2, 3).reshape(batch, kv_heads * group, length, 1)
         return jnp.broadcast_to(x, (*x.shape[:3], _STATISTIC_COPIES))
 
-    return by_head(highest[..., 0]), by_head(total)
+    return to_statistic_layout(highest[..., 0]), to_statistic_layout(total)

@@ -32,8 +32,8 @@ def rotate(
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cos, sin = materialize((jnp.cos(angles), jnp.sin(angles)))  # not again for each head
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " half"]:
@@ -49,22 +49,26 @@ def frequencies(model: Model, full: jax.Array | None = None) -> Float[Array, " h
     assert model.head_dim
     half = model.head_dim // 2
 
-    def of(base: float) -> Float[Array, " half"]:
+    def inverse_frequencies(base: float) -> Float[Array, " half"]:
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
-    everywhere = _scaled(of(model.rope_theta), model.rope_scaling)
+    global_frequencies = _scaled(inverse_frequencies(model.rope_theta), model.rope_scaling)
     if model.sliding_window_rope_theta is None:
-        return everywhere
-    near = of(model.sliding_window_rope_theta)
-    return near if full is None else jnp.where(full, everywhere, near)
+        return global_frequencies
+    local_frequencies = inverse_frequencies(model.sliding_window_rope_theta)
+    return (
+        local_frequencies
+        if full is None
+        else jnp.where(full, global_frequencies, local_frequencies)
+    )
 
 
-def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
+def _scaled(unscaled: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     if scaling is None:
-        return turns
-    slow = turns / scaling.factor
+        return unscaled
+    interpolated = unscaled / scaling.factor
     if scaling.kind == "linear":
-        return slow
+        return interpolated
     assert (
         scaling.low_freq_factor
         and scaling.high_freq_factor
@@ -72,10 +76,10 @@ def _scaled(turns: jax.Array, scaling: RopeScaling | None) -> jax.Array:
     )
     # By rotations within the original length: few are divided by the factor, many are unchanged,
     # and those between are interpolated.
-    count = scaling.original_max_position_embeddings * turns / (2 * math.pi)
+    rotations = scaling.original_max_position_embeddings * unscaled / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = jnp.clip((count - low) / (high - low), 0, 1)
-    return (1 - share) * slow + share * turns
+    share = jnp.clip((rotations - low) / (high - low), 0, 1)
+    return (1 - share) * interpolated + share * unscaled
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -89,5 +93,5 @@ def alibi_slopes(heads: int) -> list[float]:
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    between = [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)]
-    return slopes + between[: heads - power]
+    intermediate_slopes = [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)]
+    return slopes + intermediate_slopes[: heads - power]

@@ -78,13 +78,13 @@ def ring_attention(
         mesh_axes: Mesh axes that shard the positions of keys, in ring order.
         window: Sliding window in positions; without it, a query sees all earlier keys.
     """
-    found = placement()  # read now: the gradient may be traced outside of `placed`
-    assert found is not None, "a ring needs a mesh"
-    over = partial(_shard_mapped, found, mesh_axes, scoring)
-    by_position, by_chunk = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
+    context = placement()  # read now: the gradient may be traced outside of `placed`
+    assert context is not None, "a ring needs a mesh"
+    shard_mapped = partial(_shard_mapped, context, mesh_axes, scoring)
+    seq_spec, chunk_spec = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
     # The window is an array input, because it may differ between layers.
     windows = () if window is None else (window,)
-    whole = (PartitionSpec(),) * len(windows)
+    window_specs = (PartitionSpec(),) * len(windows)
 
     @jax.custom_vjp
     def ring(
@@ -95,49 +95,51 @@ def ring_attention(
     def forward(
         query: jax.Array, key: jax.Array, value: jax.Array, windows: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        ins = (*(by_position,) * 3, *whole)
-        mixed, log_sum = over(_forward, ins, (by_position, by_chunk))(query, key, value, *windows)
+        in_specs = (*(seq_spec,) * 3, *window_specs)
+        output, log_sum = shard_mapped(_forward, in_specs, (seq_spec, chunk_spec))(
+            query, key, value, *windows
+        )
         # Saved by every remat policy that saves products with weights: to recompute it would
         # repeat all communication.
-        mixed, log_sum = checkpoint_name(mixed, PROJECTION), checkpoint_name(log_sum, PROJECTION)
-        return mixed, (query, key, value, mixed, log_sum, windows)
+        output, log_sum = checkpoint_name(output, PROJECTION), checkpoint_name(log_sum, PROJECTION)
+        return output, (query, key, value, output, log_sum, windows)
 
     def backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         *arrays, windows = residuals
-        ins = (*(by_position,) * 4, by_chunk, by_position, *whole)
-        found = over(_backward, ins, (by_position,) * 3)(*arrays, gradient, *windows)
-        return (*found, tuple(None for _ in windows))
+        in_specs = (*(seq_spec,) * 4, chunk_spec, seq_spec, *window_specs)
+        grads = shard_mapped(_backward, in_specs, (seq_spec,) * 3)(*arrays, gradient, *windows)
+        return (*grads, tuple(None for _ in windows))
 
     ring.defvjp(forward, backward)
     return ring(query, key, value, windows)
 
 
 def _shard_mapped(
-    found: Placement,
+    context: Placement,
     mesh_axes: tuple[str, ...],
     scoring: ScoreTransform,
     local: Callable,
-    ins: tuple,
-    outs: tuple,
+    in_specs: tuple,
+    out_specs: tuple,
 ) -> Callable:
     """Wrap `local`, which runs on one device's positions, into a function of global arrays.
 
     Only `mesh_axes` are manual inside; the rules shard along all other mesh axes.
     """
-    ring = _Ring(mesh_axes, found.shape.size(mesh_axes))
+    ring = _Ring(mesh_axes, context.shape.size(mesh_axes))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        with manual_axes(mesh_axes, found):
+        with manual_axes(mesh_axes, context):
             return local(ring, scoring, *arrays)
 
     names = set(mesh_axes)
-    whole = jax.shard_map(
-        run, mesh=found.current_mesh, in_specs=ins, out_specs=outs, axis_names=names
+    mapped = jax.shard_map(
+        run, mesh=context.current_mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names
     )
     # sequential_vmap makes it one operation for JAX, which would otherwise hoist what does not
     # depend on the layer's input, such as masks as large as all scores, out of the loop over
     # layers and keep it in memory.
-    return sequential_vmap(whole)
+    return sequential_vmap(mapped)
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,16 @@ class _Ring:
             same_end = jnp.where(source < self.index, HEAD_CHUNK, TAIL_CHUNK)
             chunks = [(TAIL_CHUNK, HEAD_CHUNK), (same_end, same_end)]
 
-        def begin(device: jax.Array, chunk: Chunk) -> jax.Array:
+        def chunk_start(device: jax.Array, chunk: Chunk) -> jax.Array:
             return length * jnp.where(chunk == HEAD_CHUNK, device, 2 * self.size - 1 - device)
 
         return [
-            (here, there, ChunkOffsets(begin(self.index, here), begin(source, there)))
-            for here, there in chunks
+            (
+                query_chunk,
+                key_chunk,
+                ChunkOffsets(chunk_start(self.index, query_chunk), chunk_start(source, key_chunk)),
+            )
+            for query_chunk, key_chunk in chunks
         ]
 
 
@@ -201,22 +207,34 @@ def _forward(
     keys = chunk_keys(key), chunk_keys(value)
     length = query.shape[1] // 2
 
-    def step(mixed: PartialAttention, keys: Any, number: int | jax.Array) -> PartialAttention:
-        for here, there, pair in ring.pairs(number, length):
-            part = attend(
-                _read_chunk(queries, here), _read_chunk(keys, there), pair, scoring, window
+    def step(
+        accumulated: PartialAttention, keys: Any, step_index: int | jax.Array
+    ) -> PartialAttention:
+        for query_chunk, key_chunk, pair in ring.pairs(step_index, length):
+            partial_output = attend(
+                _read_chunk(queries, query_chunk),
+                _read_chunk(keys, key_chunk),
+                pair,
+                scoring,
+                window,
             )
-            mixed = _write_chunk(mixed, here, merge(_read_chunk(mixed, here), part))
-        return mixed
+            accumulated = _write_chunk(
+                accumulated,
+                query_chunk,
+                merge(_read_chunk(accumulated, query_chunk), partial_output),
+            )
+        return accumulated
 
-    def step_and_send(carry: tuple[PartialAttention, Any], number: jax.Array) -> tuple[Any, None]:
-        mixed, keys = carry
-        return (step(mixed, keys, number), ring.rotate(keys)), None
+    def step_and_send(
+        carry: tuple[PartialAttention, Any], step_index: jax.Array
+    ) -> tuple[Any, None]:
+        accumulated, keys = carry
+        return (step(accumulated, keys, step_index), ring.rotate(keys)), None
 
     start = step(PartialAttention.empty(queries), keys, 0), ring.rotate(keys)
-    (mixed, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
-    mixed = step(mixed, keys, ring.size - 1)
-    return untile_queries(mixed.values).astype(query.dtype), mixed.log_sum
+    (accumulated, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
+    accumulated = step(accumulated, keys, ring.size - 1)
+    return untile_queries(accumulated.values).astype(query.dtype), accumulated.log_sum
 
 
 def _backward(
@@ -225,7 +243,7 @@ def _backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mixed: jax.Array,
+    output: jax.Array,
     log_sum: jax.Array,
     gradient: jax.Array,
     window: jax.Array | None = None,
@@ -233,34 +251,38 @@ def _backward(
     """Return the gradients of query, key and value."""
     kv_heads, length = key.shape[2], query.shape[1] // 2
     queries, incoming = tile_queries(query, kv_heads), tile_queries(gradient, kv_heads)
-    products = incoming.astype(jnp.float32) * tile_queries(mixed, kv_heads)
+    products = incoming.astype(jnp.float32) * tile_queries(output, kv_heads)
     rows = queries, incoming, log_sum, products.sum(-1)
     keys = chunk_keys(key), chunk_keys(value)
 
-    def step(of_queries: Any, of_keys: Any, keys: Any, number: int | jax.Array) -> tuple[Any, Any]:
-        for here, there, pair in ring.pairs(number, length):
-            added = gradients(
-                _read_chunk(rows, here), _read_chunk(keys, there), pair, scoring, window
+    def step(
+        grad_queries: Any, grad_keys: Any, keys: Any, step_index: int | jax.Array
+    ) -> tuple[Any, Any]:
+        for query_chunk, key_chunk, pair in ring.pairs(step_index, length):
+            chunk_grads = gradients(
+                _read_chunk(rows, query_chunk), _read_chunk(keys, key_chunk), pair, scoring, window
             )
-            of_queries = _add_to_chunk(of_queries, here, added[0])
-            of_keys = _add_to_chunk(of_keys, there, added[1])
-        return of_queries, of_keys
+            grad_queries = _add_to_chunk(grad_queries, query_chunk, chunk_grads[0])
+            grad_keys = _add_to_chunk(grad_keys, key_chunk, chunk_grads[1])
+        return grad_queries, grad_keys
 
-    def send_and_step(carry: tuple[Any, ...], number: jax.Array) -> tuple[Any, None]:
-        of_queries, of_keys, keys = carry
+    def send_and_step(carry: tuple[Any, ...], step_index: jax.Array) -> tuple[Any, None]:
+        grad_queries, grad_keys, keys = carry
         # Neither transfer depends on this step's products, so both overlap with them.
-        further, arrived = ring.rotate(keys), ring.rotate(of_keys)
-        return (*step(of_queries, arrived, keys, number), further), None
+        next_keys, received_grads = ring.rotate(keys), ring.rotate(grad_keys)
+        return (*step(grad_queries, received_grads, keys, step_index), next_keys), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (queries, keys))
     start = (*step(zeros[0], zeros[1], keys, 0), ring.rotate(keys))
-    (of_queries, of_keys, keys), _ = lax.scan(send_and_step, start, jnp.arange(1, ring.size - 1))
-    of_queries, of_keys = step(of_queries, ring.rotate(of_keys), keys, ring.size - 1)
-    for_key, for_value = (unchunk_keys(each) for each in ring.rotate(of_keys))  # to their owner
+    (grad_queries, grad_keys, keys), _ = lax.scan(
+        send_and_step, start, jnp.arange(1, ring.size - 1)
+    )
+    grad_queries, grad_keys = step(grad_queries, ring.rotate(grad_keys), keys, ring.size - 1)
+    grad_key, grad_value = (unchunk_keys(grad) for grad in ring.rotate(grad_keys))  # to their owner
     return (
-        untile_queries(of_queries).astype(query.dtype),
-        for_key.astype(key.dtype),
-        for_value.astype(value.dtype),
+        untile_queries(grad_queries).astype(query.dtype),
+        grad_key.astype(key.dtype),
+        grad_value.astype(value.dtype),
     )
 
 

@@ -56,8 +56,8 @@ def tile_queries(x: jax.Array, kv_heads: int) -> jax.Array:
 def untile_queries(x: jax.Array) -> jax.Array:
     """Undo tile_queries."""
     chunks, tiles, batch, kv_heads, tile, group, head_dim = x.shape
-    whole = x.transpose(2, 0, 1, 4, 3, 5, 6)
-    return whole.reshape(batch, chunks * tiles * tile, kv_heads * group, head_dim)
+    transposed = x.transpose(2, 0, 1, 4, 3, 5, 6)
+    return transposed.reshape(batch, chunks * tiles * tile, kv_heads * group, head_dim)
 
 
 def chunk_keys(x: jax.Array) -> jax.Array:
@@ -82,23 +82,23 @@ def attend(
     """Compute attention of a chunk of queries as if this chunk of keys and values were all."""
     key, value = keys
 
-    def one(tile: tuple[jax.Array, jax.Array]) -> PartialAttention:
-        query, begin = tile
-        _, scores = _scores(query, key, ChunkOffsets(begin, pair.key), scoring, window)
+    def attend_tile(tile: tuple[jax.Array, jax.Array]) -> PartialAttention:
+        query, query_start = tile
+        _, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, window)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
         # A window may hide all these keys from a query; -inf - (-inf) would be NaN.
         base = log_sum if window is None else jnp.where(jnp.isfinite(log_sum), log_sum, 0)
-        shares = jnp.exp(scores - base[..., None])
-        return PartialAttention(dot("bhqgk,bhkd->bhqgd", shares, value, jnp.float32), log_sum)
+        probs = jnp.exp(scores - base[..., None])
+        return PartialAttention(dot("bhqgk,bhkd->bhqgd", probs, value, jnp.float32), log_sum)
 
-    return lax.map(one, (queries, _tile_offsets(queries, pair)))
+    return lax.map(attend_tile, (queries, _tile_offsets(queries, pair)))
 
 
 def merge(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     """Merge two outputs over different keys into the output over all of them."""
     log_sum = jnp.logaddexp(one.log_sum, other.log_sum)
-    shares = [jnp.exp(each.log_sum - log_sum)[..., None] for each in (one, other)]
-    return PartialAttention(one.values * shares[0] + other.values * shares[1], log_sum)
+    weights = [jnp.exp(output.log_sum - log_sum)[..., None] for output in (one, other)]
+    return PartialAttention(one.values * weights[0] + other.values * weights[1], log_sum)
 
 
 def gradients(
@@ -120,21 +120,21 @@ def gradients(
     """
     key, value = keys
 
-    def one(sums: tuple[jax.Array, jax.Array], tile: tuple) -> tuple[tuple, jax.Array]:
-        (query, gradient, log_sum, mean), begin = tile
-        products, scores = _scores(query, key, ChunkOffsets(begin, pair.key), scoring, window)
-        shares = jnp.exp(scores - log_sum[..., None])
-        of_shares = dot("bhqgd,bhkd->bhqgk", gradient, value, jnp.float32)
-        of_products = shares * (of_shares - mean[..., None]) * score_derivative(products, scoring)
-        of_query = dot("bhqgk,bhkd->bhqgd", of_products, key, jnp.float32)
-        of_key = dot("bhqgk,bhqgd->bhkd", of_products, query, jnp.float32)
-        of_value = dot("bhqgk,bhqgd->bhkd", shares, gradient, jnp.float32)
-        return (sums[0] + of_key, sums[1] + of_value), of_query
+    def tile_gradients(sums: tuple[jax.Array, jax.Array], tile: tuple) -> tuple[tuple, jax.Array]:
+        (query, gradient, log_sum, mean), query_start = tile
+        products, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, window)
+        probs = jnp.exp(scores - log_sum[..., None])
+        grad_probs = dot("bhqgd,bhkd->bhqgk", gradient, value, jnp.float32)
+        grad_products = probs * (grad_probs - mean[..., None]) * score_derivative(products, scoring)
+        grad_query = dot("bhqgk,bhkd->bhqgd", grad_products, key, jnp.float32)
+        grad_key = dot("bhqgk,bhqgd->bhkd", grad_products, query, jnp.float32)
+        grad_value = dot("bhqgk,bhqgd->bhkd", probs, gradient, jnp.float32)
+        return (sums[0] + grad_key, sums[1] + grad_value), grad_query
 
     zeros = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
     tiles = rows, _tile_offsets(rows[0], pair)
-    of_keys, of_queries = lax.scan(one, zeros, tiles)
-    return of_queries, of_keys
+    grad_keys, grad_queries = lax.scan(tile_gradients, zeros, tiles)
+    return grad_queries, grad_keys
 
 
 def _scores(
@@ -146,8 +146,8 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Return a tile's products and masked scores (batch, kv_heads, query, group, key), float32."""
     products = dot("bhqgd,bhkd->bhqgk", query, key, jnp.float32)
-    within = jnp.arange(query.shape[2])[:, None, None] - jnp.arange(key.shape[2])
-    distance = pair.query - pair.key + within  # (query, 1, key)
+    relative = jnp.arange(query.shape[2])[:, None, None] - jnp.arange(key.shape[2])
+    distance = pair.query - pair.key + relative  # (query, 1, key)
     return products, transform_scores(products, distance, scoring, window)
 
 

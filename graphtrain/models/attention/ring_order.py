@@ -27,10 +27,10 @@ def positions(length: int) -> jax.Array:
     Where documents are isolated, return positions in the document, (batch, length). With a KV
     cache, positions start at the cache offset.
     """
-    if (of_documents := segment_positions()) is not None:
-        return of_documents
-    if (continued := kv_cache.cache_positions(length)) is not None:
-        return continued
+    if (document_positions := segment_positions()) is not None:
+        return document_positions
+    if (cache_positions := kv_cache.cache_positions(length)) is not None:
+        return cache_positions
     devices = shards_of("kv_seq")
     if devices == 1:
         return jnp.arange(length)
@@ -61,8 +61,8 @@ def to_ring_order(batch: Tree) -> Tree:
 
 def _order(x: jax.Array) -> jax.Array:
     axes = ("microbatch", "batch", "seq")[-x.ndim :]
-    whole = constrain(x, *axes[:-1], None)  # small: gather, do not exchange chunks
-    return constrain(axis_to_ring_order(whole, x.ndim - 1), *axes)
+    gathered = constrain(x, *axes[:-1], None)  # small: gather, do not exchange chunks
+    return constrain(axis_to_ring_order(gathered, x.ndim - 1), *axes)
 
 
 def axis_to_ring_order(x: jax.Array, axis: int) -> jax.Array:
@@ -82,5 +82,7 @@ def axis_to_ring_order(x: jax.Array, axis: int) -> jax.Array:
             f"sequence length that is a multiple of {2 * devices}"
         )
     ends = x.reshape(*x.shape[:axis], 2, devices, length // (2 * devices), *x.shape[axis + 1 :])
-    first, last = (jax.lax.index_in_dim(ends, end, axis, keepdims=False) for end in (0, 1))
-    return jnp.stack([first, jnp.flip(last, axis)], axis + 1).reshape(x.shape)
+    head_chunks, tail_chunks = (
+        jax.lax.index_in_dim(ends, end, axis, keepdims=False) for end in (0, 1)
+    )
+    return jnp.stack([head_chunks, jnp.flip(tail_chunks, axis)], axis + 1).reshape(x.shape)

@@ -52,12 +52,12 @@ def transform_scores(
     """
     scores = soft_cap(products * scoring.scale, scoring.cap)
     if scoring.slopes is not None:
-        by_head = jnp.array(scoring.slopes, jnp.float32).reshape(products.shape[1], 1, -1, 1)
-        scores = scores - by_head * distance
-    seen = distance >= 0
+        slopes = jnp.array(scoring.slopes, jnp.float32).reshape(products.shape[1], 1, -1, 1)
+        scores = scores - slopes * distance
+    visible = distance >= 0
     if window is not None:
-        seen &= distance < window
-    return jnp.where(seen, scores, -jnp.inf)
+        visible &= distance < window
+    return jnp.where(visible, scores, -jnp.inf)
 
 
 def soft_cap(scores: jax.Array, limit: float | None) -> jax.Array:
@@ -72,5 +72,5 @@ def score_derivative(products: jax.Array, scoring: ScoreTransform) -> float | ja
     """Return the derivative of an unmasked score with respect to its product."""
     if scoring.cap is None:
         return scoring.scale
-    bent = jnp.tanh(products * (scoring.scale / scoring.cap))
-    return scoring.scale * (1 - jnp.square(bent))
+    capped = jnp.tanh(products * (scoring.scale / scoring.cap))
+    return scoring.scale * (1 - jnp.square(capped))

@@ -44,20 +44,20 @@ def segment_ids() -> Int[Array, "batch seq"] | None:
 
 def segment_positions() -> Int[Array, "batch seq"] | None:
     """Return each token's position in its document; None where documents are not isolated."""
-    found = segment_ids()
-    if found is None:
+    ids = segment_ids()
+    if ids is None:
         return None
-    index = jnp.arange(found.shape[1])
-    begins = jnp.concatenate([jnp.ones_like(found[:, :1], bool), found[:, 1:] != found[:, :-1]], 1)
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), 1)
+    index = jnp.arange(ids.shape[1])
+    is_start = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
+    return index - jax.lax.cummax(jnp.where(is_start, index, 0), 1)
 
 
 def mask_other_segments(
     scores: Float[Array, "batch kv_heads query group key"],
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Set scores to minus infinity where query and key belong to different documents."""
-    found = segment_ids()
-    if found is None:
+    ids = segment_ids()
+    if ids is None:
         return scores
-    same = found[:, :, None] == found[:, None, :]
-    return jnp.where(same[:, None, :, None, :], scores, -jnp.inf)
+    same_segment = ids[:, :, None] == ids[:, None, :]
+    return jnp.where(same_segment[:, None, :, None, :], scores, -jnp.inf)

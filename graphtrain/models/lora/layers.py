@@ -109,15 +109,15 @@ def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | N
     if adapter is None:
         return trained
     weights = flatten(reference_parameters(program, frozen))
-    given = flatten(trained)
+    trained_weights = flatten(trained)
     paths = lora_paths(program.model, adapter)
     for index, path in enumerate(paths):
         keys = None
         if key is not None and adapter.dropout:
             keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
-        a, b = given.pop(f"{path}/{LORA_A}"), given.pop(f"{path}/{LORA_B}")
+        a, b = trained_weights.pop(f"{path}/{LORA_A}"), trained_weights.pop(f"{path}/{LORA_B}")
         weights[path] = LoraWeight(weights[path], a, b, keys, adapter.scale, adapter.dropout)
-    return unflatten(weights | given)
+    return unflatten(weights | trained_weights)
 
 
 def reference_parameters(program: Program, frozen: Tree) -> Tree:
@@ -125,18 +125,18 @@ def reference_parameters(program: Program, frozen: Tree) -> Tree:
     dtype = jnp.dtype(program.model.dtype)
     weights, arrays = flatten(frozen), parameter_arrays(program.model)
     for path in [path for path in weights if path.endswith(f"/{CODES}")]:
-        stem = path.removesuffix(f"/{CODES}")
-        codes, scales = weights.pop(path), weights.pop(f"{stem}/{SCALES}")
+        base_path = path.removesuffix(f"/{CODES}")
+        codes, scales = weights.pop(path), weights.pop(f"{base_path}/{SCALES}")
         kind: QuantizationKind = "int8" if codes.dtype == jnp.int8 else "nf4"
-        weights[stem] = QuantizedWeight(codes, scales, kind, dtype, arrays[stem].axes[1:])
+        weights[base_path] = QuantizedWeight(codes, scales, kind, dtype, arrays[base_path].axes[1:])
     for path, weight in weights.items():
         # `dot` computes in bfloat16 if either operand is, and model.dtype must decide instead.
         if weight.dtype == jnp.bfloat16 != dtype:
             axes = arrays[path].axes
-            in_layers = axes[0] == "layers"
+            is_stacked = axes[0] == "layers"
             weights[path] = (
                 QuantizedWeight(weight, None, None, dtype, axes[1:])
-                if in_layers
+                if is_stacked
                 else weight.astype(dtype)
             )
     return unflatten(weights)
@@ -167,16 +167,16 @@ def multiply_many(equation: str, x: jax.Array, several: Sequence[Weight]) -> lis
 
 
 def _frozen_products(
-    equation: str, x: jax.Array, several: Sequence[jax.Array | QuantizedWeight]
+    equation: str, x: jax.Array, weights: Sequence[jax.Array | QuantizedWeight]
 ) -> list[jax.Array]:
-    def multiply(x: jax.Array, several: Sequence[jax.Array | QuantizedWeight]) -> list[jax.Array]:
-        plain = [plain_array(weight) for weight in several]
-        return [dot(equation, x, plain[0])] if len(plain) == 1 else dot_many(equation, x, plain)
+    def multiply(x: jax.Array, weights: Sequence[jax.Array | QuantizedWeight]) -> list[jax.Array]:
+        arrays = [plain_array(weight) for weight in weights]
+        return [dot(equation, x, arrays[0])] if len(arrays) == 1 else dot_many(equation, x, arrays)
 
-    if any(isinstance(weight, QuantizedWeight) for weight in several):
+    if any(isinstance(weight, QuantizedWeight) for weight in weights):
         # The backward pass dequantizes again, instead of saving the dequantized weights.
         multiply = jax.checkpoint(multiply, prevent_cse=False)
-    return multiply(x, several)
+    return multiply(x, weights)
 
 
 @jax.named_scope("adapter")
@@ -185,14 +185,14 @@ def _adapter(equation: str, x: jax.Array, adapted: LoraWeight) -> jax.Array:
 
     Source: Hu et al. 2021, "LoRA", section 4.1, https://arxiv.org/abs/2106.09685
     """
-    inputs, out = equation.split("->")
-    of_x, of_weight = inputs.split(",")
-    summed = "".join(letter for letter in of_weight if letter not in out)
-    kept = "".join(letter for letter in of_weight if letter in out)
-    rows = "".join(letter for letter in of_x if letter in out)
-    x = _dropped(x, adapted, of_x)
-    narrow = dot(f"{of_x},{summed}r->{rows}r", x, adapted.a)
-    return dot(f"{rows}r,r{kept}->{out}", narrow, adapted.b) * adapted.scale
+    inputs, result_letters = equation.split("->")
+    x_letters, weight_letters = inputs.split(",")
+    contracted = "".join(letter for letter in weight_letters if letter not in result_letters)
+    output_letters = "".join(letter for letter in weight_letters if letter in result_letters)
+    rows = "".join(letter for letter in x_letters if letter in result_letters)
+    x = _dropped(x, adapted, x_letters)
+    low_rank = dot(f"{x_letters},{contracted}r->{rows}r", x, adapted.a)
+    return dot(f"{rows}r,r{output_letters}->{result_letters}", low_rank, adapted.b) * adapted.scale
 
 
 def _dropped(x: jax.Array, adapted: LoraWeight, letters: str) -> jax.Array:
@@ -200,5 +200,5 @@ def _dropped(x: jax.Array, adapted: LoraWeight, letters: str) -> jax.Array:
     if key is None:
         return x
     axes = [_AXES[letter] for letter in letters]
-    kept = draw_shard(lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, *axes)
-    return jnp.where(kept, x / (1 - rate), 0)
+    keep_mask = draw_shard(lambda shape: jax.random.bernoulli(key, 1 - rate, shape), x.shape, *axes)
+    return jnp.where(keep_mask, x / (1 - rate), 0)

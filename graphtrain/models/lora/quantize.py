@@ -62,8 +62,8 @@ def quantize(
     relative = blocks / np.where(scales == 0, 1, scales)[..., None]
     if kind == "int8":
         return np.rint(relative * _LEVELS).astype(np.int8).reshape(weights.shape), scales
-    nearest = np.searchsorted((NF4[1:] + NF4[:-1]) / 2, relative).astype(np.uint8)
-    pairs = nearest.reshape(*weights.shape[:-1], -1, 2)
+    nf4_codes = np.searchsorted((NF4[1:] + NF4[:-1]) / 2, relative).astype(np.uint8)
+    pairs = nf4_codes.reshape(*weights.shape[:-1], -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4, scales
 
 

@@ -74,10 +74,12 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
     Raises:
         ShardingError: a pattern matches no weight that can have them.
     """
-    able = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
-    chosen = _matching(adapter.target_modules, able, "target_modules")
-    whole = fully_trained_paths(model, adapter)
-    return [path for path in able if path in chosen and path not in whole]
+    eligible_paths = [
+        path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)
+    ]
+    target_paths = _matching(adapter.target_modules, eligible_paths, "target_modules")
+    fully_trained = fully_trained_paths(model, adapter)
+    return [path for path in eligible_paths if path in target_paths and path not in fully_trained]
 
 
 def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
@@ -93,8 +95,13 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
 
 def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
-    few = adapter.base_dtype in ("int8", "nf4")
-    return few and path.startswith("layers/") and _is_matrix(spec) and "router" not in spec.axes
+    is_quantized_dtype = adapter.base_dtype in ("int8", "nf4")
+    return (
+        is_quantized_dtype
+        and path.startswith("layers/")
+        and _is_matrix(spec)
+        and "router" not in spec.axes
+    )
 
 
 def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
@@ -124,16 +131,16 @@ def _can_adapt(path: str, spec: ArraySpec) -> bool:
 
 
 def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> set[str]:
-    paths, found = list(paths), set()
+    paths, matched = list(paths), set()
     for pattern in patterns:
-        named = {path for path in paths if matches(path, pattern)}
-        if not named:
+        matching_paths = {path for path in paths if matches(path, pattern)}
+        if not matching_paths:
             raise ShardingError(
                 f"program.adapter.{setting}: {pattern!r} matches no eligible array; "
                 f"choose from {', '.join(paths)}"
             )
-        found |= named
-    return found
+        matched |= matching_paths
+    return matched
 
 
 def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
@@ -141,10 +148,11 @@ def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
 
     embed is the first axis of an input projection and the last axis of an output projection.
     """
-    cut = 2 if spec.axes[1] == "embed" else len(spec.axes) - 1
-    first = ArraySpec((*spec.shape[:cut], rank), (*spec.axes[:cut], "rank"))
+    input_dims = 2 if spec.axes[1] == "embed" else len(spec.axes) - 1
+    first = ArraySpec((*spec.shape[:input_dims], rank), (*spec.axes[:input_dims], "rank"))
     second = ArraySpec(
-        (spec.shape[0], rank, *spec.shape[cut:]), (spec.axes[0], "rank", *spec.axes[cut:])
+        (spec.shape[0], rank, *spec.shape[input_dims:]),
+        (spec.axes[0], "rank", *spec.axes[input_dims:]),
     )
     return first, second
 
@@ -164,14 +172,17 @@ def _stored_form(path: str, spec: ArraySpec, adapter: Adapter, program: Resolved
         )
     shards = program.mesh.size(program.rules.table_for("frozen", path).get(axis or "", ()))
 
-    def part(count: int, dtype: str) -> ArraySpec:
+    def with_last_dim(count: int, dtype: str) -> ArraySpec:
         """Return a spec with `count` elements on the last axis, replicated if shards are uneven."""
         last = axis if count % shards == 0 else None
         shape, axes = (*spec.shape[:-1], count), (*spec.axes[:-1], last)
         return replace(spec, shape=shape, axes=axes, dtype=dtype)
 
-    codes = part(size // pair, "uint8" if pair == 2 else "int8")
-    return {f"{path}/{CODES}": codes, f"{path}/{SCALES}": part(size // block_size(size), "float32")}
+    codes = with_last_dim(size // pair, "uint8" if pair == 2 else "int8")
+    return {
+        f"{path}/{CODES}": codes,
+        f"{path}/{SCALES}": with_last_dim(size // block_size(size), "float32"),
+    }
 
 
 def weight_count(arrays: Mapping[str, ArraySpec]) -> int:

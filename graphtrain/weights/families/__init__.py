@@ -45,13 +45,14 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     Raises:
         WeightsError: the family is not supported.
     """
-    found = config.get("model_type")
+    model_type = config.get("model_type")
     for family in FAMILIES:
-        if family.model_type == found:
+        if family.model_type == model_type:
             return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+    supported = ", ".join(family.model_type for family in FAMILIES)
     raise WeightsError(
-        f"config.json: model_type = {found!r} is not supported; supported families: {known}"
+        f"config.json: model_type = {model_type!r} is not supported; supported families: "
+        f"{supported}"
     )
 
 

@@ -32,10 +32,10 @@ class _Generation:
         }
 
     def write(self, model: Model) -> dict[str, Any]:
-        told: dict[str, Any] = {"model_max_length": 4096}
+        entries: dict[str, Any] = {"model_max_length": 4096}
         if model.positions == "rope":
-            told["max_position_embeddings"] = 4096
-        return told | ({"z_loss_weight": 0} if model.unit_norm_head else {})
+            entries["max_position_embeddings"] = 4096
+        return entries | ({"z_loss_weight": 0} if model.unit_norm_head else {})
 
 
 BAICHUAN = Family(

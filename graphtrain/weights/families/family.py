@@ -47,7 +47,7 @@ class WeightMapping:
     split: Callable[[np.ndarray, Model], list[np.ndarray]] | None = (
         None  # splits the first axis unevenly
     )
-    merge: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # inverse of divide
+    merge: Callable[[Sequence[np.ndarray], Model], np.ndarray] | None = None  # inverse of split
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Family:
             return False
 
     def weights(self, model: Model) -> Iterator[LayerWeights]:
-        """Yield the pieces of a checkpoint of the model: every row, for every layer.
+        """Yield every row of weights of the model, for every layer.
 
         Raises:
             WeightsError: the model has arrays for which the family has no row.
         """
         arrays = parameter_arrays(model)
         rows = [row for row in self.mappings if row.paths[0] in arrays]
-        if left := set(arrays) - {path for row in rows for path in row.paths}:
+        if unmapped_paths := set(arrays) - {path for row in rows for path in row.paths}:
             raise WeightsError(
-                f"{self.model_type} models have no tensor for {', '.join(sorted(left))}; "
+                f"{self.model_type} models have no tensor for {', '.join(sorted(unmapped_paths))}; "
                 "[program.model] has settings that this family does not support"
             )
         for row in rows:
@@ -130,7 +130,7 @@ class Family:
 def to_decoder(
     piece: LayerWeights, tensors: Sequence[np.ndarray], model: Model
 ) -> list[np.ndarray]:
-    """Convert Hugging Face's tensors of a piece to the decoder's arrays, as views if possible.
+    """Convert Hugging Face's tensors of one row to the decoder's arrays, as views if possible.
 
     Returns:
         One array for each path of the row, in order.
@@ -139,18 +139,18 @@ def to_decoder(
         WeightsError: the shape of a tensor does not match the model.
     """
     row = piece.row
-    given = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
-    moved = _rearrange(piece, given, row.pattern, model)
+    tensor = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
+    rearranged = _rearrange(piece, tensor, row.pattern, model)
     if row.split is not None:
-        arrays = row.split(moved, model)
+        arrays = row.split(rearranged, model)
     else:
-        arrays = [moved] if len(row.paths) == 1 else list(moved)
+        arrays = [rearranged] if len(row.paths) == 1 else list(rearranged)
     for path, array in zip(row.paths, arrays, strict=True):
-        want = array_shape(path, model)
-        if array.shape != want:
+        expected_shape = array_shape(path, model)
+        if array.shape != expected_shape:
             raise WeightsError(
                 f"{piece.names[0]} has shape {tensors[0].shape}, so {path} would have "
-                f"{array.shape}, but config.json implies {want}"
+                f"{array.shape}, but config.json implies {expected_shape}"
             )
     return arrays
 
@@ -158,20 +158,20 @@ def to_decoder(
 def to_hugging_face(
     piece: LayerWeights, arrays: Sequence[np.ndarray], model: Model
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield names and tensors of a piece, from the decoder's arrays in the order of its paths."""
+    """Yield names and tensors of one row, from the decoder's arrays in the order of its paths."""
     row = piece.row
     if row.merge is not None:
         joined = row.merge(arrays, model)
     else:
         joined = arrays[0] if len(arrays) == 1 else np.stack(arrays)
     left, _, right = row.pattern.partition(" -> ")
-    moved = _rearrange(
+    rearranged = _rearrange(
         piece, joined, f"{right} -> {left}" if row.pattern else IDENTITY_PATTERN, model
     )
     if "{expert}" in row.name:
-        yield from zip(piece.names, moved, strict=True)
+        yield from zip(piece.names, rearranged, strict=True)
     else:
-        yield piece.names[0], moved
+        yield piece.names[0], rearranged
 
 
 def array_shape(path: str, model: Model) -> tuple[int, ...]:
@@ -191,13 +191,13 @@ def functional_settings(model: Model) -> Model:
             shared_expert_mlp=mixture.shared_expert_mlp,
         )
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
-    how = ("dtype", "remat", "dropout", "init_std")
+    non_functional = ("dtype", "remat", "dropout", "init_std")
     return replace(
         model,
         moe=mixture,
         global_attention_every=every if every and every <= model.layers else None,
         query_pre_attn_scalar=model.query_pre_attn_scalar or model.head_dim,
-        **{name: default[name] for name in how},
+        **{name: default[name] for name in non_functional},
     )
 
 
@@ -208,7 +208,9 @@ def _names(row: WeightMapping, layer: int | None, model: Model) -> tuple[str, ..
     return tuple(row.name.format(layer=layer, expert=i) for i in range(model.moe.experts))
 
 
-def _rearrange(piece: LayerWeights, array: np.ndarray, pattern: str, model: Model) -> np.ndarray:
+def _rearrange(
+    layer_weights: LayerWeights, array: np.ndarray, pattern: str, model: Model
+) -> np.ndarray:
     if not pattern:
         return array
     sizes = {
@@ -220,8 +222,8 @@ def _rearrange(piece: LayerWeights, array: np.ndarray, pattern: str, model: Mode
         return rearrange(array, pattern, **sizes)
     except EinopsError as error:
         raise WeightsError(
-            f"{piece.names[0]} has shape {array.shape}, which does not match the axes {pattern} "
-            f"with sizes {sizes}"
+            f"{layer_weights.names[0]} has shape {array.shape}, which does not match the axes "
+            f"{pattern} with sizes {sizes}"
         ) from error
 
 

@@ -52,32 +52,32 @@ class _TwoRopes:
     """Gemma 3's two RoPEs: one for sliding-window layers, and one, perhaps scaled, for the rest."""
 
     def read(self, config: Config) -> dict[str, Any]:
-        if told := config.get("rope_parameters"):
-            full, near = told["full_attention"], told["sliding_attention"]
-            base, near_base = full["rope_theta"], near["rope_theta"]
+        if rope_parameters := config.get("rope_parameters"):
+            full, sliding = rope_parameters["full_attention"], rope_parameters["sliding_attention"]
+            base, sliding_base = full["rope_theta"], sliding["rope_theta"]
         else:
             full = config.get("rope_scaling") or {}
             base = config.get("rope_theta", 1e6)
-            near_base = config.get("rope_local_base_freq", 1e4)
+            sliding_base = config.get("rope_local_base_freq", 1e4)
         return {
             "rope_theta": base,
             "rope_scaling": read_rope_scaling(full),
-            "sliding_window_rope_theta": near_base,
+            "sliding_window_rope_theta": sliding_base,
         }
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling = write_rope_scaling(model.rope_scaling)
-        near = model.sliding_window_rope_theta or model.rope_theta
+        sliding_base = model.sliding_window_rope_theta or model.rope_theta
         return {
             "rope_theta": model.rope_theta,
-            "rope_local_base_freq": near,
+            "rope_local_base_freq": sliding_base,
             "rope_scaling": scaling,
             "rope_parameters": {
                 "full_attention": {
                     "rope_theta": model.rope_theta,
                     **(scaling or {"rope_type": "default"}),
                 },
-                "sliding_attention": {"rope_theta": near, "rope_type": "default"},
+                "sliding_attention": {"rope_theta": sliding_base, "rope_type": "default"},
             },
         }
 

@@ -53,11 +53,11 @@ class Experts:
     def write(self, model: Model) -> dict[str, Any]:
         if model.moe is None:
             raise WeightsError("the model has no experts: program.model.moe is not set")
-        told: dict[str, Any] = dict.fromkeys(self.count, model.moe.experts)
-        told["num_experts_per_tok"] = model.moe.experts_per_token
+        entries: dict[str, Any] = dict.fromkeys(self.count, model.moe.experts)
+        entries["num_experts_per_tok"] = model.moe.experts_per_token
         if self.shared:
-            told[self.shared] = model.moe.shared_expert_mlp
-        return told | ({self.normalise: model.moe.normalize_topk} if self.normalise else {})
+            entries[self.shared] = model.moe.shared_expert_mlp
+        return entries | ({self.normalise: model.moe.normalize_topk} if self.normalise else {})
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:

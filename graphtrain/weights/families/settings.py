@@ -46,17 +46,17 @@ class EnumSetting:
         value = config.get(self.key)
         value = self.default if value is None else value
         if value not in self.values:
-            known = ", ".join(map(repr, self.values))
-            raise WeightsError(f"config.json: {self.key} = {value!r} is not one of {known}")
+            supported = ", ".join(map(repr, self.values))
+            raise WeightsError(f"config.json: {self.key} = {value!r} is not one of {supported}")
         return {self.setting: self.values[value]}
 
     def write(self, model: Model) -> dict[str, Any]:
-        mine = getattr(model, self.setting)
-        for theirs, ours in self.values.items():
-            if ours == mine:
-                return {self.key: theirs}
+        value = getattr(model, self.setting)
+        for hf_value, native_value in self.values.items():
+            if native_value == value:
+                return {self.key: hf_value}
         raise WeightsError(
-            f"{self.setting} = {mine!r} cannot be expressed by {self.key} in config.json"
+            f"{self.setting} = {value!r} cannot be expressed by {self.key} in config.json"
         )
 
 
@@ -68,10 +68,10 @@ class FixedEntry:
     value: Any
 
     def read(self, config: Config) -> dict[str, Any]:
-        found = config.get(self.key)
-        if found is not None and found != self.value:
+        value = config.get(self.key)
+        if value is not None and value != self.value:
             raise WeightsError(
-                f"config.json: {self.key} = {found!r} is not supported, only {self.value!r} is"
+                f"config.json: {self.key} = {value!r} is not supported, only {self.value!r} is"
             )
         return {}
 
@@ -86,18 +86,18 @@ class Rope:
     base: float = 10_000.0
 
     def read(self, config: Config) -> dict[str, Any]:
-        told = config.get("rope_parameters") or {}
-        base = told.get("rope_theta") or config.get("rope_theta") or self.base
-        scaling = read_rope_scaling(told or config.get("rope_scaling") or {})
+        rope_parameters = config.get("rope_parameters") or {}
+        base = rope_parameters.get("rope_theta") or config.get("rope_theta") or self.base
+        scaling = read_rope_scaling(rope_parameters or config.get("rope_scaling") or {})
         return {"rope_theta": base, "rope_scaling": scaling}
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling = write_rope_scaling(model.rope_scaling)
-        whole = scaling or {"rope_type": "default"}
+        rope_parameters = scaling or {"rope_type": "default"}
         return {
             "rope_theta": model.rope_theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_theta": model.rope_theta, **whole},
+            "rope_parameters": {"rope_theta": model.rope_theta, **rope_parameters},
         }
 
 
@@ -127,9 +127,9 @@ def read_rope_scaling(told: Config) -> RopeScaling | None:
                 high_freq_factor=told["high_freq_factor"],
                 original_max_position_embeddings=told["original_max_position_embeddings"],
             )
-        case other:
+        case rope_type:
             raise WeightsError(
-                f"config.json: RoPE type {other!r} is not supported; supported types: default, "
+                f"config.json: RoPE type {rope_type!r} is not supported; supported types: default, "
                 "linear, llama3, and dynamic without its scaling"
             )
 
@@ -138,14 +138,14 @@ def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return the entry of config.json that `read_rope_scaling` reads, or None."""
     if scaling is None:
         return None
-    told = {"rope_type": scaling.kind, "factor": scaling.factor}
+    entry = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
-        told |= {
+        entry |= {
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
-    return told
+    return entry
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
         WeightsError: the decoder does not support an argument's value, or a size is missing.
     """
     for name, values in _SUPPORTED_VALUES.items():
-        if (found := arguments.get(name)) is not None and found not in values:
+        if (value := arguments.get(name)) is not None and value not in values:
             allowed = " or ".join(map(repr, values))
             raise WeightsError(
-                f"the checkpoint's args: {name} = {found!r} is not supported, only {allowed} is"
+                f"the checkpoint's args: {name} = {value!r} is not supported, only {allowed} is"
             )
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
     if missing := [name for name in sizes if not arguments.get(name)]:
@@ -89,9 +89,9 @@ def _groups(arguments: Arguments) -> int | None:
 
 def _window(arguments: Arguments) -> int | None:
     """Return the sliding window; Megatron excludes the query's own position from its size."""
-    if not (found := arguments.get("window_size")):
+    if not (window := arguments.get("window_size")):
         return None
-    return found[0] + 1 if isinstance(found, tuple | list) else found
+    return window[0] + 1 if isinstance(window, tuple | list) else window
 
 
 def _mlp(arguments: Arguments) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def _norm(arguments: Arguments) -> dict[str, Any]:
 
 def _positions(arguments: Arguments) -> dict[str, Any]:
     rotary = arguments.get("use_rotary_position_embeddings", False)
-    usual = "rope" if rotary else "learned_absolute"
-    kind = _translate(arguments, "position_embedding_type", usual, _POSITIONS)
+    default = "rope" if rotary else "learned_absolute"
+    kind = _translate(arguments, "position_embedding_type", default, _POSITIONS)
     if kind == "learned" and rotary:  # Megatron versions before position_embedding_type
         kind = "rope"
     if kind == "learned":
@@ -167,11 +167,11 @@ def _scaling(arguments: Arguments) -> RopeScaling | None:
     return RopeScaling(kind="linear", factor=float(factor)) if factor else None
 
 
-def _translate(arguments: Arguments, name: str, usual: str, values: Mapping[str, str]) -> Any:
-    found = arguments.get(name) or usual
-    if found not in values:
-        known = ", ".join(values)
+def _translate(arguments: Arguments, name: str, default: str, values: Mapping[str, str]) -> Any:
+    value = arguments.get(name) or default
+    if value not in values:
+        supported = ", ".join(values)
         raise WeightsError(
-            f"the checkpoint's args: {name} = {found!r} is not supported; supported: {known}"
+            f"the checkpoint's args: {name} = {value!r} is not supported; supported: {supported}"
         )
-    return values[found]
+    return values[value]

@@ -86,18 +86,18 @@ class RankFoldersCheckpoint:
         array, axis, dtype = self._arrays[name], _axis(name), self.dtype(name)
         if axis is None or len(array.paths) == 1:
             return self._part(name, array.paths[0]).copy()
-        whole = np.empty(self.shape(name), dtype)
+        result = np.empty(self.shape(name), dtype)
         # The shard of each rank contains its part of gate, then its part of up.
         blocks = 2 if self.gated and "linear_fc1." in name else 1
         size = array.shape[axis] // blocks
         for rank, path in enumerate(array.paths):
-            part = self._part(name, path)
+            shard = self._part(name, path)
             for block in range(blocks):
                 begin = (block * len(array.paths) + rank) * size
-                taken = part[block * size : (block + 1) * size] if axis == 0 else part
-                place = slice(begin, begin + size)
-                whole[place if axis == 0 else (slice(None), place)] = taken
-        return whole
+                shard_block = shard[block * size : (block + 1) * size] if axis == 0 else shard
+                destination = slice(begin, begin + size)
+                result[destination if axis == 0 else (slice(None), destination)] = shard_block
+        return result
 
     def _part(self, name: str, path: Path) -> np.ndarray:
         array = self._arrays[name]
@@ -121,18 +121,18 @@ def _axis(name: str) -> int | None:
 
 def _ranks(directory: Path) -> list[_Rank]:
     """Return the ranks of the folders; the second number is the pipeline rank."""
-    found = []
+    ranks = []
     for folder in sorted(directory.iterdir()):
         if not (match := _RANK.fullmatch(folder.name)):
             continue
         files = [folder / name for name in _FILES if (folder / name).is_file()]
         if not files:
             raise WeightsError(f"{folder} contains none of {', '.join(_FILES)}")
-        tensor, pipeline, expert = (int(number or 0) for number in match.groups())
-        found.append(_Rank(tensor, pipeline, expert, files[0]))
-    if not found:
+        tensor, pipeline, expert = (int(group or 0) for group in match.groups())
+        ranks.append(_Rank(tensor, pipeline, expert, files[0]))
+    if not ranks:
         raise WeightsError(f"{directory} contains no folders mp_rank_XX")
-    return found
+    return ranks
 
 
 def _check_version(path: Path, loaded: Mapping[str, Any]) -> None:
@@ -153,20 +153,26 @@ def _files_by_rank(
         WeightsError: a rank is missing.
     """
     # Without a pipeline the second number is the expert rank.
-    experts = (arguments.get("expert_model_parallel_size") or 1) > 1
-    if experts and (arguments.get("pipeline_model_parallel_size") or 1) == 1:
-        ranks = [_Rank(one.tensor, 0, one.pipeline, one.path) for one in ranks]
-    files = {(one.pipeline, one.expert, one.tensor): one.path for one in ranks}
-    pipelines, experts_, tensors = (max(one[axis] for one in files) + 1 for axis in range(3))
-    for where in np.ndindex(pipelines, experts_, tensors):
-        if where not in files:
+    expert_parallel = (arguments.get("expert_model_parallel_size") or 1) > 1
+    if expert_parallel and (arguments.get("pipeline_model_parallel_size") or 1) == 1:
+        ranks = [_Rank(rank.tensor, 0, rank.pipeline, rank.path) for rank in ranks]
+    files = {(rank.pipeline, rank.expert, rank.tensor): rank.path for rank in ranks}
+    num_pipeline_ranks, num_expert_ranks, num_tensor_ranks = (
+        max(key[axis] for key in files) + 1 for axis in range(3)
+    )
+    for pipeline, expert, tensor in np.ndindex(
+        num_pipeline_ranks, num_expert_ranks, num_tensor_ranks
+    ):
+        if (pipeline, expert, tensor) not in files:
             raise WeightsError(
-                f"{directory} has no folder for tensor rank {where[2]}, pipeline rank {where[0]}, "
-                f"expert rank {where[1]}, although it has folders of higher ranks"
+                f"{directory} has no folder for tensor rank {tensor}, pipeline rank {pipeline}, "
+                f"expert rank {expert}, although it has folders of higher ranks"
             )
     return {
-        (pipeline, expert): tuple(files[pipeline, expert, tensor] for tensor in range(tensors))
-        for pipeline, expert in np.ndindex(pipelines, experts_)
+        (pipeline, expert): tuple(
+            files[pipeline, expert, tensor] for tensor in range(num_tensor_ranks)
+        )
+        for pipeline, expert in np.ndindex(num_pipeline_ranks, num_expert_ranks)
     }
 
 
@@ -178,18 +184,19 @@ def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array
             chunks[chunk, pipeline, expert] = tensors
     arrays: dict[str, _Array] = {}
     layers: dict[int, int] = defaultdict(int)  # number of layers before the chunk, by expert rank
-    for chunk, pipeline, expert in sorted(chunks, key=lambda one: (len(one[0]), one)):
+    for chunk, pipeline, expert in sorted(
+        chunks, key=lambda chunk_key: (len(chunk_key[0]), chunk_key)
+    ):
         tensors = chunks[chunk, pipeline, expert]
-        numbers = {expert_of(name) for name in tensors} - {None}
+        expert_ids = {expert_of(name) for name in tensors} - {None}
         for name, (key, tensor) in tensors.items():
-            own = offset_name(name, layers[expert], expert * len(numbers))
-            kind = str(tensor.dtype).removeprefix("torch.")
-            found = _Array((chunk, key), grid[pipeline, expert], tuple(tensor.shape), kind)
-            arrays.setdefault(
-                own, found
-            )  # arrays outside the experts are replicated over expert ranks
-        within = [layer for name in tensors if (layer := layer_of(name)) is not None]
-        layers[expert] += max(within, default=-1) + 1
+            global_name = offset_name(name, layers[expert], expert * len(expert_ids))
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            array = _Array((chunk, key), grid[pipeline, expert], tuple(tensor.shape), dtype_name)
+            # Arrays outside the experts are replicated over expert ranks.
+            arrays.setdefault(global_name, array)
+        layer_ids = [layer for name in tensors if (layer := layer_of(name)) is not None]
+        layers[expert] += max(layer_ids, default=-1) + 1
     return arrays
 
 
@@ -199,7 +206,10 @@ def _chunks(path: Path) -> Iterator[tuple[str, dict[str, tuple[str, Any]]]]:
         if not re.fullmatch(r"model\d*", chunk) or not isinstance(tree, Mapping):
             continue
         named = [(canonical_name(key), key, value) for key, value in flatten_names(tree)]
-        yield chunk, {name: (key, one) for name, key, one in named if name and _is_tensor(one)}
+        yield (
+            chunk,
+            {name: (key, tensor) for name, key, tensor in named if name and _is_tensor(tensor)},
+        )
 
 
 def _is_tensor(value: Any) -> bool:

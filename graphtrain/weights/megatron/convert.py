@@ -57,36 +57,44 @@ def from_megatron(
         WeightsError: the model is unknown, or the weights do not match it.
     """
     folder, arguments = open_checkpoint(_iteration(source))
-    padded, kept = _models(folder, arguments, model, vocab)
+    padded, unpadded = _models(folder, arguments, model, vocab)
     if isinstance(folder, RankFoldersCheckpoint):
         folder.gated = is_gated(padded)
     family = megatron_family(padded)
-    pieces = list(family.weights(padded))
-    _check_names({name for piece in pieces for name in piece.names}, folder, padded)
+    all_layer_weights = list(family.weights(padded))
+    _check_names(
+        {name for layer_weights in all_layer_weights for name in layer_weights.names},
+        folder,
+        padded,
+    )
     arrays = {}
-    for piece in pieces:
-        for path in piece.row.paths:
-            shape = array_shape(path, kept)
-            arrays[stored_name(path, piece.layer)] = dtype_of(piece, folder), shape
+    for layer_weights in all_layer_weights:
+        for path in layer_weights.row.paths:
+            shape = array_shape(path, unpadded)
+            arrays[stored_name(path, layer_weights.layer)] = dtype_of(layer_weights, folder), shape
     with create_directory(destination) as directory:
         writer = SafetensorsWriter(directory / "weights", arrays)
-        for done, piece in enumerate(pieces):
-            progress(done, len(pieces))
-            _write(writer, piece, folder, padded, kept)
+        for num_done, layer_weights in enumerate(all_layer_weights):
+            progress(num_done, len(all_layer_weights))
+            _write(writer, layer_weights, folder, padded, unpadded)
         writer.close()
-        (directory / "model.toml").write_text(render_model(kept))
-    progress(len(pieces), len(pieces))
-    return summarize(family, kept, arrays)
+        (directory / "model.toml").write_text(render_model(unpadded))
+    progress(len(all_layer_weights), len(all_layer_weights))
+    return summarize(family, unpadded, arrays)
 
 
 def _write(
-    writer: SafetensorsWriter, piece: LayerWeights, folder: WeightFiles, padded: Model, kept: Model
+    writer: SafetensorsWriter,
+    layer_weights: LayerWeights,
+    folder: WeightFiles,
+    padded: Model,
+    unpadded: Model,
 ) -> None:
-    """Convert and write one piece without retaining its arrays in memory."""
-    made = to_decoder(piece, [folder.read(name) for name in piece.names], padded)
-    for path, array in zip(piece.row.paths, made, strict=True):
-        cut = tuple(slice(size) for size in array_shape(path, kept))
-        writer.write(stored_name(path, piece.layer), array[cut])
+    """Convert and write one group of arrays without retaining them in memory."""
+    arrays = to_decoder(layer_weights, [folder.read(name) for name in layer_weights.names], padded)
+    for path, array in zip(layer_weights.row.paths, arrays, strict=True):
+        unpadded_index = tuple(slice(size) for size in array_shape(path, unpadded))
+        writer.write(stored_name(path, layer_weights.layer), array[unpadded_index])
 
 
 def open_checkpoint(directory: Path) -> tuple[WeightFiles, dict[str, Any]]:
@@ -112,10 +120,18 @@ def _iteration(source: Path) -> Path:
     """Return the latest checkpoint of a folder, or the folder itself; NeMo uses `weights`."""
     latest = source / _LATEST
     if latest.is_file():
-        told = latest.read_text().strip()
-        name = told if told == "release" else f"iter_{int(told):07d}" if told.isdigit() else ""
+        iteration = latest.read_text().strip()
+        name = (
+            iteration
+            if iteration == "release"
+            else f"iter_{int(iteration):07d}"
+            if iteration.isdigit()
+            else ""
+        )
         if not name or not (source / name).is_dir():
-            raise WeightsError(f"{latest} names {told!r}, but no such checkpoint folder exists")
+            raise WeightsError(
+                f"{latest} names {iteration!r}, but no such checkpoint folder exists"
+            )
         return source / name
     if (source / "weights").is_dir():
         return source / "weights"
@@ -125,14 +141,14 @@ def _iteration(source: Path) -> Path:
 
 
 def _models(
-    folder: WeightFiles, arguments: dict[str, Any], named: str | None, vocab: int | None
+    folder: WeightFiles, arguments: dict[str, Any], preset: str | None, vocab: int | None
 ) -> tuple[Model, Model]:
     """Return the model with the checkpoint's padded vocabulary, and with the unpadded one."""
     if _TOKENS not in folder.names:
         raise WeightsError(f"the checkpoint has no {_TOKENS}; it is not of a GPT model")
     rows = folder.shape(_TOKENS)[0]
-    if named is not None:
-        model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(named)))
+    if preset is not None:
+        model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(preset)))
         model = replace(model, fused_gate_up=False)
         vocab = vocab or min(model.vocab, rows)  # presets contain the unpadded size
     elif arguments:
@@ -148,16 +164,19 @@ def _models(
     return replace(model, vocab=rows), replace(model, vocab=vocab)
 
 
-def _check_names(wanted: set[str], folder: WeightFiles, model: Model) -> None:
-    there = set(folder.names)
-    if missing := sorted(wanted - there):
+def _check_names(required: set[str], folder: WeightFiles, model: Model) -> None:
+    available = set(folder.names)
+    if missing := sorted(required - available):
         raise WeightsError(
             f"the checkpoint lacks {first_names(missing)}, which a model with its settings "
-            f"requires; unexpected arrays in it: {first_names(sorted(there - wanted)) or 'none'}"
+            "requires; unexpected arrays in it: "
+            f"{first_names(sorted(available - required)) or 'none'}"
         )
-    left = there - wanted - ({"output_layer.weight"} if model.tie_word_embeddings else set())
-    if left:
+    unexpected = (
+        available - required - ({"output_layer.weight"} if model.tie_word_embeddings else set())
+    )
+    if unexpected:
         raise WeightsError(
-            f"the checkpoint contains {first_names(sorted(left))}, which a model with its settings "
-            "does not have"
+            f"the checkpoint contains {first_names(sorted(unexpected))}, which a model with its "
+            "settings does not have"
         )

@@ -68,23 +68,24 @@ class TorchDist:
 
     def read(self, name: str) -> np.ndarray:
         array = self._arrays[name]
-        within = [one for one in self._chunks[array.key] if _contains(one, array.at)]
-        whole, covered = np.empty(array.shape, self.dtype(name)), 0
-        for chunk in within:
-            part = self._read(chunk, array, self.dtype(name))
-            if part.shape == array.shape:
-                return part
+        chunks = [chunk for chunk in self._chunks[array.key] if _contains(chunk, array.at)]
+        result, covered = np.empty(array.shape, self.dtype(name)), 0
+        for chunk in chunks:
+            chunk_values = self._read(chunk, array, self.dtype(name))
+            if chunk_values.shape == array.shape:
+                return chunk_values
             begins = chunk.offset[len(array.at) :]
-            place = [
-                slice(begin, begin + size) for begin, size in zip(begins, part.shape, strict=True)
+            destination = [
+                slice(begin, begin + size)
+                for begin, size in zip(begins, chunk_values.shape, strict=True)
             ]
-            whole[tuple(place)] = part
-            covered += part.size
-        if covered != whole.size:
+            result[tuple(destination)] = chunk_values
+            covered += chunk_values.size
+        if covered != result.size:
             raise WeightsError(
                 f"{self._path}: the chunks of {array.key} do not cover it exactly once"
             )
-        return whole
+        return result
 
     def _read(self, chunk: _Chunk, array: _Array, dtype: np.dtype) -> np.ndarray:
         if not chunk.path.is_file():
@@ -101,24 +102,24 @@ class TorchDist:
 def _index(directory: Path, metadata: Any) -> tuple[dict[str, _Array], dict[str, list[_Chunk]]]:
     arrays: dict[str, _Array] = {}
     shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    for key, about in metadata.state_dict_metadata.items():
+    for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
-        if key.startswith(("optimizer.", "chained_")) or name is None or not hasattr(about, "size"):
+        if key.startswith(("optimizer.", "chained_")) or name is None or not hasattr(entry, "size"):
             continue
-        arrays |= _arrays(key, name, tuple(about.size), _dtype(about.properties).__name__)
-        for one in about.chunks:
-            shapes[key, tuple(one.offsets)] = tuple(one.sizes)
+        arrays |= _arrays(key, name, tuple(entry.size), _dtype(entry.properties).__name__)
+        for chunk in entry.chunks:
+            shapes[key, tuple(chunk.offsets)] = tuple(chunk.sizes)
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
-    for index, where in metadata.storage_data.items():
+    for index, location in metadata.storage_data.items():
         if (shape := shapes.get((index.fqn, tuple(getattr(index, "offset", None) or ())))) is None:
             continue
-        if getattr(where, "transform_descriptors", None):
+        if getattr(location, "transform_descriptors", None):
             raise WeightsError(f"{directory} is compressed, which is not supported")
         chunks[index.fqn].append(
             _Chunk(
-                directory / Path(where.relative_path).name,
-                where.offset,
-                where.length,
+                directory / Path(location.relative_path).name,
+                location.offset,
+                location.length,
                 tuple(index.offset),
                 shape,
             )
@@ -135,17 +136,17 @@ def _dtype(properties: Placeholder) -> Any:
 def _arrays(key: str, name: str, size: tuple[int, ...], dtype: str) -> dict[str, _Array]:
     """Return the arrays of a key by name: one per layer and expert if it stacks them."""
     patterns = [pattern for pattern in _STACKED_AXES if pattern.search(name)]
-    found = {}
+    arrays = {}
     for at in np.ndindex(*size[: len(patterns)]):
-        own = name
-        for pattern, number in zip(patterns, at, strict=True):
-            own = pattern.sub(f".{number}.", own)
-        found[own] = _Array(key, at, size[len(patterns) :], dtype)
-    return found
+        array_name = name
+        for pattern, index in zip(patterns, at, strict=True):
+            array_name = pattern.sub(f".{index}.", array_name)
+        arrays[array_name] = _Array(key, at, size[len(patterns) :], dtype)
+    return arrays
 
 
 def _contains(chunk: _Chunk, at: tuple[int, ...]) -> bool:
     return all(
-        begin <= one < begin + size
-        for one, begin, size in zip(at, chunk.offset, chunk.shape, strict=False)
+        begin <= position < begin + size
+        for position, begin, size in zip(at, chunk.offset, chunk.shape, strict=False)
     )

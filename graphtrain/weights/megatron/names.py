@@ -48,20 +48,20 @@ def canonical_name(name: str) -> str | None:
 
 def layer_of(name: str) -> int | None:
     """Return the layer of an array by its name, or None."""
-    found = _LAYER.search(name)
-    return int(found[0]) if found else None
+    match = _LAYER.search(name)
+    return int(match[0]) if match else None
 
 
 def expert_of(name: str) -> int | None:
     """Return the expert of an array by its name, or None."""
-    found = _EXPERT.search(name)
-    return int(found[0]) if found else None
+    match = _EXPERT.search(name)
+    return int(match[0]) if match else None
 
 
 def offset_name(name: str, layers: int, experts: int) -> str:
     """Return the name with its layer and expert numbers increased by these offsets."""
-    name = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)
-    return _EXPERT.sub(lambda found: str(int(found[0]) + experts), name)
+    name = _LAYER.sub(lambda match: str(int(match[0]) + layers), name)
+    return _EXPERT.sub(lambda match: str(int(match[0]) + experts), name)
 
 
 def flatten_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

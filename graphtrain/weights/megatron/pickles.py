@@ -69,13 +69,13 @@ def load_tensor(path: Path, offset: int, length: int) -> Any:
 
     def load(torch: Any) -> Any:
         with path.open("rb") as file:
-            part = io.BufferedReader(_ByteRange(file, offset, length))
-            return torch.load(part, "cpu", weights_only=True)
+            byte_range = io.BufferedReader(_ByteRange(file, offset, length))
+            return torch.load(byte_range, "cpu", weights_only=True)
 
     return _load(path, load)
 
 
-def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> Any:
+def _load(path: Path, load: Callable[[Any], Any], globals_path: Path | None = None) -> Any:
     try:
         import torch
     except ImportError:
@@ -84,12 +84,16 @@ def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> 
         ) from None
     serialization = torch.serialization
     try:
-        found = serialization.get_unsafe_globals_in_checkpoint(names) if names else []
-        known = [(argparse.Namespace, "argparse.Namespace")]
-        others = [
-            (_placeholder_class(name), name) for name in found if name != "argparse.Namespace"
+        global_names = (
+            serialization.get_unsafe_globals_in_checkpoint(globals_path) if globals_path else []
+        )
+        allowed_globals = [(argparse.Namespace, "argparse.Namespace")]
+        placeholder_globals = [
+            (_placeholder_class(name), name)
+            for name in global_names
+            if name != "argparse.Namespace"
         ]
-        with serialization.safe_globals([*known, *others]):  # type: ignore[list-item]
+        with serialization.safe_globals([*allowed_globals, *placeholder_globals]):  # type: ignore[list-item]
             return load(torch)
     except Exception as error:  # a damaged file can raise any exception
         raise WeightsError(
@@ -100,8 +104,10 @@ def _load(path: Path, load: Callable[[Any], Any], names: Path | None = None) -> 
 def _reason(error: Exception) -> str:
     """Return the line with the cause; PyTorch's message begins with advice to disable safety."""
     lines = str(error).strip().splitlines() or [repr(error)]
-    after = [i + 2 for i, line in enumerate(lines) if line.endswith("WeightsUnpickler error: ")]
-    return lines[after[0]] if after and after[0] < len(lines) else lines[0]
+    cause_indices = [
+        i + 2 for i, line in enumerate(lines) if line.endswith("WeightsUnpickler error: ")
+    ]
+    return lines[cause_indices[0]] if cause_indices and cause_indices[0] < len(lines) else lines[0]
 
 
 def _placeholder_class(name: str) -> type:

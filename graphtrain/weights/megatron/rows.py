@@ -45,28 +45,28 @@ def _up_projection_rows(
 def megatron_family(model: Model) -> Family:
     """Return the table for a model, which depends on whether its MLP is gated and has experts."""
     names = ("gate", "up") if is_gated(model) else ("up",)
-    widened = [f"layers/mlp/{name}" for name in names]
+    up_paths = [f"layers/mlp/{name}" for name in names]
     if model.moe is None:
         mlp = (
-            *_up_projection_rows(f"{_MLP}.linear_fc1", widened),
+            *_up_projection_rows(f"{_MLP}.linear_fc1", up_paths),
             WeightMapping(f"{_MLP}.linear_fc2.weight", ("layers/mlp/down",), DOWN_PROJECTION),
             WeightMapping(f"{_MLP}.linear_fc2.bias", ("layers/mlp/down_bias",)),
         )
     else:
-        one, shared = f"{_MLP}.experts.{{expert}}", f"{_MLP}.shared_experts"
+        expert, shared = f"{_MLP}.experts.{{expert}}", f"{_MLP}.shared_experts"
         shared_paths = tuple(f"layers/mlp/shared_{name}" for name in names)
-        both = "(two m) e -> two e m" if len(names) == 2 else "m e -> e m"
+        shared_pattern = "(two m) e -> two e m" if len(names) == 2 else "m e -> e m"
         mlp = (
             WeightMapping(
                 f"{_MLP}.router.weight", ("layers/mlp/router",), "router embed -> embed router"
             ),
-            _up_projection_rows(f"{one}.linear_fc1", widened, "experts ")[0],
+            _up_projection_rows(f"{expert}.linear_fc1", up_paths, "experts ")[0],
             WeightMapping(
-                f"{one}.linear_fc2.weight",
+                f"{expert}.linear_fc2.weight",
                 ("layers/mlp/down",),
                 "experts embed mlp -> experts mlp embed",
             ),
-            WeightMapping(f"{shared}.linear_fc1.weight", shared_paths, both),
+            WeightMapping(f"{shared}.linear_fc1.weight", shared_paths, shared_pattern),
             WeightMapping(f"{shared}.linear_fc2.weight", ("layers/mlp/shared_down",), "e m -> m e"),
             WeightMapping(f"{shared}.gate_weight", ("layers/mlp/shared_share",), "1 e -> e"),
         )

@@ -36,27 +36,27 @@ def summarise(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
 
 
 def _by_compiler(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_compiler: dict[str, Any] = {}
     for entry in entries:
-        about = found.setdefault(entry.compiler, {"bytes": 0, "states": Counter()})
-        about["bytes"] += entry.nbytes
-        about["states"][entry.state] += 1
-    return found
+        stats = by_compiler.setdefault(entry.compiler, {"bytes": 0, "states": Counter()})
+        stats["bytes"] += entry.nbytes
+        stats["states"][entry.state] += 1
+    return by_compiler
 
 
 def _by_flags(entries: Sequence[NeuronCacheEntry]) -> dict[str, Any]:
     """Group flags by the key in entry names; AWS's tools treat two keys as two programs."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for entry in entries:
         key = entry.directory.name.rpartition("+")[2]
-        about = found.setdefault(key, {"entries": 0, "flags": None})
-        about["entries"] += 1
-        if about["flags"] is None:
+        stats = by_key.setdefault(key, {"entries": 0, "flags": None})
+        stats["entries"] += 1
+        if stats["flags"] is None:
             try:
-                about["flags"] = flags.read(entry.directory)
+                stats["flags"] = flags.read(entry.directory)
             except LoweringError:
                 continue  # another entry of the same key may have them
-    return found
+    return by_key
 
 
 def _problems(entry: NeuronCacheEntry) -> Iterator[str]:
@@ -64,19 +64,19 @@ def _problems(entry: NeuronCacheEntry) -> Iterator[str]:
     from lowering.neuron.preflight import preflight
 
     try:
-        written = flags.read(entry.directory)
-        if not flags.match_key(entry.directory.name, written):
+        entry_flags = flags.read(entry.directory)
+        if not flags.match_key(entry.directory.name, entry_flags):
             yield "its flags do not match the flags key in its name"
-        found = preflight(_binary(entry), _target_of(written), written)
-        yield from (str(finding) for finding in found if finding.severity == "error")
+        findings = preflight(_binary(entry), _target_of(entry_flags), entry_flags)
+        yield from (str(finding) for finding in findings if finding.severity == "error")
     except (LoweringError, OSError, EOFError, zlib.error) as error:  # truncated or damaged
         yield str(error)
 
 
-def _target_of(written: Sequence[str]) -> Target:
+def _target_of(entry_flags: Sequence[str]) -> Target:
     """Return the target that the flags compile for; trn1 if they name none."""
-    said = re.search(r"--target[= ](\w+)", " ".join(written))
-    name = said[1] if said else "trn1"
+    match = re.search(r"--target[= ](\w+)", " ".join(entry_flags))
+    name = match[1] if match else "trn1"
     return Target.parse("trn1" if name in ("trn1n", "inf2") else name)
 
 

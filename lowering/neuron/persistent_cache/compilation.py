@@ -133,8 +133,8 @@ class _CompilerPool:
                 self._watch()
                 time.sleep(_POLL_SECONDS if self._queue or self._running else 0)
         finally:
-            for each in self._running:
-                self._clean_up(each)
+            for job in self._running:
+                self._clean_up(job)
         return self._outcomes
 
     def _fill(self) -> None:
@@ -151,34 +151,34 @@ class _CompilerPool:
         """Start a compiler, unless the entry is locked by another process or finished."""
         program = entry.program
         assert program is not None, "only what has a program is queued"
-        lock = program.with_name(program.name + locks.SUFFIX)
-        held = locks.acquire(lock, self._root, locks.LockChecker(self._settings.stale_after))
-        if isinstance(held, locks.Lock):
-            self._skip_locked(entry, attempt, held)
+        lock_path = program.with_name(program.name + locks.SUFFIX)
+        lock = locks.acquire(lock_path, self._root, locks.LockChecker(self._settings.stale_after))
+        if isinstance(lock, locks.Lock):
+            self._skip_locked(entry, attempt, lock)
             return
         try:
-            now = entries.read(entry.directory, judge=None)
-            known = self._known(now, program)
-            if known is None:
-                self._running.append(self._start(now, attempt, held))
+            current = entries.read(entry.directory, judge=None)
+            outcome = self._known_outcome(current, program)
+            if outcome is None:
+                self._running.append(self._start(current, attempt, lock))
                 self._observe(entry.directory.name, f"compiling, attempt {attempt}")
                 return
         except (LoweringError, OSError, EOFError, zlib.error) as error:
-            known = EntryOutcome(
+            outcome = EntryOutcome(
                 program, "failed", 0, 0.0, CompileFailure("not started", str(error))
             )
         except BaseException:
-            held.release()
+            lock.release()
             raise
-        held.release()
-        self._report(known)
+        lock.release()
+        self._report(outcome)
 
-    def _known(self, now: NeuronCacheEntry, program: Path) -> EntryOutcome | None:
+    def _known_outcome(self, current: NeuronCacheEntry, program: Path) -> EntryOutcome | None:
         """Return the outcome if the entry was compiled since it was queued, or rejected before."""
-        if now.state == "done":
+        if current.state == "done":
             return EntryOutcome(program, "compiled", 0, 0.0)
-        if now.failure and now.failure.is_final and not self._settings.retry_failed:
-            return EntryOutcome(program, "failed", 0, 0.0, now.failure)
+        if current.failure and current.failure.is_final and not self._settings.retry_failed:
+            return EntryOutcome(program, "failed", 0, 0.0, current.failure)
         return None
 
     def _skip_locked(self, entry: NeuronCacheEntry, attempt: int, lock: locks.Lock) -> None:
@@ -192,27 +192,27 @@ class _CompilerPool:
         self._observe(entry.directory.name, f"skipped, locked by {lock.owner}")
         self._outcomes.append(EntryOutcome(entry.program, "locked", 0, 0.0))
 
-    def _start(self, entry: NeuronCacheEntry, attempt: int, held: locks.HeldLock) -> _Running:
+    def _start(self, entry: NeuronCacheEntry, attempt: int, lock: locks.HeldLock) -> _Running:
         """Start the compiler with the flags of the entry.
 
         Raises:
             LoweringError: the entry has no flags, or they contain no --target.
         """
         assert entry.program is not None
-        written = flags.read(entry.directory)
-        if not flags.match_key(entry.directory.name, written):
+        entry_flags = flags.read(entry.directory)
+        if not flags.match_key(entry.directory.name, entry_flags):
             self._observe(entry.directory.name, "its flags do not match the flags key in its name")
-        chosen = without_wrapper_flags(written)
-        if flags.target_flag(chosen) is None:
+        compile_flags = without_wrapper_flags(entry_flags)
+        if flags.target_flag(compile_flags) is None:
             if self._settings.target is None:
                 raise LoweringError("its flags contain no --target; pass one with --target")
-            chosen = [f"--target={self._settings.target}", *chosen]
+            compile_flags = [f"--target={self._settings.target}", *compile_flags]
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
         program = completion.decompress_program(entry.program, scratch)
-        words = [*self._compiler.command, *arguments(str(program), entries.NEFF, chosen)]
+        command = [*self._compiler.command, *arguments(str(program), entries.NEFF, compile_flags)]
         log = (scratch / "log.txt").open("w+b")
         process = subprocess.Popen(
-            [*kill_with_parent_prefix(), *_GROUP, *words, "--verbose=35"],
+            [*kill_with_parent_prefix(), *_GROUP, *command, "--verbose=35"],
             cwd=scratch,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -221,76 +221,76 @@ class _CompilerPool:
             start_new_session=True,
         )
         now = time.monotonic()
-        return _Running(entry, attempt, process, held, scratch, log, now, now)
+        return _Running(entry, attempt, process, lock, scratch, log, now, now)
 
     def _watch(self) -> None:
         """Handle compilers that have ended, kill those past the timeout, touch the other locks."""
         now = time.monotonic()
-        for each in list(self._running):
-            status = each.process.poll()
+        for job in list(self._running):
+            status = job.process.poll()
             if status is not None:
-                self._running.remove(each)
-                self._finish(each, status)
+                self._running.remove(job)
+                self._finish(job, status)
                 continue
-            if self._settings.timeout is not None and now - each.began > self._settings.timeout:
-                each.timed_out = True
-                _kill(each.process)
-            if now - each.touched > _HEARTBEAT:
-                each.lock.touch()
-                each.touched = now
+            if self._settings.timeout is not None and now - job.began > self._settings.timeout:
+                job.timed_out = True
+                _kill(job.process)
+            if now - job.touched > _HEARTBEAT:
+                job.lock.touch()
+                job.touched = now
 
-    def _finish(self, each: _Running, status: int) -> None:
+    def _finish(self, job: _Running, status: int) -> None:
         """Complete an entry, or record in it why compiling failed; then release it."""
-        seconds = time.monotonic() - each.began
+        seconds = time.monotonic() - job.began
         try:
-            failure = self._store_result(each, status)
+            failure = self._store_result(job, status)
         finally:
-            self._clean_up(each)
-        program = each.entry.program
+            self._clean_up(job)
+        program = job.entry.program
         assert program is not None
         if failure is None:
-            self._report(EntryOutcome(program, "compiled", each.attempt, seconds))
-        elif failure.is_chance and each.attempt <= self._settings.retries:
+            self._report(EntryOutcome(program, "compiled", job.attempt, seconds))
+        elif failure.is_chance and job.attempt <= self._settings.retries:
             if failure.kind in ("killed", "out of memory"):
                 self._jobs = max(1, self._jobs // 2)
-            self._observe(each.entry.directory.name, f"{failure.kind}, will retry")
-            self._queue.append((each.entry, each.attempt + 1, 0.0))
+            self._observe(job.entry.directory.name, f"{failure.kind}, will retry")
+            self._queue.append((job.entry, job.attempt + 1, 0.0))
         else:
-            self._report(EntryOutcome(program, "failed", each.attempt, seconds, failure))
+            self._report(EntryOutcome(program, "failed", job.attempt, seconds, failure))
 
-    def _store_result(self, each: _Running, status: int) -> CompileFailure | None:
-        directory, made = each.entry.directory, each.scratch / entries.NEFF
+    def _store_result(self, job: _Running, status: int) -> CompileFailure | None:
+        directory, neff_path = job.entry.directory, job.scratch / entries.NEFF
         try:
-            if status == 0 and made.exists():
-                completion.complete(directory, made)
+            if status == 0 and neff_path.exists():
+                completion.complete(directory, neff_path)
                 return None
-            failure = self._failure(each, status)
-            completion.fail(directory, Path(each.log.name), failure)
+            failure = self._failure(job, status)
+            completion.fail(directory, Path(job.log.name), failure)
         except (LoweringError, OSError) as error:
             return CompileFailure("not stored", str(error))
         return failure
 
-    def _failure(self, each: _Running, status: int) -> CompileFailure:
-        if each.timed_out:
+    def _failure(self, job: _Running, status: int) -> CompileFailure:
+        if job.timed_out:
             return CompileFailure("timed out", f"not compiled within {self._settings.timeout:g} s")
         if status == 0:
             return CompileFailure(
                 "crashed", f"neuronx-cc exited with 0, but wrote no {entries.NEFF}"
             )
-        each.log.seek(0)
-        return classify(status, each.log.read().decode(errors="replace"))
+        job.log.seek(0)
+        return classify(status, job.log.read().decode(errors="replace"))
 
-    def _clean_up(self, each: _Running) -> None:
+    def _clean_up(self, job: _Running) -> None:
         """Remove the process, its scratch directory and its lock."""
-        _kill(each.process)
-        each.process.wait()
-        each.log.close()
-        shutil.rmtree(each.scratch, ignore_errors=True)
-        each.lock.release()
+        _kill(job.process)
+        job.process.wait()
+        job.log.close()
+        shutil.rmtree(job.scratch, ignore_errors=True)
+        job.lock.release()
 
     def _report(self, outcome: EntryOutcome) -> None:
-        said = f": {outcome.failure.kind}" if outcome.failure else ""
-        self._observe(outcome.program.parent.name, outcome.status + said)
+        detail = f": {outcome.failure.kind}" if outcome.failure else ""
+        self._observe(outcome.program.parent.name, outcome.status + detail)
         self._outcomes.append(outcome)
 
 

@@ -51,8 +51,8 @@ def decompress_program(program: Path, into: Path) -> Path:
     """Copy and decompress an entry's program into a directory, named as by AWS's wrapper."""
     name = program.name.removesuffix(".gz")
     copy = into / name.replace("model.", f"model.{program.parent.name}.", 1)
-    opened = gzip.open if program.suffix == ".gz" else open
-    with opened(program, "rb") as source, copy.open("wb") as target:
+    opener = gzip.open if program.suffix == ".gz" else open
+    with opener(program, "rb") as source, copy.open("wb") as target:
         shutil.copyfileobj(source, target)
     return copy
 
@@ -61,10 +61,10 @@ def _copy(source: Path, directory: Path) -> Path:
     """Copy a file into the directory under a temporary name, and sync it to disk."""
     temporary = directory / f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-{source.name}"
     try:
-        with source.open("rb") as read, temporary.open("wb") as written:
-            shutil.copyfileobj(read, written)
-            written.flush()
-            os.fsync(written.fileno())
+        with source.open("rb") as source_file, temporary.open("wb") as temporary_file:
+            shutil.copyfileobj(source_file, temporary_file)
+            temporary_file.flush()
+            os.fsync(temporary_file.fileno())
     except OSError:  # leave no incomplete file on a full disk
         temporary.unlink(missing_ok=True)
         raise

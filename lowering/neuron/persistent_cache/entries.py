@@ -41,8 +41,8 @@ class NeuronCacheEntry:
     @property
     def program(self) -> Path | None:
         """Path of the program's file; None if there is none."""
-        found = next((name for name in PROGRAMS if self.files.get(name)), None)
-        return self.directory / found if found else None
+        file_name = next((name for name in PROGRAMS if self.files.get(name)), None)
+        return self.directory / file_name if file_name else None
 
     @property
     def nbytes(self) -> int:
@@ -69,19 +69,19 @@ def scan(root: Path, judge: LockChecker) -> list[NeuronCacheEntry]:
         )
     if root.name.startswith("neuronxcc-"):
         raise LoweringError(f"{root} is the directory of one compiler; pass its parent directory")
-    found = []
+    entries = []
     for path in sorted(root.glob("neuronxcc-*/MODULE_*")):
         with suppress(FileNotFoundError, NotADirectoryError):  # just removed; a stray file
-            found.append(read(path, judge))
-    return found
+            entries.append(read(path, judge))
+    return entries
 
 
 def read(directory: Path, judge: LockChecker | None) -> NeuronCacheEntry:
     """Read one entry; without a judge, ignore its locks."""
     files = _files(directory)
-    held = [name for name in files if name.endswith(locks.SUFFIX)]
-    judged = [judge.check(directory / name) for name in sorted(held)] if judge else []
-    found_locks = tuple(lock for lock in judged if lock is not None)
+    lock_names = [name for name in files if name.endswith(locks.SUFFIX)]
+    lock_states = [judge.check(directory / name) for name in sorted(lock_names)] if judge else []
+    found_locks = tuple(lock for lock in lock_states if lock is not None)
     failure = _failure(directory, files)
     state, reason = _state(directory, files, found_locks, failure)
     return NeuronCacheEntry(directory, state, reason, files, found_locks, failure)
@@ -90,11 +90,11 @@ def read(directory: Path, judge: LockChecker | None) -> NeuronCacheEntry:
 def _files(directory: Path) -> dict[str, int]:
     """Return name and bytes of every file; other processes may remove files at any time."""
     files = {}
-    with os.scandir(directory) as found:
-        for each in found:
+    with os.scandir(directory) as dir_entries:
+        for dir_entry in dir_entries:
             with suppress(FileNotFoundError):
-                if each.is_file():
-                    files[each.name] = each.stat().st_size
+                if dir_entry.is_file():
+                    files[dir_entry.name] = dir_entry.stat().st_size
     return files
 
 
@@ -104,26 +104,26 @@ def _state(
     found_locks: tuple[Lock, ...],
     failure: failures.CompileFailure | None,
 ) -> tuple[State, str]:
-    unfit = _neff_problem(directory) if NEFF in files else ""
-    if NEFF in files and DONE in files and not unfit:
+    neff_problem = _neff_problem(directory) if NEFF in files else ""
+    if NEFF in files and DONE in files and not neff_problem:
         return "done", ""
-    if live := [lock.owner for lock in found_locks if lock.is_live]:
-        return "locked", live[0]
+    if live_owners := [lock.owner for lock in found_locks if lock.is_live]:
+        return "locked", live_owners[0]
     if found_locks:
         return "stale lock", found_locks[0].owner
-    if unfit:
-        return "incomplete", unfit
+    if neff_problem:
+        return "incomplete", neff_problem
     if not any(files.get(name) for name in PROGRAMS):
         return "incomplete", "no program"
     if flags.JSON_FILE not in files and flags.TEXT_FILE not in files:
         return "incomplete", f"no {flags.JSON_FILE}"
-    said = f"{failure.kind}: {failure.message}" if failure else ""
+    reason = f"{failure.kind}: {failure.message}" if failure else ""
     if LOG in files and NEFF not in files:
-        return "failed", said
+        return "failed", reason
     if NEFF in files or DONE in files:
-        there, lacking = (NEFF, DONE) if NEFF in files else (DONE, NEFF)
-        return "incomplete", f"{there} without {lacking}"
-    return "not compiled", said
+        present, missing = (NEFF, DONE) if NEFF in files else (DONE, NEFF)
+        return "incomplete", f"{present} without {missing}"
+    return "not compiled", reason
 
 
 def _failure(directory: Path, files: Mapping[str, int]) -> failures.CompileFailure | None:

@@ -46,8 +46,8 @@ class CompileFailure:
 
 def parse_failure(line: str) -> CompileFailure:
     """Parse a failure from the line that records it, for example "killed: no output"."""
-    kind, _, said = line.partition(": ")
-    return CompileFailure(kind if kind in get_args(Kind) else "crashed", said)  # type: ignore[arg-type]
+    kind, _, message = line.partition(": ")
+    return CompileFailure(kind if kind in get_args(Kind) else "crashed", message)  # type: ignore[arg-type]
 
 
 def classify(status: int | None, log: str) -> CompileFailure:
@@ -57,20 +57,24 @@ def classify(status: int | None, log: str) -> CompileFailure:
         status: exit status as subprocess reports it; None if only the log is available.
         log: output of the compiler.
     """
-    said = compiler.coded_errors(log)
-    codes = tuple(dict.fromkeys(f"NCC_{code}" for code, _ in said))
+    errors = compiler.coded_errors(log)
+    codes = tuple(dict.fromkeys(f"NCC_{code}" for code, _ in errors))
     lines = [line.strip() for line in log.splitlines()]
-    last = next((line for line in reversed(lines) if line not in _SHELL_MESSAGES), "no output")
-    told = "; ".join(dict.fromkeys(f"NCC_{code} {what}" for code, what in said[:5])) or last
-    number = compiler.ending_signal(status, log)
-    if number in _STOP_SIGNALS or "KeyboardInterrupt" in log:
-        return CompileFailure("interrupted", told)
-    if any(code in compiler.OUT_OF_MEMORY_CODES for code, _ in said):
-        return CompileFailure("out of memory", told, codes)
+    last_line = next((line for line in reversed(lines) if line not in _SHELL_MESSAGES), "no output")
+    message = (
+        "; ".join(dict.fromkeys(f"NCC_{code} {text}" for code, text in errors[:5])) or last_line
+    )
+    signal_number = compiler.ending_signal(status, log)
+    if signal_number in _STOP_SIGNALS or "KeyboardInterrupt" in log:
+        return CompileFailure("interrupted", message)
+    if any(code in compiler.OUT_OF_MEMORY_CODES for code, _ in errors):
+        return CompileFailure("out of memory", message, codes)
     if _OUT_OF_MEMORY.search(log):
-        return CompileFailure("out of memory", told)
-    if number == signal.SIGKILL:
-        return CompileFailure("killed", f"{told} (SIGKILL)")
-    if number is None and any(code.startswith("E") for code, _ in said):
-        return CompileFailure("refused", told, codes)
-    return CompileFailure("crashed", told if status is None else f"{told} (status {status})", codes)
+        return CompileFailure("out of memory", message)
+    if signal_number == signal.SIGKILL:
+        return CompileFailure("killed", f"{message} (SIGKILL)")
+    if signal_number is None and any(code.startswith("E") for code, _ in errors):
+        return CompileFailure("refused", message, codes)
+    return CompileFailure(
+        "crashed", message if status is None else f"{message} (status {status})", codes
+    )

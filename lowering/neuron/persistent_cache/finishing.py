@@ -44,40 +44,47 @@ def finish(
         LoweringError: no compiler is installed, or no entry belongs to the installed one, whose
             NEFFs would be wrong in another compiler's directory.
     """
-    began, clock = time.time(), time.monotonic()
+    start_time, start_clock = time.time(), time.monotonic()
     judge = locks.LockChecker(settings.stale_after)
-    found = entries.scan(root, judge)
+    all_entries = entries.scan(root, judge)
     outcomes: list[EntryOutcome] = []
-    if unfinished := [entry for entry in found if entry.is_unfinished]:
-        here = _compiler(simulator)
-        if here.directory not in {entry.compiler for entry in found}:
+    if unfinished := [entry for entry in all_entries if entry.is_unfinished]:
+        installed_compiler = _installed_compiler(simulator)
+        if installed_compiler.directory not in {entry.compiler for entry in all_entries}:
             raise LoweringError(
-                f"the compiler of this machine is {here.directory}, but the unfinished entries of "
-                f"{root} need another one: {_format_counts(unfinished)}; install one of these "
-                "versions"
+                f"the compiler of this machine is {installed_compiler.directory}, but the "
+                f"unfinished entries of {root} need another one: {_format_counts(unfinished)}; "
+                "install one of these versions"
             )
-        mine = [entry for entry in unfinished if entry.compiler == here.directory]
-        if others := _format_counts(
-            [entry for entry in unfinished if entry.compiler != here.directory]
+        entries_to_compile = [
+            entry for entry in unfinished if entry.compiler == installed_compiler.directory
+        ]
+        if skipped_counts := _format_counts(
+            [entry for entry in unfinished if entry.compiler != installed_compiler.directory]
         ):
-            observe(here.directory, f"skipped unfinished entries of other compilers: {others}")
-        outcomes = compile_entries(mine, root, here, settings, observe)
-    left = [lock for entry in found if entry.state == "done" for lock in entry.locks]
+            observe(
+                installed_compiler.directory,
+                f"skipped unfinished entries of other compilers: {skipped_counts}",
+            )
+        outcomes = compile_entries(entries_to_compile, root, installed_compiler, settings, observe)
+    leftover_locks = [
+        lock for entry in all_entries if entry.state == "done" for lock in entry.locks
+    ]
     # A process that is killed right after completing an entry leaves its lock.
-    if stale := [lock for lock in left if not lock.is_live]:
-        locks.remove_stale(stale, root, judge, force=False)
-    return FinishReport(tuple(outcomes), began, time.monotonic() - clock)
+    if stale_locks := [lock for lock in leftover_locks if not lock.is_live]:
+        locks.remove_stale(stale_locks, root, judge, force=False)
+    return FinishReport(tuple(outcomes), start_time, time.monotonic() - start_clock)
 
 
-def _compiler(simulator: bool) -> compiler.Compiler:
-    found = compiler.find_compiler(Target.parse("neuron-sim" if simulator else "trn1"))
-    if found is None:
+def _installed_compiler(simulator: bool) -> compiler.Compiler:
+    installed_compiler = compiler.find_compiler(Target.parse("neuron-sim" if simulator else "trn1"))
+    if installed_compiler is None:
         raise LoweringError(
             "neuronx-cc is not installed on this machine; install it from AWS's package index, see "
             "the AWS Neuron documentation (no device is needed), or finish the cache on a machine "
             "that has it"
         )
-    return found
+    return installed_compiler
 
 
 def _format_counts(unfinished: Sequence[NeuronCacheEntry]) -> str:

@@ -97,9 +97,9 @@ def acquire(path: Path, root: Path, judge: LockChecker) -> HeldLock | Lock:
         LoweringError: the directory is not writable.
     """
     with _mutex(root):
-        found = judge.check(path)
-        if found is not None and found.is_live:
-            return found
+        lock = judge.check(path)
+        if lock is not None and lock.is_live:
+            return lock
         path.unlink(missing_ok=True)
         return _create(path) or Lock(path, True, "another tool, just now")
 
@@ -113,10 +113,10 @@ def remove_stale(locks: list[Lock], root: Path, judge: LockChecker, *, force: bo
     removed = []
     with _mutex(root):
         for lock in locks:
-            now = judge.check(lock.path)
-            if now is not None and (force or not now.is_live):
+            current = judge.check(lock.path)
+            if current is not None and (force or not current.is_live):
                 lock.path.unlink(missing_ok=True)
-                removed.append(now)
+                removed.append(current)
     return removed
 
 
@@ -131,8 +131,8 @@ def _create(path: Path) -> HeldLock | None:
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     with suppress(OSError):  # some network file systems have no flock; touching still works
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    about = {"tool": "graphtrain", "host": os.uname().nodename, "pid": os.getpid()}
-    os.write(descriptor, json.dumps(about).encode())
+    owner = {"tool": "graphtrain", "host": os.uname().nodename, "pid": os.getpid()}
+    os.write(descriptor, json.dumps(owner).encode())
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -154,10 +154,10 @@ def _owner(path: Path) -> dict | None:
 
 def _graphtrain_lock(path: Path, owner: dict, age: float) -> Lock:
     name = f"graphtrain, process {owner['pid']} on {owner['host']}"
-    held = _is_held(path)
-    if held is None or (not held and owner["host"] != os.uname().nodename):
-        held = age < _HEARTBEAT_TIMEOUT
-    return Lock(path, held, name)
+    is_live = _is_held(path)
+    if is_live is None or (not is_live and owner["host"] != os.uname().nodename):
+        is_live = age < _HEARTBEAT_TIMEOUT
+    return Lock(path, is_live, name)
 
 
 def _is_held(path: Path) -> bool | None:

@@ -58,8 +58,8 @@ def as_json(finished: FinishReport) -> dict[str, Any]:
 
 def dump(report: dict[str, Any], directory: Path) -> list[Path]:
     """Write the two files that AWS's tool writes if DUMP_VARIABLE is set, with equal content."""
-    day = time.strftime("%Y%m%d%H%M%S", time.localtime(report["start_time"]))
-    name = f"neuron_parallel_compile_results_{day}.json"
+    timestamp = time.strftime("%Y%m%d%H%M%S", time.localtime(report["start_time"]))
+    name = f"neuron_parallel_compile_results_{timestamp}.json"
     paths = [directory / name, directory / f"total_{name}"]
     for path in paths:
         path.write_text(json.dumps(report, indent=4) + "\n")
@@ -71,17 +71,17 @@ def _attempted(outcomes: Sequence[EntryOutcome]) -> list[EntryOutcome]:
 
 
 def _graph(outcome: EntryOutcome) -> dict[str, Any]:
-    about: dict[str, Any] = {
+    graph_report: dict[str, Any] = {
         "status": outcome.status == "compiled",
         "retry": max(0, outcome.attempts - 1),
         "compile_time": round(outcome.seconds, 3),
     }
     if outcome.failure is not None:
-        about |= {"failure": outcome.failure.kind, "error": outcome.failure.message}
-    return about
+        graph_report |= {"failure": outcome.failure.kind, "error": outcome.failure.message}
+    return graph_report
 
 
 def _line(tool: str, text: str) -> str:
     now = time.time()
-    day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    return f"{day}.{int(now % 1 * 1000):06d}:  {os.getpid()}  INFO ||{tool}||: {text}"
+    timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"{timestamp}.{int(now % 1 * 1000):06d}:  {os.getpid()}  INFO ||{tool}||: {text}"
