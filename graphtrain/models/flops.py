@@ -53,7 +53,7 @@ def useful_flops_per_token(program: Program) -> dict[str, float]:
 def attention_flops_per_token(model: Model, length: int) -> float:
     """Return the part of flops_per_token that computes scores and their products with values."""
     _, query, _ = _widths(model)
-    return 12 * model.layers * query * length
+    return 12.0 * model.layers * query * length
 
 
 def _weights(model: Model, *, active: bool = False) -> int:
