@@ -65,10 +65,10 @@ def explain(
         suggested.add(suggestion)
         yield f"{location}: unknown setting {dotted(path)}; {hint}"
 
-    values = dict.fromkeys(by_type.get("value", {})) | dict.fromkeys(sorted(foreign))
-    for path in values:
+    values = dict.fromkeys(sorted(foreign)) | by_type.get("value", {})
+    for path, error in values.items():
         if path in known_settings() and not _is_table_created_by_flag(source, path):
-            yield _wrong_value(source, path, _look_up(document, path))
+            yield _wrong_value(source, path, _look_up(document, path), _choices_of_branch(error))
     for path, error in by_type.get("value_error", {}).items():
         yield _failed_check(source, path, str(error.get("ctx", {}).get("error", error["msg"])))
     for path in by_type.get("missing", {}):
@@ -169,9 +169,16 @@ def _choices(table: KeyPath) -> str:
     )
 
 
-def _wrong_value(source: ConfigSource, path: KeyPath, value: Any) -> str:
+def _choices_of_branch(error: ErrorDetails | None) -> str:
+    """Return the named values that this kind of model accepts; another may accept more."""
+    if error is None or error["type"] != "literal_error":
+        return ""
+    return str(error.get("ctx", {}).get("expected", "")).replace("'", '"')
+
+
+def _wrong_value(source: ConfigSource, path: KeyPath, value: Any, accepted: str) -> str:
     node = known_settings()[path]
-    requirement = f"should be {words(node)}"
+    requirement = f"should be {accepted if accepted and 'enum' in node else words(node)}"
     if isinstance(value, float) and not math.isfinite(value):
         requirement = "should be finite"
     elif isinstance(value, int) and value.bit_length() > 63:

@@ -52,6 +52,13 @@ def changed(file, *replacements):
     return problems(file)
 
 
+def test_a_pytorch_model_is_told_the_choices_that_it_has(file):
+    model = GOOD[: GOOD.index("[program.batch]")]
+    imported = '[program.model]\nhf = "llama"\nremat = "offload"\n\n'
+    (problem,) = changed(file, (model, imported))
+    assert problem.endswith('should be "none", "attention", "dots" or "full"')
+
+
 def test_a_file_is_resolved(file):
     config = load_config(file)
     assert config.program.model.kv_heads == 4
